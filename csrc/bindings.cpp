@@ -247,13 +247,13 @@ void bind_results(py::module_& m) {
       .def_readonly("stats", &SearchResult::stats)
       .def_property_readonly(
           "stop", [](const SearchResult& result) { return std::string(to_string(result.stop)); },
-          "A value of mirage_hf.search's StopReason.");
+          "The value of a member of mirage_hf.search.search_report.StopReason.");
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "C++ core of the search; mirage_hf.search.engine is its only user.";
+  m.doc() = "The C++ core of the search. Only mirage_hf.search uses it.";
   bind_program(m);
   bind_limits(m);
   bind_candidates(m);

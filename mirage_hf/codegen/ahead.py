@@ -1,8 +1,7 @@
 """Compile kernels of a generated file without a GPU. As a script, serve other processes.
 
 This file imports Triton and nothing else that is large, so a worker starts in a fraction of a
-second. Triton holds Python's lock for a third of a compilation, so threads alone gain little beyond
-three.
+second. Triton holds the GIL for a third of a compilation, so more than three threads gain little.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ READY = "ready"
 
 
 def import_text(text: str, path: str, name: str) -> ModuleType:
-    """Return a module of `text`, which lies at `path`. No bytecode cache is read.
+    """Return a module of `text`, the contents of the file at `path`. No bytecode cache is read.
 
-    Triton reads the functions' lines at `path`, and caches what it compiles under the module's
+    Triton reads the functions' lines from that file. It caches what it compiles under the module's
     name.
     """
     module = ModuleType(name)
@@ -67,7 +66,7 @@ def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
 
 
 class HollowTorch(MetaPathFinder, Loader):
-    """Import torch and its modules as empty ones.
+    """An import hook that gives empty modules in the place of torch and its submodules.
 
     Generated files import torch, but need it only for launches and checks. It takes seconds and
     hundreds of MB.

@@ -40,7 +40,7 @@ def load(source: str, digest: str) -> ModuleType:
     The file is kept in the cache directory under its digest.
 
     Raises:
-        CodegenError: The source does not have this digest (SHA-256).
+        CodegenError: If the source does not have this digest (SHA-256).
     """
     actual = hashlib.sha256(source.encode()).hexdigest()
     if actual != digest:
@@ -62,8 +62,8 @@ def load(source: str, digest: str) -> ModuleType:
 def passing() -> Iterator[None]:
     """Forget sources first loaded in this block, unless their functions are still held.
 
-    A kernel whose blocks share loops holds a megabyte of GPU memory for counters (launching.py),
-    and a tuner loads hundreds of sources.
+    A tuner loads hundreds of sources. Each kernel whose blocks share loops holds a megabyte of GPU
+    memory for counters (launching.py).
     """
     with _lock:
         known = set(_loaded)
@@ -86,10 +86,10 @@ def prepare_triton() -> None:
 
 
 def _let_bounds_be_loaded() -> None:
-    """Let the interpreter of Triton 3.6 take loaded numbers as ends of a loop.
+    """Let Triton 3.6's interpreter take loaded numbers as the bounds of a loop.
 
-    To the interpreter they are arrays of one element, which NumPy 2.4 and newer do not convert to
-    an index.
+    The interpreter holds them as arrays of one element, which NumPy 2.4 and newer do not convert
+    to an index.
     """
     from triton.runtime import interpreter
 
@@ -104,15 +104,15 @@ def _let_bounds_be_loaded() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-#: Threads of these Python versions that parse at the same time lose count of each other's depth,
-#: and one ends with a SystemError (Python issue gh-106905).
+#: True for Python versions in which threads may not parse at the same time. They would miscount the
+#: depth of recursion, and one would end with a SystemError (Python issue gh-106905).
 PARSER_RACES = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
 
 _parsing = threading.Lock()
 
 
 def _parse_in_turns() -> None:
-    """Let threads in which Triton parses kernels wait for each other."""
+    """Let only one thread at a time parse a kernel for Triton."""
     from triton.runtime.jit import JITFunction
 
     parse = JITFunction.parse
@@ -151,7 +151,7 @@ def _own_folder() -> Path:
 
 
 def _kept_in(folder: Path, source: str, digest: str) -> Path:
-    """Write a source to a folder, at once or not at all."""
+    """Write a source to a folder atomically, and return the path of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest}.py"
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
@@ -192,7 +192,7 @@ def ahead_of_time(program: GeneratedProgram, sm: int) -> list[Compiled]:
     Pointers are taken as 16-byte aligned, as torch's are.
 
     Raises:
-        CodegenError: The compiler refused; the message has its words.
+        CodegenError: If the compiler rejects a kernel. The message quotes the compiler.
     """
     module = load(program.source, program.digest)
     return [_compile(module, launch, sm) for launch in program.launches]
@@ -222,11 +222,11 @@ def _refused(kernels: str, sm: int, why: str) -> errors.CodegenError:
     return errors.CodegenError(f"{kernels}: no code for sm_{sm}: {why[:2000]}")
 
 
-#: Threads from which worker processes compile, and programs below which starting them is not worth
-#: it.
+#: Worker processes compile if there are at least this many threads and programs. For fewer,
+#: starting them takes longer than they save.
 PROCESSES_FROM, FEW = 2, 8
 
-#: Most worker processes; each takes 80 to 130 MB.
+#: Most worker processes. Each takes 80 to 130 MB.
 MOST_PROCESSES = 12
 
 
@@ -277,10 +277,11 @@ def _in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -
     """Let a worker compile a program, so that this process finds it in Triton's cache.
 
     Returns:
-        What the worker raised, if anything. This process decides for itself.
+        What the worker raised, or None. This process then compiles for itself, so its own result
+        counts.
 
     Raises:
-        CodegenError: The worker ended, as this process might.
+        CodegenError: If the worker crashed, because this process might crash too.
     """
     module = load(program.source, program.digest)
     try:

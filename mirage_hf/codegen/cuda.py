@@ -21,11 +21,11 @@ from mirage_hf.graph import conveniences, json_format
 from mirage_hf.graph.kernel import DTensor, KernelOp, row_major
 from mirage_hf.graph.ugraph import UGraph
 
-#: Intermediates begin in the workspace at multiples of so many bytes.
+#: Alignment of intermediates in the workspace, in bytes.
 ALIGN = 256
 
-#: Error that the self-check allows, as a share of the output's largest element: 4 half-ulps at the
-#: scale of the output, and for float32 what its order of summation may cost.
+#: The error that the self-check allows, as a share of the output's largest element. For 16-bit
+#: outputs it is 4 half-ulps. For float32 it also covers another order of summation.
 TOLERANCE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-13}
 
 
@@ -55,7 +55,7 @@ def kernels_source(ugraph: UGraph) -> str:
     """Return the file without its check: kernels, `workspace_bytes` and `launch`.
 
     Raises:
-        CodegenError: As `program_source`.
+        CodegenError: In the same cases as `program_source`.
     """
     return _CudaFile(ugraph).kernels()
 
@@ -210,9 +210,9 @@ class _CudaFile:
         return "\n".join([*lines, "  return cudaSuccess;", "}", ""])
 
     def check(self) -> str:
-        """Return main().
+        """Return main(), which runs the kernels on random inputs.
 
-        Random inputs, the kernels, and the program in double precision on the host.
+        It compares the results with the program in double precision on the host.
         """
         program = self.ugraph.program
         setup = [

@@ -1,4 +1,4 @@
-"""Write a program in double precision C++, with which a generated file checks itself."""
+"""Write a program in double-precision C++, so that a generated file can check itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Write one block graph as a CUDA kernel: a thread block per tile of the grid axes.
 
-Stages become nests of loops (cuda_nests.py). Values that are read more than once per element are
-staged in shared memory. In a reduction, each thread owns elements of the result and lanes of the
-reduced axis. What a later stage reads lies in shared memory.
+Stages become nests of loops (cuda_nests.py). A value is staged in shared memory if it is read more
+than once per element, or by a later stage. In a reduction, each thread owns some elements of the
+result and a share of the reduced axis.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
 THREADS = 256
-#: Bytes of shared memory that any kernel gets, and that a kernel may ask for on sm_90 and sm_100
-#: (CUDA programming guide).
+#: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
+#: sm_100 (CUDA programming guide).
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
 
 
@@ -31,7 +31,7 @@ class CudaKernel:
 
     Attributes:
         source: The text.
-        grid: Thread blocks.
+        grid: Number of thread blocks.
         shared: Bytes of dynamic shared memory.
     """
 
@@ -45,11 +45,11 @@ def write_kernel(
 ) -> CudaKernel:
     """Return a block graph as a CUDA kernel in namespace `name`.
 
-    It takes the largest loop tile whose staged values fit in shared memory.
+    The kernel takes the largest loop tile whose staged values fit in shared memory.
 
     Raises:
-        CodegenError: A value that must be held whole does not fit, or the block graph uses
-            something that only the Triton generator writes.
+        CodegenError: If a value that must be held whole does not fit, or if only the Triton
+            generator can write the block graph.
     """
     _refuse(block, name)
     tiles = _grid_tiles(block)
@@ -78,7 +78,7 @@ def _refuse(block: BlockGraph, name: str) -> None:
     """Check that CUDA C++ can be written for a block graph.
 
     Raises:
-        CodegenError: Only the Triton generator writes it.
+        CodegenError: If only the Triton generator writes it.
     """
     way_out = (
         "the CUDA generator does not write that; generate a Triton program, or choose another "
@@ -113,7 +113,7 @@ def _refuse(block: BlockGraph, name: str) -> None:
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:
-    """Return tile sizes of grid axes: wide where a product can reuse a factor, otherwise 1."""
+    """Return the tile of each grid axis: wide if a product can reuse a factor, otherwise 1."""
     reused = {
         axis
         for c in block.contractions.values()
@@ -240,7 +240,7 @@ class _Writer(Nests):
     # -- stages -----------------------------------------------------------------------------------
 
     def stage(self, stage: Stage) -> None:
-        """Write values that do not carry the loop axis once, then the loop."""
+        """Write a stage: first the values that do not carry the loop axis, then the loop."""
         wanted = self.wanted(stage)
         self.planned = set(wanted)
         loop = stage.loop
@@ -272,7 +272,13 @@ class _Writer(Nests):
             self.combine(a.out, a.kind, nest, lanes)
 
     def prepare(self, stage: Stage, wanted: Sequence[str], inside: bool) -> None:
-        """Stage what is wanted and compute the sums of the body, in the body's order."""
+        """Stage the wanted values and compute the reductions of the body, in the body's order.
+
+        Args:
+            stage: The stage.
+            wanted: The values to stage.
+            inside: True for the ops inside the loop, False for those before it.
+        """
         fresh = [v for v in wanted if v in self.inputs and v not in self.staged]
         here = {op.out for op in stage.body}
         earlier = [v for v in self.ops if v in wanted and v not in here and v not in self.staged]
@@ -299,10 +305,7 @@ class _Writer(Nests):
             self.put("__syncthreads();")
 
     def wanted(self, stage: Stage) -> list[str]:
-        """Return the values that a stage's reductions read more than once per element.
-
-        They must be staged.
-        """
+        """Return the values to stage: those that reductions read more than once per element."""
         sums = [op.args[0] for op in stage.body if op.over is not None] + [
             a.arg for a in stage.accumulators
         ]
@@ -336,7 +339,7 @@ class _Writer(Nests):
             self.combine(op.out, op.fn, nest, lanes)
 
     def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
-        """Return how threads share a reduction: `own` groups times `across` lanes are THREADS."""
+        """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
         inner = nest.fast == over
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
@@ -409,7 +412,7 @@ class _Writer(Nests):
         self.put(f"const int at_{over} = {base}i_{over};")
 
     def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
-        """Join the lanes' partial results and keep the result in shared memory."""
+        """Combine the lanes' partial results and keep the result in shared memory."""
         name, op = self.var(out), _OPS[kind]
         array = self.keep(out, "float", self.block.carried[out])
         shuffled = min(lanes.across, 32) if lanes.inner else 1
@@ -461,12 +464,12 @@ class _Lanes:
     """How threads share a reduction.
 
     Attributes:
-        own: Threads that own different elements.
-        across: Threads that share the reduced axis.
-        rounds: Elements that one thread owns.
-        units: Elements in all.
-        inner: Whether lanes that share an axis are neighbours.
-        step: Elements of the reduced axis that a lane takes at a time.
+        own: Number of threads that own different elements.
+        across: Number of threads that share the reduced axis.
+        rounds: Number of elements that one thread owns.
+        units: Number of elements in all.
+        inner: True if the threads that share the reduced axis are neighbours.
+        step: Elements of the reduced axis that a thread takes at a time.
     """
 
     own: int
@@ -501,7 +504,7 @@ _OPS = {"sum": "Sum", "max": "Max"}
 
 
 def _used(lines: Sequence[str]) -> list[str]:
-    """Return the lines without coordinates that nothing in their scope reads."""
+    """Return the lines without the coordinates that nothing in their scope reads."""
     kept: list[str] = []
     names: list[set[str]] = [set()]  # names read further down, one set per open scope
     depths = [0]

@@ -51,9 +51,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Array:
-    """A value's tile in shared memory. The last axis is contiguous.
+    """A value's tile in shared memory.
 
-    The one before it steps by `pitch`.
+    The last axis is contiguous. The axis before it has the stride `pitch`.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Nest:
     Attributes:
         axes: The axes, the last one varying fastest.
         fast: The axis along which memory is contiguous.
-        vector: Elements of it that are read at a time.
+        vector: Elements along `fast` that are read at a time.
         over: The axis that is reduced, if any.
         lines: Text so far.
         known: C++ names of values at the current element.
@@ -229,10 +229,7 @@ class Nests:
         return next((a for a in i.axes if a and all(a in side for side in sides)), None)
 
     def vector(self, value: str, axis: str) -> int:
-        """Return how many elements along an axis every load of 16 bytes can take.
-
-        1 if alignment forbids it.
-        """
+        """Return how many elements along an axis a load of 16 bytes takes, 1 if unaligned."""
         i = self.inputs[value]
         n = min(16 // self.operands[k].dtype.itemsize for k in i.sources)
         steps = [
@@ -413,9 +410,9 @@ class Nests:
         return self.arrays.setdefault(value, array)
 
     def store(self, o: BlockOutput) -> None:
-        """Write a value to device memory.
+        """Store an output.
 
-        If blocks differ in an axis that it lacks, the first block writes.
+        If blocks differ along an axis that the output lacks, the first block stores it.
         """
         n = self.block.outputs.index(o)
         t = self.outputs[n]

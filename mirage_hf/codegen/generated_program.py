@@ -9,10 +9,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a program as it is launched: what is needed to compile it ahead of time."""
+    """One kernel launch of a program. It holds all that compiling ahead of time needs."""
 
     kernel: str
-    #: (argument, Triton type), in order. `overlaps` follows, which is True on sm_90 and newer.
+    #: Pairs (argument, Triton type), in order. The argument `overlaps` follows them. It is True on
+    #: sm_90 and newer.
     signature: tuple[tuple[str, str], ...]
     grid: int
     num_warps: int
@@ -29,8 +30,8 @@ class GeneratedProgram:
 
     source: str
     launches: tuple[Launch, ...]
-    #: Pairs (output, input), by position, that may be the same memory: `run(inputs, out)` may be
-    #: called with `out[output]` the input.
+    #: Pairs (output, input), by position, that may share memory: `run(inputs, out)` may be called
+    #: with the input as `out[output]`.
     in_place: tuple[tuple[int, int], ...] = ()
 
     @cached_property

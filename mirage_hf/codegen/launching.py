@@ -1,8 +1,8 @@
-"""How kernels are launched and share counters.
+"""Launch kernels, and give them the counters that cooperating blocks share.
 
 Generated files stand alone: the text of `launch`, `counters` and `lasting_zeros` is copied into
-each file that calls them. So they are plain Python over torch and Triton, and call nothing else of
-this package.
+each file that calls them. So these functions use torch and Triton, and nothing else of this
+package.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """Where the kernels of a µGraph run: their operands' strides, and the kernels around them.
 
-A kernel is generated for more than its block graph. It also depends on the strides that its
-operands have when it runs, on the caches it appends to, and on what programmatic dependent launch
-(PDL) allows next to its neighbours.
+The text of a kernel depends on more than its block graph. It depends on the strides of its operands
+at run time, and on the caches that it appends to. It also depends on the kernels before and after
+it, which decide what programmatic dependent launch (PDL) allows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Append:
     output: int
     #: Number of the operand that holds the first slot to write.
     position: int
-    #: Slots of the cache. They are its dim before the last.
+    #: Number of slots of the cache: its dim before the last.
     slots: int
 
 
@@ -38,7 +38,8 @@ class Append:
 class PlacedOp(KernelOp):
     """A `customized` op as it runs.
 
-    Operands have their strides at run time, outputs those of where they are stored.
+    Its operands have their strides at run time. Its outputs have the strides of the memory that
+    they are stored to.
     """
 
     appends: tuple[Append, ...] = ()
@@ -57,15 +58,15 @@ class PlacedOp(KernelOp):
 def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[PlacedOp, ...]:
     """Return the `customized` ops of a µGraph as they run.
 
-    Views have the strides that torch gives them. Kernels write row-major tensors or into caches.
-    What other library calls return is made row-major.
+    Views have the strides that torch gives them. Kernels write row-major tensors, or rows of
+    caches. The results of other library calls are made row-major.
 
     Args:
         ugraph: The µGraph.
         next_may_launch_early: A promise about the kernel that is launched right after this program.
-            It is a generated one that reads this program's result, and before its grid dependency
-            wait it reads constants only. Such a kernel may launch before the last kernel of this
-            program has waited.
+            It is a generated kernel that reads this program's result, and before its grid
+            dependency wait it reads only constants. Such a kernel may launch before the last
+            kernel of this program has waited.
     """
     kernels = ugraph.kernels
     stored = effects.stored(kernels)

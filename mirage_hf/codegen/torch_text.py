@@ -1,6 +1,7 @@
 """Kernel-graph ops as torch expressions.
 
-They are the library calls of a generated file, and the program that it is compared with.
+A generated file contains them as its library calls, and as the program that it checks itself
+against.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 #: Ops whose torch form takes tensors only.
 _TENSORS_ONLY = ("ratio", "select")
 
-#: Ops that torch computes of tensors even where it refuses the same numbers.
+#: The torch functions of ops whose numbers are given as tensors, if torch refuses them as numbers.
 _OF_TENSORS = {"max": "torch.maximum", "min": "torch.minimum", "pow": "torch.pow"}
 
-#: Names that a generated file uses for something else.
+#: Names that no tensor may have, because a generated file uses them for something else.
 _TAKEN = (
     "torch",
     "triton",
@@ -43,11 +44,11 @@ _TAKEN = (
     "float",
 )
 
-#: What kernels are called, see `triton.generate`.
+#: The names of kernels, see `triton.generate`.
 _KERNEL = re.compile(r"mirage_\d+")
 
-#: Ops whose oracle is not one function of torch. Names in braces are operands by number, and
-#: attributes.
+#: Torch code of ops whose oracle is not one function of torch. In braces are the numbers of
+#: operands, and the names of attributes.
 _FORMS = {
     "matmul": "torch.matmul({0}, {1})",
     "reduction": "torch.{kind}({0}, dim={dim}, keepdim=True)",
@@ -64,10 +65,10 @@ def expression(op: KernelOp, names: Sequence[str]) -> str:
 
     Args:
         op: The op.
-        names: What its operands are called. Numbers are text already.
+        names: The names of its operands. Operands that are numbers are text already.
 
     Raises:
-        CodegenError: The op has no torch expression.
+        CodegenError: If the op has no torch expression.
     """
     numbers = [not isinstance(x, DTensor) for x in op.inputs]
     takes_tensors = op.name in _TENSORS_ONLY or (op.name in _OF_TENSORS and not _fits(op))
@@ -131,7 +132,7 @@ def _call(op: KernelOp, names: Sequence[str]) -> str:
 
 
 def _fits(op: KernelOp) -> bool:
-    """Return True if torch takes the op's numbers: none is infinite only in the result's dtype."""
+    """Return True if torch takes the op's numbers: none becomes infinite in the result's dtype."""
     dtype = op.outputs[0].dtype
     most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
     return all(isinstance(x, DTensor) or math.isinf(x) or abs(x) <= most for x in op.inputs)
@@ -139,13 +140,13 @@ def _fits(op: KernelOp) -> bool:
 
 def _form(op: KernelOp) -> str:
     """Return the op as torch code, operands and attributes in braces. Empty: call its oracle."""
-    if op.name == "softmax" and len(op.inputs) > 1:  # with bounds: a function of ours
+    if op.name == "softmax" and len(op.inputs) > 1:  # with bounds, an oracle of this package
         return ""
     return _FORMS.get(op.name) or table.lookup(op.name).torch_form
 
 
 def _library_function(oracle: Callable[..., torch.Tensor]) -> str:
-    """Return torch's name of the function `oracle`. Empty: it is a function of ours."""
+    """Return torch's name of the function `oracle`, "" if it is an oracle of this package."""
     name = getattr(oracle, "__name__", "")
     for where, module in (("torch", torch), ("F", torch.nn.functional)):
         if getattr(module, name, None) is oracle:
@@ -154,7 +155,7 @@ def _library_function(oracle: Callable[..., torch.Tensor]) -> str:
 
 
 def functions(graph: KernelGraph) -> list[str]:
-    """Return the source of the oracle functions of ours that `expression` calls for a graph."""
+    """Return the source of this package's oracles that `expression` calls for a graph."""
     found = {}
     for op in graph.ops:
         if op.name == CUSTOMIZED or op.name in _INFIX or _form(op):
@@ -178,7 +179,7 @@ def local(t: DTensor) -> str:
 
 
 def operand_names(op: KernelOp) -> list[str]:
-    """Return what the operands of an op are called, numbers as text."""
+    """Return the names of an op's operands. Numbers are given as text."""
     return [local(x) if isinstance(x, DTensor) else _number(x) for x in op.inputs]
 
 

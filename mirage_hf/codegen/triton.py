@@ -1,6 +1,6 @@
 """µGraphs as stand-alone Triton files.
 
-A file holds the kernels, `run(inputs)`, the program in plain torch, and a check of itself.
+A file holds the kernels, `run(inputs)`, the program in plain torch, and a check that compares them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mirage_hf.graph.ugraph import UGraph
 
 __all__ = ["GeneratedProgram", "Launch", "generate", "program_source", "write_program"]
 
-#: Triton's types of pointers.
+#: Triton's pointer type of each dtype.
 _POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -53,7 +53,7 @@ def write_program(
         The path.
 
     Raises:
-        CodegenError: A block graph has no kernel.
+        CodegenError: If a block graph has no kernel.
     """
     path = Path(path)
     path.write_text(program_source(ugraph, schedules), encoding="utf-8")
@@ -81,7 +81,8 @@ def generate(
         next_may_launch_early: See `placement.place_kernels`.
 
     Raises:
-        CodegenError: A block graph or schedule has no kernel, or the number of schedules is wrong.
+        CodegenError: If a block graph or schedule has no kernel, or the number of schedules is
+            wrong.
     """
     ops = place_kernels(ugraph, next_may_launch_early)
     plans = [plan_kernel(op, s) for op, s in zip(ops, _chosen(ugraph, ops, schedules), strict=True)]
@@ -132,7 +133,7 @@ def _source(
     launches: Sequence[Launch],
 ) -> str:
     """Return the text of the file, without imports that nothing uses."""
-    # A block graph as the program leaves nothing to compare with.
+    # If the program itself is a block graph, there is nothing to compare the kernels with.
     is_checked = all(op.name != CUSTOMIZED for op in ugraph.program.ops)
     sections = [_header(ugraph, is_checked), *_helpers(kernels)]
     for plan, kernel in zip(plans, kernels, strict=True):
@@ -154,13 +155,13 @@ def _source(
 
 
 def _helpers(kernels: Sequence[KernelText]) -> list[str]:
-    """Return the helper functions that kernels call."""
+    """Return the source of the helper functions that kernels call."""
     called = [h for h in triton_math.HELPERS if any(h in k.helpers for k in kernels)]
     return [triton_math.HELPERS[h].strip("\n") for h in called]
 
 
 def _torch_functions(ugraph: UGraph) -> list[str]:
-    """Return the functions of ours that torch expressions of the file call."""
+    """Return the source of this package's oracles that torch expressions of the file call."""
     texts = [
         text for graph in (ugraph.program, ugraph.kernels) for text in torch_text.functions(graph)
     ]
@@ -197,7 +198,7 @@ import triton.language as tl'''
 
 
 def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (output, input), by position, that may be the same memory."""
+    """Return the pairs (output, input), by position, that may share memory."""
     graph = ugraph.kernels
     inputs = [t.index for t in graph.inputs]
     last_reader = {
@@ -224,7 +225,7 @@ def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, i
 
 
 def _inputs_to_keep(ugraph: UGraph) -> set[int]:
-    """Return the tensors that are outputs too, or that views are of."""
+    """Return the tensors that must not be overwritten: outputs, and tensors that have views."""
     kept = {t.index for t in ugraph.kernels.outputs}
     for op in ugraph.kernels.ops:
         if op.name in VIEWS:
@@ -233,9 +234,10 @@ def _inputs_to_keep(ugraph: UGraph) -> set[int]:
 
 
 def _stored_unchanged(plan: KernelPlan, operands: Sequence[int]) -> set[int]:
-    """Return the operands that are stored as they are.
+    """Return the operands that a kernel stores unchanged.
 
-    They are read where they are stored, when another output may already be written over them.
+    A kernel reads such an operand when it stores it. By then another output may have been written
+    over the operand.
     """
     tiling = plan.tiling
     copies = [tiling.inputs[o.value] for o in tiling.block.outputs if o.value in tiling.inputs]

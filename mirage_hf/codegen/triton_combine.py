@@ -1,4 +1,4 @@
-"""Cooperating blocks: how the last one adds the partial results of all."""
+"""Cooperating blocks: how the last block adds the partial results of all blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mirage_hf.graph.block import Accumulator, Stage
 
 
 class CombineWriter(ValueWriter):
-    """Writes what blocks that share a loop do after it."""
+    """Writes the code after a loop that several blocks share."""
 
     def combine(self, stage: Stage) -> None:
-        """Store this block's partial results; let the last block to finish do the rest.
+        """Store this block's partial results, and let only the last block to finish go on.
 
-        That block adds the partial results of all, always in the same order.
+        The last block adds the partial results of all blocks, always in the same order.
         """
         blocks, floats = self.plan.schedule.cooperating_blocks, self.cooperation.partial_floats
         maxima = stages.running_maxima(stage)
@@ -48,16 +48,17 @@ class CombineWriter(ValueWriter):
         return dict(zip((a.out for a in accumulators), starts, strict=False))
 
     def _gather(self, acc: Accumulator, starts: Mapping[str, int], is_running: bool) -> None:
-        """Combine what all blocks of the tile stored of an accumulator.
+        """Combine the partial results that all blocks of the tile stored for an accumulator.
 
-        Block by block, so that no thread needs what another has. As one more dim to sum over, the
-        partial results lay in several warps, and adding 32 of them took 70 µs. Loads come in
-        groups, so that their latencies overlap. Many blocks take a loop.
+        They are added block by block, so that no thread needs what another thread has. When the
+        blocks were one more dim to sum over, the partial results lay in several warps, and adding
+        32 of them took 70 µs. Loads come in groups, so that their latencies overlap. Many blocks
+        take a loop.
 
         Args:
             acc: The accumulator.
             starts: Where each accumulator begins among a block's partial results.
-            is_running: True for a maximum that sums are shifted by.
+            is_running: True for a maximum that sums are relative to (online softmax).
         """
         name, dims = self.value[acc.out], self.layout.value_dims(acc.out)
         blocks = self.plan.schedule.cooperating_blocks
@@ -101,20 +102,20 @@ class CombineWriter(ValueWriter):
             self.line(f"{name}_few = {combined}")
 
     def _weigh(self, shift: Accumulator, n: int, own: str) -> None:
-        """Define what the sums of block `n` are multiplied by. `own`: the maximum of that block."""
+        """Define the factor that rescales the sums of block `n`. `own`: the block's maximum."""
         name = self.value[shift.out]
         self.line(f"{name}_each{n} = tl.exp({own} - {name}_now)")
 
     def _load_partial(
         self, acc: Accumulator, starts: Mapping[str, int], n: int, looped: bool
     ) -> str:
-        """Return a load of what one block stored, without rows that only pad its tile.
+        """Return a load of one block's partial results, without rows that only pad its tile.
 
         Args:
             acc: The accumulator.
             starts: Where each accumulator begins among a block's partial results.
-            n: The number of the block, if `looped` counted from `some` on.
-            looped: True inside the loop over blocks.
+            n: The number of the block. If `looped`, it counts from the variable `some` on.
+            looped: True inside the loop over groups of blocks.
         """
         number = f"{'some + ' if looped else ''}{n}"
         blocks = self.plan.schedule.cooperating_blocks
@@ -132,7 +133,7 @@ class CombineWriter(ValueWriter):
         return f'tl.load({", ".join(arguments)}, cache_modifier=".cg")'
 
     def _padded(self, text: str, dims: Sequence[str]) -> str:
-        """Return a value padded to its whole tile, with copies of what counts."""
+        """Return a gathered value padded to its whole tile with copies of its elements."""
         counted = [self.cooperation.counted(a) for a in dims]
         copies = [self.tiling.tile(a) // n for a, n in zip(dims, counted, strict=True)]
         if all(c == 1 for c in copies):
@@ -150,15 +151,15 @@ class CombineWriter(ValueWriter):
     def _partial(
         self, acc: Accumulator, base: str, start: int, counted: Mapping[str, int] | None = None
     ) -> tuple[str, str]:
-        """Return where an accumulator's partial results are, and the mask of those that count.
+        """Return the addresses of an accumulator's partial results, and their mask.
 
-        They are row-major from `base` + `start`, one lane after another.
+        The partial results are row-major from `base` + `start`, one lane after another.
 
         Args:
             acc: The accumulator.
             base: Where the block's partial results begin.
             start: Where the accumulator begins among them.
-            counted: How many elements along each axis, if not all.
+            counted: How many elements along each axis to read, if not all.
         """
         dims = self.layout.value_dims(acc.out)
         step = self.tiling.numel(dims)

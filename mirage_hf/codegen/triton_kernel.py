@@ -1,7 +1,7 @@
-"""A planned block graph as the text of one Triton kernel.
+"""Write a planned block graph as the text of one Triton kernel.
 
-Top to bottom: offsets, what is read or prefetched before the grid dependency wait, then stage by
-stage, then the stores.
+From top to bottom, a kernel has its offsets, early loads and prefetches, the grid dependency wait,
+the stages, and the stores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from mirage_hf.codegen.plan import KernelPlan, stages
 from mirage_hf.codegen.triton_combine import CombineWriter
 from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
 
-#: Inputs outside the loop up to this size are loaded before it, so that it hides their latency.
+#: Inputs that the loop does not change are loaded before it if they have at most this size. Then
+#: the loop hides their latency.
 EARLY_ELEMENTS_PER_THREAD = 8
 
 #: Elements of constants that a kernel without a loop holds during its grid dependency wait.
@@ -33,7 +34,7 @@ class KernelText:
     source: str
     #: Names of the helper functions that it calls.
     helpers: tuple[str, ...]
-    #: (pointer name, position among the op's operands, outputs counted after them).
+    #: Pairs (pointer name, position). Positions count the op's operands, then its outputs.
     arguments: tuple[tuple[str, int], ...]
     #: Floats of scratch memory. If there are any, its pointer and that of the counters follow.
     scratch: int
@@ -45,7 +46,7 @@ def write_kernel(plan: KernelPlan, name: str) -> KernelText:
     """Write the kernel of a plan.
 
     Raises:
-        CodegenError: It cannot be written.
+        CodegenError: If it cannot be written.
     """
     return _KernelWriter(plan, name).write()
 
@@ -111,10 +112,10 @@ class _KernelWriter(CombineWriter):
         return self.tiling.numel(self.block.input_axes(i)) / threads
 
     def _early_inputs(self) -> list[BlockInput]:
-        """Return what to load before the loop, so that it hides the latency.
+        """Return the inputs to load early, so that other work hides their latency.
 
-        These are small inputs that the loop does not change. Without a loop they are as many
-        constants as fit.
+        With a loop they are the small inputs that the loop does not change. Without a loop they
+        are as many constants as fit.
         """
         early, room = [], float(HELD_ELEMENTS_PER_THREAD)
         for i in self.block.inputs:
@@ -131,7 +132,7 @@ class _KernelWriter(CombineWriter):
     def _load_readable_before_wait(self) -> None:
         """Load bounds and positions that may be read before the wait.
 
-        So what lies within the bounds can be prefetched.
+        Then the tiles within the bounds can be prefetched.
         """
         readable = self.plan.op.readable_before_wait
         for i in self.block.inputs:
@@ -151,15 +152,15 @@ class _KernelWriter(CombineWriter):
             self._trim(first)
 
     def _loop_bounds(self) -> list[BlockInput]:
-        """Return the bounds that say where a loop begins."""
+        """Return the bounds that decide where a loop begins."""
         bounds = [self.loop_bounds.trimming(s) for s in self.block.stages]
         return [i for i in bounds if i is not None]
 
     def _whole_inputs(self) -> list[BlockInput]:
-        """Return what to load at once if the loop axis is held whole, as far as it fits.
+        """Return the inputs to load right after the wait if the loop axis is held whole.
 
-        These are inputs that are not constant. So nothing waits for a load that could have started
-        before.
+        These are the inputs that are not constant, as far as they fit. Loading them together
+        overlaps their latencies.
         """
         if self.tiling.is_looped or self.tiling.loop is None:
             return []
@@ -172,7 +173,7 @@ class _KernelWriter(CombineWriter):
         return whole
 
     def _wait(self) -> None:
-        """Prefetch the first tiles of what may be prefetched, then wait for earlier launches."""
+        """Prefetch the first tiles of inputs that allow it, then wait for earlier launches."""
         prefetches = [line for i in self._prefetched_inputs() for line in self.prefetch(i)]
         wait = [*prefetches, "tl.extra.cuda.gdc_wait()"]
         if self.plan.triggers_early:
@@ -183,7 +184,7 @@ class _KernelWriter(CombineWriter):
 
     def _prefetched_inputs(self) -> list[BlockInput]:
         loop = self.tiling.loop
-        # Which share of the bounds is this block's is known with the bounds, after the wait.
+        # This block's share of the bounds is known only once the bounds are, after the wait.
         is_start_unknown = self.loop_bounds.are_split and self.trimmed is None
         if not self.plan.schedule.prefetch_steps or not loop or is_start_unknown:
             return []
@@ -213,7 +214,11 @@ class _KernelWriter(CombineWriter):
                 self.accumulate_whole(acc)
 
     def _loop(self, stage: Stage, loop: str) -> None:
-        """Write a loop: what is the same in every step, the steps, and what becomes of its sums."""
+        """Write a loop of several steps.
+
+        Values that are the same in every step come before it. What accumulators still have to
+        reduce comes after it.
+        """
         invariant = stages.loop_invariant(stage)
         for op in invariant:
             self.op(op)
@@ -247,13 +252,13 @@ class _KernelWriter(CombineWriter):
     def _loaded_a_step_ahead(
         self, inputs: Sequence[BlockInput]
     ) -> tuple[list[BlockInput], list[BlockInput]]:
-        """Return the inputs with a second load a step ahead, and those too small to be copied."""
+        """Return the inputs to load one step ahead: those loaded twice, and the small ones."""
         pipelining = self.pipelining
         twice = [i for i in inputs if i.name in pipelining.loaded_twice and len(i.sources) == 1]
         return twice, [i for i in inputs if i.name in pipelining.loaded_ahead]
 
     def _loop_head(self, loop: str) -> str:
-        """Return the first line of a loop over what is within its bounds, or this block's share."""
+        """Return the first line of a loop. It runs over this block's share, inside the bounds."""
         axis, tile = self.axis[loop], self.tiling.tile(loop)
         length = self.block.split_size(loop)
         if self.plan.schedule.cooperating_blocks > 1:
@@ -297,7 +302,11 @@ class _KernelWriter(CombineWriter):
     # -- loops that only visit what is within their bounds ----------------------------------------
 
     def _trim(self, i: BlockInput | None) -> None:
-        """Define where this block's loop begins and ends: its share of what the bounds leave."""
+        """Define where this block's loop begins and ends: its share of what is inside the bounds.
+
+        Args:
+            i: The bounds, or None if the loop visits its whole axis.
+        """
         was_trimmed = i is self.trimmed
         self.trimmed = i
         if was_trimmed or i is None:
@@ -317,7 +326,7 @@ class _KernelWriter(CombineWriter):
         self._take_share(axis, tile, split_axis if self.loop_bounds.are_split else None)
 
     def _extreme_bounds(self, i: BlockInput, size: int) -> tuple[list[str], list[str]]:
-        """Return the least lower and the greatest upper bound of a tile's rows, for each lane."""
+        """Return the least lower bound and the greatest upper bound of a tile's rows, per lane."""
         dims = self.layout.dims([a for a in i.axes if a])
         is_unrolled = bool(self.layout.unrolled) and self.layout.unrolled in i.axes
         lows, highs = [], []
@@ -335,7 +344,7 @@ class _KernelWriter(CombineWriter):
         return lows, highs
 
     def _take_share(self, axis: str, tile: int, split_axis: str | None) -> None:
-        """Cut what is within the bounds into equal shares, and take this block's."""
+        """Cut what is inside the bounds into equal shares, and take this block's share."""
         blocks = self.plan.schedule.cooperating_blocks
         shares = blocks * (self.block.axis(split_axis).size if split_axis else 1)
         if shares == 1:

@@ -23,7 +23,7 @@ _NO_SHIFT = Coordinate()
 
 
 class LoadWriter(TileWriter):
-    """Writes what moves tiles between memory and registers."""
+    """Writes the code that moves tiles between memory and registers."""
 
     # -- loads ------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class LoadWriter(TileWriter):
                 self.line(f"{value} = {value}{wide}")
 
     def _to_float32(self, i: BlockInput) -> str:
-        """Return the conversion of an input that is not kept in the dtype it is stored in."""
+        """Return the suffix that converts a loaded input to float32, "" if it stays as stored."""
         is_kept = i.name in self.layout.kept_as_stored
         is_float32 = self.tiling.dtype(i) is torch.float32
         return "" if is_kept or is_float32 else ".to(tl.float32)"
@@ -63,9 +63,9 @@ class LoadWriter(TileWriter):
     def load_ahead(self, inputs: Sequence[BlockInput], first: bool) -> None:
         """Load inputs one loop step ahead.
 
-        These are factors of asynchronous products that other code reads too (`second_load`), and
-        inputs too small for an asynchronous copy (`Pipelining.loaded_ahead`). Triton copies ahead
-        only what nothing except products reads, so each step would wait for these loads.
+        Some are factors of asynchronous products that other code reads too (`second_load`). Others
+        are too small for an asynchronous copy (`Pipelining.loaded_ahead`). Triton copies an input
+        ahead only if nothing except products reads it, so each step would wait for these loads.
 
         Args:
             inputs: The inputs.
@@ -90,12 +90,11 @@ class LoadWriter(TileWriter):
                 self.line(f"{value}_next = {load}{self._to_float32(i)}")
 
     def second_load(self, i: BlockInput) -> str:
-        """Return a load of its own for other code that reads a factor of an asynchronous product.
+        """Return a second load of a factor of an asynchronous product, for other code to read.
 
-        Triton 3.6 counts the buffers of a load that other code reads too as if no product read it
-        asynchronously. Then the next copy overwrites a tile that the product still reads: a race,
-        seen as wrong sums on an H200. A different eviction policy keeps the compiler from merging
-        the two loads again.
+        If other code reads the product's own load, Triton 3.6 gives that load too few buffers. The
+        next copy then overwrites a tile that the product still reads. This race gave wrong sums on
+        an H200. A different eviction policy keeps the compiler from merging the two loads.
         """
         if len(i.sources) == 1:
             return self.read(i, self.pointers[i.name][0], policy="evict_last")
@@ -121,11 +120,11 @@ class LoadWriter(TileWriter):
         Args:
             i: The input.
             pointer: The name of the pointer.
-            source: The number of the source it points to, if several are joined.
-            extra_mask: A further condition.
-            shift: An axis whose coordinate is called something else here.
-            policy: An eviction policy. By default what the schedule says.
-            ahead: Load the tile of the next loop step.
+            source: The number of the source that it points to, if several are joined.
+            extra_mask: A condition besides those of the tile.
+            shift: An axis whose coordinate has another name here.
+            policy: An eviction policy. None: as the schedule says.
+            ahead: True to load the tile of the next loop step.
         """
         loop = self.tiling.loop
         if ahead:
@@ -205,7 +204,7 @@ class LoadWriter(TileWriter):
             low += size
 
     def _load_from_each_source(self, i: BlockInput, value: str) -> None:
-        """Load a tile that may lie in several sources: each gives its elements and 0 elsewhere."""
+        """Load a tile that may lie in several sources, as the sum of one masked load from each."""
         joined = str(i.joined)
         axis = self.axis[joined]
         dims = self.layout.dims(self.block.input_axes(i))
@@ -247,7 +246,7 @@ class LoadWriter(TileWriter):
             self.line(f"{self.value[i.name]}_{end} = tl.load({', '.join(arguments)})")
 
     def _from_l2(self, operand: int) -> list[str]:
-        """Return how an operand is read before the wait: not from the L1, which may be stale."""
+        """Return the cache option of a read before the wait: not the L1, which may be stale."""
         is_early = operand in self.plan.op.readable_before_wait
         return ['cache_modifier=".cg"'] if is_early else []
 
@@ -259,7 +258,7 @@ class LoadWriter(TileWriter):
         return f"tl.where({' & '.join(inside)}, 1.0, 0.0)"
 
     def _between(self, i: BlockInput, dims: Sequence[str]) -> list[str]:
-        """Return the conditions that elements of the bounded axis are inside, to broadcast."""
+        """Return the conditions that elements are inside the bounds, broadcast against `dims`."""
         assert i.bounds is not None
         axes = self.layout.dims([a for a in i.axes if a is not None])
         at = self.spread(self.axis[i.bounds], self.layout.dims([i.bounds]), dims)
@@ -267,7 +266,10 @@ class LoadWriter(TileWriter):
         return [f"({at} >= {lo})", f"({at} < {hi})"]
 
     def _effective_bounds(self, i: BlockInput) -> BlockInput | None:
-        """Return the bounds of a loop that is held whole, outside of which an input is not read."""
+        """Return the bounds that limit the read of an input if the loop axis is held whole.
+
+        Elements outside these bounds change no result, so they are not read.
+        """
         loop = self.tiling.loop
         is_read_plainly = i.bounds is None and not self.tiling.is_constant(i)
         if self.tiling.is_looped or loop is None or loop not in i.axes or not is_read_plainly:
@@ -283,9 +285,10 @@ class LoadWriter(TileWriter):
     # -- prefetches -------------------------------------------------------------------------------
 
     def prefetch(self, i: BlockInput) -> list[str]:
-        """Return a line that prefetches what the first loop steps read of an input.
+        """Return a line that prefetches the tiles of an input that the first loop steps read.
 
-        One address per cache line. No line if the addresses are only known inside the loop.
+        It has one address per cache line. There is no line if the addresses are known only inside
+        the loop.
         """
         joined = i.joined if len(i.sources) > 1 else None
         if not self._can_be_prefetched(i, joined):
@@ -334,7 +337,7 @@ class LoadWriter(TileWriter):
         return None if have_dims or not were_read else bounds
 
     def _lines_of_first_steps(self, axis: str, every: int) -> tuple[str, int]:
-        """Return every so many indices of the first loop steps, and their number."""
+        """Return every `every`-th index of the first loop steps as text, and how many there are."""
         steps_per_block = self.cooperation.steps_per_block
         steps = min(self.plan.schedule.prefetch_steps, next_power_of_two(steps_per_block))
         last = str(self.block.axis(axis).size - 1)
@@ -346,7 +349,7 @@ class LoadWriter(TileWriter):
         return self._lines(start, self.tiling.tile(axis) * steps, every, last if clamps else None)
 
     def _lines_of_tile(self, axis: str, every: int) -> tuple[str, int]:
-        """Return every so many indices of a tile, and their number."""
+        """Return every `every`-th index of a tile as text, and how many there are."""
         start = ""
         if self.tiling.split_axis(axis):
             start = f"{self.axis[axis]}_start"
@@ -356,7 +359,7 @@ class LoadWriter(TileWriter):
         return self._lines(start, self.tiling.tile(axis), every, last)
 
     def _lines(self, start: str, count: int, every: int, last: str | None) -> tuple[str, int]:
-        """Return every so many of `count` indices from `start`, none beyond `last`."""
+        """Return every `every`-th of `count` indices from `start`, at most `last`."""
         count = max(1, count // every)
         index = f"tl.arange(0, {count})" if count > 1 else ""
         index += f" * {every}" if index and every > 1 else ""
@@ -366,7 +369,7 @@ class LoadWriter(TileWriter):
         return f"({index})", count
 
     def _clamped(self, i: BlockInput, axis: str, bounds: BlockInput | None, joined: bool) -> str:
-        """Return where a tile lies along an axis, with nothing beyond the axis or its bounds."""
+        """Return the indices of a tile along an axis, clamped to the axis and its bounds."""
         at = f"{self.value[i.name]}_at" if joined else self.axis[axis]
         last = str(self.block.axis(axis).size - 1)
         if bounds is not None and axis == bounds.bounds:

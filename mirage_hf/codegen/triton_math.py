@@ -18,8 +18,8 @@ class Expr:
 
     Attributes:
         text: Its text.
-        level: How tightly its outermost operator binds.
-        number: Its value, if it is a number.
+        level: The precedence of its outermost operator.
+        number: Its value if it is a number, else None.
     """
 
     text: str
@@ -154,8 +154,8 @@ def power(x, y):
 def last(fn: str, attrs: Mapping[str, float]) -> str:
     """Return the last primitive of an elementwise op.
 
-    An addition that follows "mul", "div" or "neg" could be fused with it. "exp", "sqrt" and "rsqrt"
-    are calls.
+    The compiler could fuse "mul", "div" or "neg" with an addition that follows. "exp", "sqrt" and
+    "rsqrt" are calls, so it cannot fuse them.
     """
     program = _program(fn, attrs)
     return str(program.nodes[program.result][0])

@@ -1,4 +1,4 @@
-"""Identifiers of a kernel: for axes, values, pointers, and what belongs to them."""
+"""Identifiers of a kernel: the names of its axes, values and pointers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RESERVED = frozenset(
     }
 )
 
-#: What is appended to an axis's name for where a block stands on it.
+#: Suffixes of an axis's name, for variables that say where a block stands on the axis.
 _AXIS_SUFFIXES = (
     "",
     "0",
@@ -46,7 +46,7 @@ _AXIS_SUFFIXES = (
     "_share",
 )
 
-#: What is appended to a value's name for its pointer, its other forms and its partial results.
+#: Suffixes of a value's name, for its pointer, its other forms and its partial results.
 _VALUE_SUFFIXES = (
     "",
     "_ptr",
@@ -66,7 +66,7 @@ _VALUE_SUFFIXES = (
 
 
 class LaneNames(dict[str, str]):
-    """Identifiers by name; those with lanes get the number of the lane that is being written."""
+    """Identifiers by name. A name with lanes gets the number of the lane that is being written."""
 
     def __init__(
         self,
@@ -74,7 +74,13 @@ class LaneNames(dict[str, str]):
         with_lanes: Container[str | None],
         lane: Callable[[], int | None],
     ) -> None:
-        """Take the identifiers, the names that have lanes, and what tells the current lane."""
+        """Begin with identifiers by name.
+
+        Args:
+            names: The identifiers without lanes.
+            with_lanes: The names that have lanes.
+            lane: Returns the lane that is being written, or None outside of lanes.
+        """
         super().__init__(names)
         self._with_lanes, self._lane = with_lanes, lane
 
@@ -84,10 +90,10 @@ class LaneNames(dict[str, str]):
 
 
 class KernelNames:
-    """Gives every axis and value of a kernel an identifier that is taken by nothing else."""
+    """Gives every axis and value of a kernel an identifier of its own."""
 
     def __init__(self, plan: KernelPlan, lane: Callable[[], int | None]) -> None:
-        """Name what is in `plan`. `lane` tells the element of the unrolled axis being written."""
+        """Name the axes and values of `plan`. `lane` returns the lane that is being written."""
         block, unrolled = plan.tiling.block, plan.layout.unrolled
         self._taken = set(_RESERVED)
         lanes = ("", *(f"_{n}" for n in range(plan.layout.lanes)))

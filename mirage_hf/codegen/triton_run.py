@@ -42,7 +42,7 @@ class _RunWriter:
         stored = effects.stored(self.graph)
         #: The cache into which a kernel stores these rows.
         self.cache_of_rows = {n: effects.parts_of(op)[0] for n, op in stored.items()}
-        #: The cache that is the result of an append that a kernel's store does.
+        #: The cache behind each result of an append that a kernel's store does.
         self.appended = {op.outputs[0].index: effects.parts_of(op)[0] for op in stored.values()}
         #: Tensors that kernels write.
         self.written: set[int] = set()

@@ -1,4 +1,4 @@
-"""Tiles as Triton text: where a block stands on each axis, masks, addresses."""
+"""Tiles as Triton text: a block's indices along each axis, masks, addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def triton_dtype(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """What the coordinate along one axis is called, if not the axis's name."""
+    """An axis, and a name for its indices that replaces the usual one."""
 
     axis: str | None = None
     name: str = ""
@@ -44,11 +44,11 @@ class TileWriter:
         self.trimmed: BlockInput | None = None
         #: The element of the unrolled axis that is being written.
         self.lane: int | None = None
-        #: What of which value (of which lane) was already written.
+        #: What has been written already: the kind of line, its value, and the value's lane.
         self.written: set[tuple[str, str, int | None]] = set()
         names = KernelNames(plan, lambda: self.lane)
         self.axis, self.value = names.axis, names.value
-        #: Pointer name, and its position among the op's operands, outputs counted after them.
+        #: Pairs (pointer name, position). Positions count the op's operands, then its outputs.
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
         self.out_pointers: list[str] = []
@@ -85,7 +85,10 @@ class TileWriter:
             self.line(f"    {line}")
 
     def each_lane(self, value: str) -> Iterator[int]:
-        """Yield each lane of a value or axis that has lanes; once for others, and inside a lane."""
+        """Yield each lane of a value or axis that has lanes.
+
+        Yields only once for other values and axes, and if a lane is being written already.
+        """
         carried = self.block.carried.get(value, (value,))
         if self.lane is not None or self.layout.unrolled not in carried:
             yield 0
@@ -96,10 +99,7 @@ class TileWriter:
         self.lane = None
 
     def is_new(self, value: str, what: str = "") -> bool:
-        """Return True if this (of a value, in a lane) was not yet written.
-
-        It counts as written from now on.
-        """
+        """Return True the first time that `what` of a value is asked for, once for each lane."""
         has_lanes = self.layout.unrolled in self.block.carried[value]
         key = what, value, self.lane if has_lanes else None
         if key in self.written:
@@ -110,7 +110,7 @@ class TileWriter:
     # -- axes -------------------------------------------------------------------------------------
 
     def offsets(self) -> None:
-        """Define where this block stands on each axis that it does not loop over."""
+        """Define this block's indices along each axis that it does not loop over."""
         cut = [a for a in self.block.named(Role.GRID) if self.tiling.trips(a.name) > 1]
         pid = self._block_number(len(cut))
         before = 1
@@ -132,7 +132,7 @@ class TileWriter:
                 self._offset_of_split(a)
 
     def _block_number(self, cut_axes: int) -> str:
-        """Return what the number of the block's tile is called."""
+        """Return the name of the variable that holds the number of the block's tile."""
         blocks = self.plan.schedule.cooperating_blocks
         if blocks > 1:
             loop = self.tiling.loop
@@ -148,7 +148,7 @@ class TileWriter:
         return "tl.program_id(0)"
 
     def _offset(self, a: Axis, number: str | None) -> None:
-        """Define a block's elements of an axis. `number`: of its tile, if there are several."""
+        """Define a block's indices along an axis. `number`: its tile's, if there are several."""
         tile, var = self.tiling.tile(a.name), self.axis[a.name]
         if tile == 1:
             if number is not None:
@@ -171,15 +171,15 @@ class TileWriter:
         var = self.axis[a.name]
         if starts_at_zero:
             # 0, but the compiler must not know that. If it sees that a lane is outside, it drops
-            # the lane, and on three lanes LLVM (of Triton 3.6) aborts with an assertion of its SLP
-            # vectorizer. Seen for a gated MLP of 3 rows.
+            # the lane. On three lanes the LLVM of Triton 3.6 then aborts with an assertion of its
+            # SLP vectorizer. Seen for a gated MLP of 3 rows.
             self.line(f"{var}0 = tl.program_id(1)")
         for n in self.each_lane(a.name):
             self.line(f"{self.axis[a.name]} = {var}0 + {n}  # of {a.size}")
             self.bound(a.name)
 
     def _offset_of_split(self, a: Axis) -> None:
-        """Define where this block's split of an axis begins, and its elements if held whole."""
+        """Define where this block's split of an axis begins, and its indices if held whole."""
         split_axis = str(self.tiling.split_axis(a.name))
         size, tile = self.block.split_size(a.name), self.tiling.tile(a.name)
         var = self.axis[a.name]
@@ -195,12 +195,13 @@ class TileWriter:
             self.bound(a.name)
 
     def bound(self, axis: str, var: str = "") -> None:
-        """Define `<axis>_in`: which elements of a tile count. Nothing if all of them do."""
+        """Define `<axis>_in`: which elements of a tile count. Write nothing if all of them do."""
         size, start = self.block.axis(axis).size, self.axis[axis]
         var = var or start
         splits_bounds = self.loop_bounds.are_split and axis == self.tiling.loop
         has_splits = self.tiling.split_axis(axis) and not splits_bounds
-        # Two comparisons, not one with the smaller end: the compiler sees how these are aligned.
+        # Two comparisons, not one with the smaller end, because the compiler knows the alignment
+        # of each end.
         ends = []
         if self.masks.passes_split(axis):
             end_of_split = f"{start}_start + {self.block.split_size(axis)}"
@@ -258,8 +259,8 @@ class TileWriter:
             axes: The axis of each dim of the tensor.
             strides: Its strides.
             dims: The dims of the tile.
-            shift: An axis whose coordinate is called something else here.
-            rotated: The input that is read, whose rotation may swap halves.
+            shift: An axis whose coordinate has another name here.
+            rotated: The input that is read, if its rotation may swap partners.
         """
         pairs = list(zip(axes, strides, strict=True))
         is_far = sum(self.masks.largest_index(a) * s for a, s in pairs if a) >= _FAR
@@ -282,11 +283,11 @@ class TileWriter:
         return " + ".join(terms)
 
     def is_fixed(self, axis: str, stride: int) -> bool:
-        """Return True if no address depends on an axis, whose name may then not be defined."""
+        """Return True if no address depends on an axis. Its indices may then be undefined."""
         return self.tiling.tile(axis) == 1 and (stride == 0 or self.masks.largest_index(axis) == 0)
 
     def _partner(self, axis: str, at: str, i: BlockInput) -> str:
-        """Return the coordinates of rotate-half partners. What has none stays where it is."""
+        """Return the indices of rotate-half partners. Elements without a partner keep their own."""
         assert i.rotation is not None
         width = self.block.rotation_width(i)
         half, is_partial = width // 2, width < self.block.extent(i, axis)

@@ -15,22 +15,22 @@ from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_tiles import triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockOp, Stage
 
-#: What a reduction takes where nothing counts.
+#: The value that a reduction takes for elements that do not count.
 NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
 
 _WARP = 32
 
 
 class ValueWriter(LoadWriter):
-    """Writes what is computed of tiles in registers."""
+    """Writes the code that computes on tiles in registers."""
 
-    #: The maxima that the current stage reads while they grow.
+    #: The running maxima of the current stage: maxima that its body reads while they grow.
     running: Mapping[str, Accumulator]
 
     # -- ops --------------------------------------------------------------------------------------
 
     def body(self, stage: Stage, body: Sequence[BlockOp]) -> None:
-        """Write ops in order, each running maximum where it is first read."""
+        """Write ops in order, and each running maximum before the first op that reads it."""
         maxima = stages.running_maxima(stage)
         for op in body:
             for acc in [maxima.pop(str(a)) for a in op.args if a in maxima]:
@@ -66,9 +66,9 @@ class ValueWriter(LoadWriter):
         return write(op.fn, arguments, dict(op.attrs)).text
 
     def stored(self, value: str) -> str:
-        """Return the name of a value, loading it first if it is an input.
+        """Return the name of a value as the kernel holds it. An input is loaded first.
 
-        For a maximum that the current stage reads while it grows, this is the running one.
+        A running maximum of the current stage has another name while it grows.
         """
         if value in self.running:
             return f"{self.value[value]}_now"
@@ -155,10 +155,10 @@ class ValueWriter(LoadWriter):
         self.line(f"{self.value[acc.out]} = {text}")
 
     def _running_maximum(self, acc: Accumulator) -> None:
-        """Let a maximum grow by this tile.
+        """Let a running maximum grow by this tile.
 
-        `_now` is what the tile's values are shifted by, `_scale` what earlier sums are multiplied
-        by. As long as only -inf was seen, the shift is 0, so that no -inf - -inf makes a NaN.
+        The tile's values are shifted by `_now`, and earlier sums are multiplied by `_scale`. As
+        long as only -inf was seen, the shift is 0, because -inf - -inf would be NaN.
         """
         name = self.value[acc.out]
         step = self.reduced("max", acc.arg, str(self.tiling.loop))
@@ -196,8 +196,8 @@ class ValueWriter(LoadWriter):
     def _may_be_fused(self, value: str, axis: str) -> bool:
         """Return True if the compiler may fuse a product with the first addition of its sum.
 
-        That matters only if threads already add each other's numbers there. With a longer tile each
-        thread first adds several of its own. See "rounded" in triton_math.py.
+        That matters only if the first addition is between threads. With a longer tile each thread
+        first adds several of its own elements. See "rounded" in triton_math.py.
         """
         threads = _WARP * self.plan.schedule.num_warps
         return self._may_end_in_a_product(value) and self.tiling.tile(axis) <= threads
@@ -213,7 +213,7 @@ class ValueWriter(LoadWriter):
 
     @cached_property
     def _single_elements(self) -> frozenset[str]:
-        """Accumulators of one element, which are what they would add up."""
+        """Accumulators over one element, which equal that element."""
         if self.tiling.is_looped:
             return frozenset()
         return frozenset(
@@ -227,8 +227,8 @@ class ValueWriter(LoadWriter):
     def _written_as_multiply_add(self) -> frozenset[str]:
         """Products that might be fused with an addition, and that only sums read.
 
-        They are written as multiply-adds of 0, one instruction where `rounded` takes two more. The
-        product -0 becomes 0, which is the same to a sum.
+        They are written as multiply-adds of 0. That is one instruction, and `rounded` would take
+        two more. The product -0 becomes 0, which does not change a sum.
         """
         loop = str(self.tiling.loop)
         ops = self.tiling.ops
@@ -268,7 +268,7 @@ class ValueWriter(LoadWriter):
         shape = [self.tiling.tile(a) for a in self.layout.value_dims(dot.contraction.out)]
         if len(shape) == 2:
             return f"tl.dot({', '.join([left, right, start] if start else [left, right])})"
-        # A reshaped sum to start from would send the compiler's layouts in circles.
+        # The compiler's layouts would not settle if the product started from a reshaped sum.
         text = f"tl.reshape(tl.dot({left}, {right}), {shape})"
         return f"{start} + {text}" if start else text
 

@@ -1,4 +1,4 @@
-"""Compile in worker processes (codegen/ahead.py) that all callers share and that end when idle."""
+"""Compile in worker processes (codegen/ahead.py). All callers share them. They end when idle."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ IDLE_SECONDS = 30.0
 
 
 class WorkerError(Exception):
-    """A worker ended while it compiled."""
+    """An error raised if a worker ended while it compiled."""
 
 
 class Workers:
     """Up to `count` worker processes, started when needed. Safe from several threads.
 
-    What they compile lies in Triton's cache on disk, where this process finds it. Call `close` when
-    done.
+    They put what they compile into Triton's cache on disk, where this process finds it. Call
+    `close` when done.
     """
 
     def __init__(self, count: int):
@@ -49,8 +49,8 @@ class Workers:
             What the compiler raised, or None.
 
         Raises:
-            WorkerError: The worker ended, for example because a compiler crashed.
-            OSError: No worker can be started.
+            WorkerError: If the worker ended, for example because a compiler crashed.
+            OSError: If no worker can be started.
         """
         from triton import knobs
 
@@ -145,7 +145,7 @@ _timer: threading.Timer | None = None
 
 @contextlib.contextmanager
 def at_work(count: int) -> Iterator[Workers]:
-    """Give the workers that all callers share. They stay for IDLE_SECONDS after the last use."""
+    """Yield the workers that all callers share. They stay for IDLE_SECONDS after the last use."""
     global _using, _timer
     with _lock:
         if _timer is not None:

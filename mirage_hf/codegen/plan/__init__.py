@@ -1,6 +1,6 @@
-"""How a kernel is laid out, decided before a line of it is written.
+"""Decide how a kernel is laid out, before a line of it is written.
 
-In the order in which they build on each other:
+The modules, in the order in which they build on each other:
 
 - `tiling`: how tiles cut the axes of a block graph.
 - `stages`: in which order stages run, and what each reads.

@@ -1,7 +1,8 @@
 """Blocks that share the loop of one tile.
 
-Each of `cooperating_blocks` blocks takes an equal number of the loop's steps. It stores its partial
-results in scratch memory; the last block to finish adds them, always in the same order.
+Each of `cooperating_blocks` blocks takes an equal number of the loop's steps, and stores its
+partial results in scratch memory. The last block to finish adds the partial results of all blocks,
+always in the same order.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ class Cooperation:
 
     @cached_property
     def steps_per_block(self) -> int:
-        """Steps of the loop that each block takes."""
+        """The number of loop steps that each block takes."""
         return -(-self._tiling.trips(str(self._tiling.loop)) // self.blocks)
 
     @cached_property
     def shared_accumulators(self) -> tuple[Accumulator, ...]:
-        """The accumulators of which several blocks hold partial results."""
+        """The accumulators that are split: several blocks hold partial results of each."""
         if self.blocks == 1:
             return ()
         return tuple(a for s in self._tiling.block.stages for a in s.accumulators)
 
     @cached_property
     def partial_floats(self) -> int:
-        """Partial results of one block, float32."""
+        """The number of partial results of one block, each a float32."""
         carried = self._tiling.block.carried
         return sum(self._tiling.numel(carried[a.out]) for a in self.shared_accumulators)
 
     @cached_property
     def scratch(self) -> int:
-        """Partial results of all blocks, float32."""
+        """The number of partial results of all blocks, each a float32."""
         return self._tiling.num_tiles * self.blocks * self.partial_floats
 
     @property
@@ -68,11 +69,11 @@ class Cooperation:
         return self.blocks > MOST_UNLOOPED_BLOCKS
 
     def counted(self, axis: str) -> int:
-        """Return the elements of a tile that are gathered, a power of two.
+        """Return how many elements of a tile along an axis are gathered, a power of two.
 
         A short axis may fill only part of the smallest side of a tensor-core product. Then only
-        that part is gathered, except in a loop: Triton 3.6 finds no register layouts for padding
-        what comes out of one.
+        that part is gathered. A loop gathers the whole tile, because Triton 3.6 finds no register
+        layouts to pad the result of a loop.
         """
         tile = self._tiling.tile(axis)
         is_cut = self._tiling.trips(axis) > 1 or self._tiling.split_axis(axis)
@@ -81,7 +82,7 @@ class Cooperation:
         return min(tile, next_power_of_two(self._tiling.block.split_size(axis)))
 
     def gathered(self, acc: Accumulator) -> int:
-        """Return of how many blocks the partial results are read at a time, a power of two."""
+        """Return how many blocks' partial results are read at a time, a power of two."""
         elements = math.prod(self.counted(a) for a in self.layout.value_dims(acc.out))
         fit = GATHERED_PER_THREAD * _WARP * self.num_warps // elements
         largest_power = 1 << max(0, fit.bit_length() - 1)
@@ -91,7 +92,7 @@ class Cooperation:
         """Check that the loop can be shared.
 
         Raises:
-            CodegenError: It cannot.
+            CodegenError: If it cannot.
         """
         if self.blocks == 1:
             return

@@ -1,4 +1,4 @@
-"""The plan of one kernel: a placed op, a schedule, and everything that follows from them."""
+"""The plan of one kernel: a placed op, a schedule, and all decisions that follow from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
     """Return the plan of a `customized` op.
 
     Raises:
-        CodegenError: No kernel can be made of the op and the schedule.
+        CodegenError: If no kernel can be made of the op and the schedule.
     """
     if not isinstance(op, PlacedOp):
         op = PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
@@ -39,10 +39,10 @@ def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What a kernel will look like.
+    """The plan of one kernel.
 
     Raises:
-        CodegenError: No kernel can be made of the layout and the schedule.
+        CodegenError: If no kernel can be made of the layout and the schedule.
     """
 
     layout: TensorLayout
@@ -59,7 +59,7 @@ class KernelPlan:
         It shares this plan's layout, which is the costly part.
 
         Raises:
-            CodegenError: No kernel can be made of the schedule.
+            CodegenError: If no kernel can be made of the schedule.
         """
         layout = self.layout
         same = layout.tiling.tiles, layout.mma, layout.weights_first
@@ -99,7 +99,7 @@ class KernelPlan:
 
     @cached_property
     def grid(self) -> int:
-        """Thread blocks."""
+        """The number of thread blocks."""
         return self.tiling.num_tiles * self.schedule.cooperating_blocks
 
     @property
@@ -115,8 +115,8 @@ class KernelPlan:
     def is_reduced_after_loop(self, stage: Stage, acc: Accumulator) -> bool:
         """Return True if an accumulator stays spread over the loop tile inside the loop.
 
-        A maximum that the body reads must be that of whole tiles. A sum that shifts with it is
-        rescaled as it grows. So neither is.
+        A running maximum must be that of whole tiles, because the body reads it. A sum that is
+        relative to it is rescaled as it grows. So both are reduced in each step.
         """
         return (
             self.schedule.reduce_after_loop
@@ -137,10 +137,10 @@ class KernelPlan:
 
 
 def _check_block(tiling: Tiling) -> None:
-    """Check what a block graph must be for any kernel.
+    """Check that a block graph can have a kernel, whatever the schedule.
 
     Raises:
-        CodegenError: It has no kernel.
+        CodegenError: If it cannot.
     """
     _check_sources(tiling)
     _check_outputs(tiling)

@@ -17,16 +17,16 @@ import torch
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, Contraction, Role
 
-#: Fewest rows of a product on tensor cores, and fewest elements that each of its sums is over.
+#: Fewest rows of a product on tensor cores, and fewest elements that each of its sums adds.
 MMA_MIN = 16
 
 #: Fewest columns of a product on tensor cores.
 MMA_COLUMNS = 8
 
-#: Most elements of an axis that become variables of their own.
+#: Most elements of an axis that are unrolled, so that each is a variable of its own.
 MOST_UNROLLED = 8
 
-#: Most orders of axes that are tried: all of seven axes.
+#: Most orders of axes that are tried. These are all orders of seven axes.
 _MOST_ORDERS = 5040
 
 
@@ -34,7 +34,7 @@ _MOST_ORDERS = 5040
 class Dot:
     """A product on tensor cores: `out` = left · right, both cast to `dtype`.
 
-    The rows may be those of several axes, like heads and queries. So may the columns.
+    The rows may range over several axes, like heads and queries. So may the columns.
     """
 
     contraction: Contraction
@@ -49,7 +49,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How tiles lie in a kernel. Decided by the tiling and the kind of product alone."""
+    """The dims of a kernel's tensors. The tiling and the kind of product alone decide them."""
 
     tiling: Tiling
     #: Products that fit run on tensor cores (`Schedule.mma`).
@@ -73,8 +73,8 @@ class TensorLayout:
     def unrolled(self) -> str | None:
         """The axis whose elements in a tile are separate variables instead of a dim, if any.
 
-        These are the rows of products by multiply-adds. As a dim they would be broadcast against
-        the weights, and all weights would be moved to another register layout for that.
+        These are the rows of products by multiply-adds. If they were a dim, the weights would be
+        broadcast against it. Triton would first move all weights to another register layout.
         """
         if self.mma:
             return None
@@ -102,8 +102,8 @@ class TensorLayout:
     def order(self) -> tuple[str, ...]:
         """The axes in the order of tensor dims.
 
-        Grid, tile and loop axes come in this order, except that each tensor-core product wants its
-        rows before its summed axis, and that before its columns.
+        Grid axes come first, then tile axes, then the loop axis. A tensor-core product may change
+        this: it wants its rows before its summed axis, and its summed axis before its columns.
         """
         axes = [
             a.name
@@ -131,8 +131,7 @@ class TensorLayout:
     def _inputs_of_several_products(self) -> Iterator[BlockInput]:
         """Yield the inputs that several products read, summed over different axes.
 
-        They keep the order in which they are stored. Triton 3.6 copies such an input ahead only
-        then.
+        They keep the order in which they are stored. Otherwise Triton 3.6 does not copy them ahead.
         """
         factors = dict.fromkeys(x for c in self._mma_contractions for x in (c.a, c.b))
         for name in factors:
@@ -151,7 +150,7 @@ class TensorLayout:
         return [axis for _, axis in stored]
 
     def _wished_orders(self, c: Contraction) -> Iterator[list[tuple[str, str]]]:
-        """Yield pairs (earlier, later) of axes for a product, as scheduled and the other way."""
+        """Yield pairs (earlier, later) of axes for a product: as scheduled, then transposed."""
         left, right = self._sides(c)
         for x, y in ((left, right), (right, left)):
             rows_first = [(a, c.over) for a in self._free(x, c.over)]
@@ -162,8 +161,8 @@ class TensorLayout:
         """Return True if Triton would move a sum of float32 products to TF32 tensor cores.
 
         Triton 3.6 rewrites a sum over the middle dim of x[m, k, 1] · y[1, k, n] as a `tl.dot` with
-        rounded factors, unasked. Seen as errors 25 times those of multiply-adds. If the summed axis
-        is first or last, it does not.
+        rounded factors. Its errors were 25 times those of multiply-adds. Triton does not do this if
+        the summed axis is first or last.
         """
         block, tiling = self.tiling.block, self.tiling
         on_tensor_cores = {c.out for c in self._mma_contractions}
@@ -195,7 +194,7 @@ class TensorLayout:
         if free[left][-1] > free[right][0] or any(p[0] < over < p[-1] for p in free.values()):
             return None
         if self.tiling.numel(self._free(left, c.over)) < MMA_MIN:
-            return None  # so few of them would have to be columns
+            return None  # too few rows: they would have to be the columns
         inputs = [self.tiling.inputs[x] for x in (left, right) if x in self.tiling.inputs]
         stored = {self.tiling.dtype(i) for i in inputs}
         if not stored:
@@ -246,7 +245,8 @@ class TensorLayout:
     def _weight(self, c: Contraction) -> str:
         """Return the factor with more data.
 
-        An input, or one scaled by another, comes before a computed value; then the larger one.
+        An input, or an input scaled by another, counts as more than a computed value. Of two such
+        factors, the larger one is returned.
         """
         inputs, block = self.tiling.inputs, self.tiling.block
 
@@ -302,7 +302,7 @@ class TensorLayout:
 
 
 class _PartialOrder:
-    """Which axes must come before which, without cycles."""
+    """A partial order of axes: pairs of axes, the first to come before the second."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self._axes = list(axes)
@@ -314,7 +314,7 @@ class _PartialOrder:
             self._after[first].add(second)
 
     def allow(self, pairs: Sequence[tuple[str, str]]) -> bool:
-        """Return True if no pair (first, second) contradicts what was wanted."""
+        """Return True if no pair (first, second) contradicts the pairs that were added."""
         return not any(self._reaches(second, first) for first, second in pairs)
 
     def _reaches(self, start: str, goal: str) -> bool:
@@ -330,7 +330,7 @@ class _PartialOrder:
         return tuple(order)
 
     def all_orders(self, start: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Yield the permutations of `start` that keep to what was wanted."""
+        """Yield the permutations of `start` that keep to the pairs that were added."""
         for p in itertools.permutations(start):
             if all(p.index(a) <= p.index(b) for a in self._after for b in self._after[a]):
                 yield p

@@ -1,8 +1,8 @@
 """Loops that only visit what is within their bounds.
 
 An axis may have bounds per row, like the valid slots of a key cache. Tiles that lie outside of all
-bounds need not be visited if they change no accumulator: every sum there is of zeros, and every
-maximum is of a number so low that the maximum may begin with it.
+bounds need not be visited if they change no accumulator. Every sum must add zeros there. Every
+maximum must take a number there that is so low that the maximum may as well start from it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from mirage_hf.codegen.plan.stages import values_read
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import Accumulator, BlockInput, Stage
 
-#: The shift of an exponential's sum where nothing counts. A maximum below it is no number that
-#: matters.
+#: The maximum of no scores at all. It is finite, and below any score that matters.
 LOWEST = -1e30
 
 
@@ -26,13 +25,14 @@ class LoopBounds:
     tiling: Tiling
 
     def trimming(self, stage: Stage) -> BlockInput | None:
-        """Return the bounds outside of which the steps of a stage's loop may be skipped."""
+        """Return the bounds that let a stage's loop skip the steps outside of them."""
         return self.effective(stage) if self.tiling.is_looped else None
 
     def effective(self, stage: Stage) -> BlockInput | None:
-        """Return the bounds outside of which nothing read along a stage's loop axis matters.
+        """Return the bounds that select all elements that matter along a stage's loop axis.
 
-        That also holds if the loop axis is held whole. Nothing may be stored along the axis.
+        There are such bounds only if no output is stored along the axis. The axis may also be held
+        whole.
         """
         block = self.tiling.block
         if stage.loop is None or any(stage.loop in o.axes for o in block.outputs):
@@ -54,10 +54,10 @@ class LoopBounds:
 
     @cached_property
     def are_split(self) -> bool:
-        """True if what is within the bounds is split among blocks, instead of the whole axis.
+        """True if the elements inside the bounds are split among blocks, not the whole axis.
 
-        Then no block is without work if only few elements are inside. All sums of one split are of
-        the same elements. Only possible if nothing else reads the splits' partial results.
+        Then no block is without work if only few elements are inside. All sums of one split must
+        add the same elements, and only generated kernels may read the partial results.
         """
         tiling = self.tiling
         if not tiling.loop or not tiling.op.has_private_partials:
@@ -72,7 +72,7 @@ class LoopBounds:
         )
 
     def floor(self, acc: Accumulator, bounds: str) -> float | None:
-        """Return what a maximum is taken of outside the bounds, if a maximum may begin with it."""
+        """Return the number that a maximum takes outside the bounds, if it may start from it."""
         if acc.kind != "max":
             return None
         op, outside = self.tiling.ops.get(acc.arg), None
@@ -83,7 +83,7 @@ class LoopBounds:
             outside = otherwise
             if op.args[0] == bounds:
                 return outside if outside <= LOWEST else None
-            op = self.tiling.ops.get(str(op.args[1]))  # what other bounds leave
+            op = self.tiling.ops.get(str(op.args[1]))  # the value inside other bounds
         return None
 
     def _is_zero_outside(self, value: str | float, bounds: str) -> bool:

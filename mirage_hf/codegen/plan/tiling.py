@@ -77,7 +77,7 @@ class Tiling:
 
     @cached_property
     def num_tiles(self) -> int:
-        """Tiles of all grid axes together."""
+        """The number of tiles of all grid axes together."""
         return math.prod(self.trips(a.name) for a in self.block.named(Role.GRID))
 
     def split_axis(self, axis: str) -> str | None:
@@ -104,9 +104,9 @@ class Tiling:
 
     @cached_property
     def mma_dtype(self) -> torch.dtype:
-        """The dtype that computed factors have on tensor cores: that of the largest 16-bit operand.
+        """The dtype that computed factors have on tensor cores.
 
-        float32 if no operand has 16 bits.
+        It is the dtype of the largest 16-bit operand, or float32 if no operand has 16 bits.
         """
         halves = [t for t in self.operands if t.dtype in (torch.float16, torch.bfloat16)]
         return max(halves, key=lambda t: math.prod(t.dims)).dtype if halves else torch.float32
@@ -119,7 +119,8 @@ class Tiling:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
 
         That holds for constants and for the old rows of a cache, which were written long before.
-        Later writes go through the L2, so a prefetch hides none. Only constants may also be read.
+        Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
+        read before the wait.
         """
         is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
         return self.is_constant(i) or is_cache
@@ -164,7 +165,7 @@ class Tiling:
     def can_overwrite(self, o: BlockOutput, source: int) -> bool:
         """Return True if an output may be written over operand `source`.
 
-        Each block must write what no other block reads, after it has read it itself.
+        A block may write elements that no other block reads, after it has read them itself.
         """
         x, y = self.operands[source], self.outputs[self.block.outputs.index(o)]
         if (x.dims, x.strides, x.dtype) != (y.dims, y.strides, y.dtype) or x.constant:
