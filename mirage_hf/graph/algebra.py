@@ -1,4 +1,4 @@
-"""Algebras that graphs run under: torch numbers here, finite fields in `verify/`."""
+"""Algebras that interpret graphs: torch numbers here, finite fields in `verify/`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirage_hf.ops import table
 
 
 class Algebra(Protocol):
-    """Arrays, and what may be done to them.
+    """The operations on arrays that run a graph.
 
     In a block graph an array has one dim per axis of the graph, of size 1 if it does not carry the
     axis.
@@ -24,16 +24,16 @@ class Algebra(Protocol):
         """Concatenate arrays along a dim."""
 
     def cut(self, x: Any, slices: tuple[slice, ...]) -> Any:
-        """Return a part of an array."""
+        """Return the part of an array at `slices`."""
 
     def empty(self, shape: Sequence[int]) -> Any:
-        """Return an array whose elements `put` is still to give."""
+        """Return an array without values, to be filled by `put`."""
 
     def full(self, shape: Sequence[int], value: float) -> Any:
-        """Return an array of one number."""
+        """Return an array whose elements are all `value`."""
 
     def put(self, out: Any, slices: tuple[slice, ...], x: Any) -> None:
-        """Write an array into a part of another one."""
+        """Write `x` into the part of `out` at `slices`."""
 
     def elementwise(self, fn: str, args: Sequence[Any], attrs: Mapping[str, float]) -> Any:
         """Compute an elementwise op of the table on arrays and numbers."""
@@ -48,7 +48,7 @@ class Algebra(Protocol):
         """Return total · e^(old − new), where `new` ≥ `old` is a running maximum."""
 
     def shift(self, maximum: Any) -> Any:
-        """Return a running maximum as what a tile subtracts: 0 while only −inf has been seen."""
+        """Return the number that a tile subtracts: the running maximum, or 0 while it is −inf."""
 
     def bounds(
         self, lo: Any, hi: Any, order: Sequence[int], shape: Sequence[int], dim: int, size: int
@@ -56,20 +56,20 @@ class Algebra(Protocol):
         """Return 1 where lo ≤ index along `dim` < hi, else 0.
 
         Args:
-            lo: Whole numbers. They are arranged first.
-            hi: Like `lo`.
-            order: How they are permuted.
-            shape: How they are reshaped.
+            lo: The lower bounds, whole numbers. They are arranged first, as by `arrange`.
+            hi: The upper bounds, like `lo`.
+            order: The order of dims that they are permuted to.
+            shape: The shape that they are reshaped to.
             dim: The bounded dim.
             size: Its size.
         """
 
     def contract(self, a: Any, b: Any, dim: int) -> Any:
-        """Return the sum of a·b over `dim`, None if the algebra has no shortcut for it."""
+        """Return the sum of a·b over `dim`, or None if the algebra has no fast way for it."""
 
 
 class TorchAlgebra:
-    """Numbers of one compute dtype."""
+    """The algebra of torch tensors of one compute dtype."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class TorchAlgebra:
 
         Args:
             compute: The dtype of all arrays.
-            mma: Rounds the factors of contractions as tensor cores with inputs of this dtype would.
-                None: they are not rounded.
-            device: Where arrays are.
+            mma: The input dtype of the tensor cores whose rounding of factors is imitated. None:
+                factors are not rounded.
+            device: The device of all arrays.
         """
         self.compute, self.mma, self.device = compute, mma, device
 
@@ -100,7 +100,7 @@ class TorchAlgebra:
         return x[slices]
 
     def empty(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return NaNs, so that elements that are never put show."""
+        """Return NaNs, so that elements that are never put are noticed."""
         return torch.full(tuple(shape), float("nan"), dtype=self.compute, device=self.device)
 
     def full(self, shape: Sequence[int], value: float) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""Block graphs: what one kernel does, as stages over named axes. Frozen values.
+"""Block graphs: what one kernel does, as stages over named axes. They are immutable.
 
-Every axis has one role. GRID axes are cut among thread blocks, the LOOP axis is walked by the
-stages that name it, and TILE axes are held whole by a block. A LOOP or TILE axis may be split
-(split-K, split-KV): a GRID axis numbers its splits, and a block sees one split. What a block
-reduces over a split axis is a partial result that carries the split's number instead.
+Every axis has one role. GRID axes are cut among thread blocks. The LOOP axis is walked by the
+stages that name it. TILE axes are held whole by a block. A LOOP or TILE axis may be split (split-K,
+split-KV). Then a GRID axis numbers its splits, and a block sees one split. If a block reduces over
+a split axis, the result is partial: it carries the axis of split numbers instead.
 
 A value carries a set of axes. A tensor has one dim per axis that it carries. Sizes of tiles are not
-part of a block graph; the schedule chooses them. The imap, fmap and omap of the Mirage paper follow
-from the roles, see `graph/maps.py`.
+part of a block graph, because the schedule chooses them. The imap, fmap and omap of the Mirage
+paper follow from the roles, see `graph/maps.py`.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class BlockGraph:
         return tuple(a for a in self.axes if a.role is role)
 
     def reduced(self, axes: Iterable[str], over: str) -> set[str]:
-        """Return what is carried after a reduction: an axis gives way to its split axis, if any."""
+        """Return the axes left after a reduction: `over` gives way to its split axis, if any."""
         return self._table.reduced(axes, over)
 
     def num_splits(self, name: str) -> int:
-        """Return in how many splits an axis is split, 1 if it is not."""
+        """Return the number of splits of an axis, 1 if it is not split."""
         return self._table.num_splits(name)
 
     def split_size(self, name: str) -> int:
@@ -129,7 +129,7 @@ class BlockGraph:
         return i.padding.size if padded else self.axis(axis).size  # type: ignore[union-attr]
 
     def rotation_width(self, i: BlockInput) -> int:
-        """Return how many elements of a rotated input have partners."""
+        """Return how many elements along the axis of an input's rotation have partners."""
         assert i.rotation is not None
         width = i.rotation.width
         return self.extent(i, i.rotation.axis) if width is None else width
@@ -162,8 +162,8 @@ class BlockGraph:
     def contractions(self) -> dict[str, Contraction]:
         """The sums that are matrix products, by name of the sum.
 
-        Such a sum is an accumulator, or a sum over a tile axis. It sums a product that nothing else
-        reads and that is computed in the same stage, and each factor carries the summed axis.
+        Such a sum is an accumulator, or a sum over a tile axis. It sums a product that the same
+        stage computes and that nothing else reads. Each factor carries the summed axis.
         """
         reads = self._reads()
         products = {
@@ -192,7 +192,7 @@ class BlockGraph:
         return reads
 
     def _sums(self) -> Iterator[tuple[Stage, str, str, str]]:
-        """Iterate over all sums: the stage, the sum, what it sums, and over which axis."""
+        """Iterate over all sums: the stage, the sum, the value that it sums, and the axis."""
         for stage in self.stages:
             for op in stage.body:
                 if op.fn == "sum" and op.over:

@@ -1,4 +1,4 @@
-"""The checks of a block graph: names, axes, and that values are defined before use."""
+"""Check block graphs: their names and axes, and that values are defined before use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _BlockCheck:
             self._check_output(o, o.value in computed)
 
     def define(self, name: str, axes: tuple[str, ...]) -> None:
-        """Enter a value that carries `axes`."""
+        """Define the value `name`, which carries `axes`."""
         if not name.isidentifier():
             raise _error(f"value name {name!r} is not an identifier")
         if name in self.carried:
@@ -148,7 +148,7 @@ class _BlockCheck:
             )
 
     def _check_output(self, o: BlockOutput, computed: bool) -> None:
-        """Check an output. `computed`: a stage computes it, so it is not an input."""
+        """Check an output. `computed`: True if a stage computes it, False if it is an input."""
         named = [a for a in o.axes if a is not None]
         in_loop = any(a in self.loops for a in named)
         if not o.axes:

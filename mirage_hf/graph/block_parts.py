@@ -1,6 +1,6 @@
-"""The parts of a block graph: axes, inputs, ops, accumulators, stages and outputs. Frozen values.
+"""The parts of a block graph: axes, inputs, ops, accumulators, stages and outputs.
 
-`graph/block.py` puts them together and says what they mean as a whole.
+They are immutable. `graph/block.py` puts them together and says what they mean as a whole.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Axis:
     role: Role
 
     #: The GRID axis that numbers the splits of this LOOP or TILE axis (split-K, split-KV). None: it
-    #: is not split. The size of that axis is the number of splits. Split s holds the elements [s·n,
-    #: (s+1)·n) with n = ceil(size / number of splits), and none is empty.
+    #: is not split. The size of the GRID axis is the number of splits. Split s holds the elements
+    #: [s·n, (s+1)·n) with n = ceil(size / number of splits). No split is empty.
     split_axis: str | None = None
 
 
@@ -58,13 +58,13 @@ class AxisTable:
         return tuple(name for name in self._axes if name in wanted)
 
     def reduced(self, axes: Iterable[str], over: str) -> set[str]:
-        """Return what is carried after a reduction: an axis gives way to its split axis, if any."""
+        """Return the axes left after a reduction: `over` gives way to its split axis, if any."""
         split_axis = self._axes[over].split_axis
         added = set() if split_axis is None else {split_axis}
         return set(axes) - {over} | added
 
     def num_splits(self, name: str) -> int:
-        """Return in how many splits an axis is split, 1 if it is not."""
+        """Return the number of splits of an axis, 1 if it is not split."""
         split_axis = self._axes[name].split_axis
         return 1 if split_axis is None else self._axes[split_axis].size
 
@@ -101,7 +101,8 @@ class Rotation:
     #: One of ROTATIONS.
     how: str
 
-    #: Only this many elements, the first ones, have partners. The others stay. None: all have.
+    #: The number of elements, from the first on, that have partners. The others stay as they are.
+    #: None: all have partners.
     width: int | None = None
 
     @property
@@ -111,7 +112,7 @@ class Rotation:
 
     @property
     def pairs(self) -> bool:
-        """True if neighbours are partners, False if halves are."""
+        """True if partners are neighbours, False if they are half the width apart."""
         return self.how in (SWAP_PAIRS, SIGN_PAIRS)
 
     def __post_init__(self) -> None:
@@ -123,15 +124,15 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Padding:
-    """Makes an input that is shorter than one of its axes as long as the axis."""
+    """Extends an input that is shorter than one of its axes to the length of the axis."""
 
     #: The axis.
     axis: str
 
-    #: Elements that the source has along it.
+    #: The number of elements that the source has along the axis.
     size: int
 
-    #: The value of the elements after them.
+    #: The value of the elements after these.
     value: float
 
     def __post_init__(self) -> None:
@@ -145,8 +146,8 @@ class BlockInput:
 
     name: str
 
-    #: Positions in the kernel's operand list. Several sources lie end to end along `joined`:
-    #: weights of q, k and v, for example, are read through one pointer each, selected by row block.
+    #: Positions in the kernel's operand list. Several sources lie end to end along `joined`, such
+    #: as the weights of q, k and v. Each is read through a pointer of its own.
     sources: tuple[int, ...]
 
     #: The axis of each dim of the source tensors. None: the dim has size 1.
@@ -158,14 +159,14 @@ class BlockInput:
     #: The size of each source along `joined`.
     sizes: tuple[int, ...] = ()
 
-    #: An axis that is not among `axes`. The sources are then two int32 tensors lo and hi, and the
-    #: value is 1 where lo ≤ index along this axis < hi, else 0.
+    #: The bounded axis, which is not among `axes`. With it the sources are two int32 tensors lo and
+    #: hi. The value is 1 where lo ≤ index along this axis < hi, else 0.
     bounds: str | None = None
 
     #: How the source is read along one of its axes. It applies before the padding.
     rotation: Rotation | None = None
 
-    #: What comes after the end of the only source along one of its axes.
+    #: How the only source is extended along one of its axes.
     padding: Padding | None = None
 
     @property
@@ -210,7 +211,7 @@ class BlockInput:
 
 @dataclass(frozen=True)
 class BlockOp:
-    """An op: `out = fn(args)`, elementwise by axis name, or a reduction over a TILE axis."""
+    """An op `out = fn(args)`: elementwise by axis name, or a reduction over a TILE axis."""
 
     out: str
 
@@ -233,10 +234,10 @@ class BlockOp:
 class Accumulator:
     """A sum or maximum over the loop axis of a stage. Later stages may read it.
 
-    A maximum may also be read by the body of its own stage. There it is the running maximum, and
-    what depends on it may only flow into sums whose `shift` it is (online softmax). Such a sum is
-    multiplied by e^(old − new) whenever the maximum grows, so it ends as if the final maximum had
-    been known from the start.
+    The body of the same stage may read a maximum too, as online softmax does. There it is the
+    running maximum. Values that depend on it may only flow into sums that have it as their `shift`.
+    Such a sum is multiplied by e^(old − new) whenever the maximum grows. So it ends as if the final
+    maximum had been known from the start.
     """
 
     out: str
@@ -250,13 +251,16 @@ class Accumulator:
     #: The axes that `out` carries.
     axes: tuple[str, ...]
 
-    #: Sums only: the maximum of the same stage that `arg` is relative to.
+    #: For sums only: the maximum of the same stage that `arg` is relative to.
     shift: str | None = None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A body that runs once, or once per tile of a loop axis. Inputs load where first read."""
+    """A body that runs once, or once per tile of a loop axis.
+
+    An input is loaded where the body first reads it.
+    """
 
     #: The loop axis. None: the body runs once.
     loop: str | None

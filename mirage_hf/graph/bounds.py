@@ -1,4 +1,4 @@
-"""Find the inputs of a program that are bounds [lo, hi) of a ragged axis."""
+"""Find the inputs of a program that are the bounds [lo, hi) of a ragged axis."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mirage_hf.graph.operands import bound_operands
 class Bounds:
     """Two inputs of a program that are the bounds of a ragged axis.
 
-    The axis is either dim `dim` of the tensor `x`, or the axis `axis` of the block graph of op
-    number `op`.
+    The axis is dim `dim` of the tensor `x`. If `x` is None, it is the axis `axis` of the block
+    graph of op number `op`.
     """
 
     #: Positions among the program's inputs.
     lo: int
     hi: int
 
-    #: The bounded tensor. None: a block graph's axis is bounded.
+    #: The bounded tensor. None: an axis of a block graph is bounded.
     x: DTensor | None = None
     dim: int = 0
 

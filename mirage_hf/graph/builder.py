@@ -1,14 +1,18 @@
-"""Block graphs written by hand in the terms of the Mirage paper (arXiv 2405.05751, section 2).
+"""Build a block graph by hand, in the terms of the Mirage paper (arXiv 2405.05751, section 2).
 
-What is written is one block in one trip of the loop: tensors have the dims of their tiles, which
-are the full dims divided by what cuts them. imap, fmap and omap say what cuts and walks which dim.
+Users write one block in one trip of the loop, so tensors have the dims of their tiles. The imap
+and omap of a tensor say which dim each grid dim cuts. The fmap says which dim the loop walks.
 
-What comes out is a `BlockGraph` over named axes. It keeps the roles that grid_dim and forloop_range
-give to axes, and not their numbers. Dims that meet in an op are one axis. An axis that a grid dim
-cuts is a GRID axis, the one that is walked is the LOOP axis, and the rest is held whole. An axis
-that a grid dim cuts and that a block also sums is split (split-K): the partial results carry the
-number of their split, as a new dim of the output. `BlockGraphBuilder.schedule` gives the tiles that
-keep the numbers too.
+The result is a `BlockGraph` over named axes. It keeps the roles that grid_dim and forloop_range
+give to axes, and not their numbers:
+
+- Dims that meet in an op are one axis.
+- An axis that a grid dim cuts is a GRID axis. The axis that the loop walks is the LOOP axis. All
+  others are TILE axes.
+- An axis that a grid dim cuts and that a block also sums is split (split-K). The partial results
+  carry the number of their split, as a new dim of the output.
+
+`BlockGraphBuilder.schedule` returns the tiles that keep the numbers too.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ class BlockGraphBuilder:
     #: Trips of the loop.
     forloop_range: int = 1
 
-    #: The tiles that are loaded, with the tensors that they are tiles of.
+    #: The tiles that are loaded, each with its tensor.
     inputs: list[tuple[STensor, DTensor]] = field(default_factory=list)
 
     #: The tiles that are stored.
@@ -91,7 +95,7 @@ class BlockGraphBuilder:
         Args:
             tensor: A tensor of a kernel graph.
             imap: The dim that each grid dim cuts, as a dict by name or a tuple in the order x, y,
-                z. None, −1 or left out: every block reads the same.
+                z. If it is None, −1 or left out, every block along that grid dim reads the same.
             fmap: The dim that the loop walks, or None.
         """
         if not isinstance(tensor, DTensor):
@@ -132,7 +136,7 @@ class BlockGraphBuilder:
         )
 
     def _span(self, tensor: DTensor, d: int, grid: str | None, walked: bool) -> Span | None:
-        """Return what dim `d` of a tensor's tile ranges over."""
+        """Return the span that dim `d` of a tensor's tile ranges over, None for size 1."""
         size = tensor.dims[d]
         if size == 1:
             return None
@@ -157,9 +161,9 @@ class BlockGraphBuilder:
 
         Args:
             tensor: The tile.
-            omap: The dim that each grid dim fills. A grid dim that is left out is a split: what it
-                cuts was summed. The partial results get a new first dim, or the dim of size 1 that
-                omap names.
+            omap: The dim that each grid dim fills. If the tile is a sum over an axis that a grid
+                dim cuts, that grid dim may be left out: it numbers splits. The partial results then
+                get a new first dim, or the dim of size 1 that omap names.
             dtype: The dtype of the output. None: the first input's.
         """
         where = f"new_output: {self._own(tensor, 'new_output')}"
@@ -184,7 +188,7 @@ class BlockGraphBuilder:
         self.outputs.append(TiledOutput(tensor, tensor.axes, tuple(splits_at), name))
 
     def _check_filled(self, tensor: STensor, where: str, g: str, d: int | None) -> None:
-        """Check the dim that a grid dim fills, as omap has it."""
+        """Check that grid dim `g` may fill dim `d` of the output, as omap says."""
         carried = {a.root.grid: n for n, a in enumerate(tensor.axes) if a is not None}
         split = any(p.root.grid == g for p in tensor.splits)
         if g in carried and split:
@@ -256,7 +260,7 @@ class BlockGraphBuilder:
                 raise unfinished(t, "matmul")
         if a.dims[-1] != b.dims[-2]:
             raise errors.inner_sizes_differ(f"%{a.name}", a.dims, f"%{b.name}", b.dims)
-        # (… m k 1) · (… 1 k n), summed over k: the product over named axes that it is
+        # As a product over named axes: (… m k 1) · (… 1 k n), summed over k.
         left = replace(a, axes=(*a.axes, None), dims=(*a.dims, 1))
         right = replace(
             b, axes=(*b.axes[:-2], None, *b.axes[-2:]), dims=(*b.dims[:-2], 1, *b.dims[-2:])
@@ -307,7 +311,7 @@ class BlockGraphBuilder:
         return self._elementwise("mul", out, 1.0 / over.size) if kind == "mean" else out
 
     def permute(self, x: STensor, order: Sequence[int]) -> STensor:
-        """Return the tile with its dims in another order. Nothing moves."""
+        """Return the tile with its dims in another order. No data moves."""
         rank = len(self._own(x, "permute").axes)
         order = tuple(table.axis(o, rank, "permute") for o in several(order, "permute", "order"))
         table.lookup("permute").infer(x.dims, order=order)
@@ -319,8 +323,9 @@ class BlockGraphBuilder:
         """Sum over the trips of the loop.
 
         Args:
-            x: What is summed.
-            shift: The running maximum (of accum_max) that `x` is relative to (online softmax).
+            x: The tile to sum.
+            shift: The running maximum that `x` is relative to, as accum_max returned it (online
+                softmax).
         """
         shifted = shift is not None and self.forloop_range > 1
         if shifted and not self._own(shift, "accum").is_maximum:
@@ -332,7 +337,7 @@ class BlockGraphBuilder:
     def accum_max(self, x: STensor) -> STensor:
         """Return the maximum over the trips of the loop.
 
-        Inside the loop it is the running maximum, this trip included.
+        Inside the loop, the result is the running maximum, this trip included.
         """
         return self._accumulate("max", x, None)
 
@@ -365,7 +370,10 @@ class BlockGraphBuilder:
         return made
 
     def softmax(self, x: STensor, dim: int = -1) -> STensor:
-        """Compute softmax over a dim that a block holds whole, kept in range by its maximum."""
+        """Compute softmax over a dim that a block holds whole.
+
+        The maximum is subtracted first, so that exponentials stay in range.
+        """
         d = table.axis(dim, len(self._own(x, "softmax").axes), "softmax")
         over = x.axes[d]
         if over is not None and (over.root.walked or over.root.grid):
@@ -391,8 +399,8 @@ class BlockGraphBuilder:
         Args:
             name: The op.
             operands: Tiles and numbers.
-            where: The call that users made, for messages. Empty: `name`.
-            originals: The tiles that users gave, for messages. Empty: those among `operands`.
+            where: The method that the user called, for messages. Empty: `name`.
+            originals: The tiles that the user gave, for messages. Empty: those among `operands`.
             attrs: The op's attributes.
         """
         row, where = table.lookup(name), where or name
@@ -429,7 +437,7 @@ class BlockGraphBuilder:
     def _broadcast_axes(
         self, tiles: Sequence[STensor], rank: int, where: str, shown: Sequence[STensor]
     ) -> tuple[Span | None, ...]:
-        """Return what each dim of an elementwise result ranges over. Dims that meet become one."""
+        """Return the span of each dim of an elementwise result. Dims that meet become one."""
         axes: list[Span | None] = [None] * rank
         for t in tiles:
             for k, a in enumerate(t.axes, rank - len(t.axes)):
@@ -501,12 +509,13 @@ class BlockGraphBuilder:
         """Return the block graph.
 
         Args:
-            operands: The kernel's operands; sources are positions among them. They are the tensors
-                given to new_input in any order, or others that take their places in the order of
-                their first new_input. None: that order.
+            operands: The kernel's operands. The sources of block inputs are positions among them.
+                Either they are the tensors that were given to new_input, in any order. Or they are
+                other tensors, in the order in which new_input first got the tensors that they
+                replace. None: the tensors given to new_input, in that order.
 
         Raises:
-            GraphError: If it is not a block graph.
+            GraphError: If the tiles do not make a block graph.
         """
         for g, n in zip(GRID_DIMS, self.grid_dim, strict=False):
             if n > 1 and g not in self._cut:
@@ -544,12 +553,12 @@ class BlockGraphBuilder:
         return list(range(len(mine)))
 
     def schedule(self) -> dict[str, int]:
-        """Return the tile of each axis that keeps to grid_dim and forloop_range.
+        """Return the tile of each axis that follows from grid_dim and forloop_range.
 
         A tile is the number of elements that a block holds at a time.
 
         Raises:
-            GraphError: If such a tile is not a power of two, because kernels have no others.
+            GraphError: If a tile is not a power of two, because kernels have only such tiles.
         """
         block = self.build()
         tiles = {}
@@ -587,7 +596,7 @@ def new_block_graph(
 ) -> BlockGraphBuilder:
     """Return an empty block graph.
 
-    The number of threads is not part of it; the schedule chooses that.
+    The number of threads is not part of it, because the schedule chooses that.
 
     Args:
         grid_dim: Blocks along each of one to three grid dims x, y, z.

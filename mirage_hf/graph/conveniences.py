@@ -1,9 +1,9 @@
 """Methods of graphs that later stages carry out, for users' convenience.
 
 `graph.superoptimize()`, calling a µGraph, drawing it and generating programs need stages that
-import this one. So that imports lead one way only, each such method calls a `Convenience` declared
-here, and the stage that carries it out registers a function for it when it is imported. `import
-mirage_hf` imports all stages.
+import this one. Imports must lead one way only. So each such method calls a `Convenience` that is
+declared here. The stage that carries it out registers a function for it when it is imported.
+`import mirage_hf` imports all stages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Convenience(Generic[P, R]):
         self._function: Callable[P, R] | None = None
 
     def register(self, function: F) -> F:
-        """Make `function` what the method calls, and return it: a decorator."""
+        """Register the function that the method calls, and return it. Usable as a decorator."""
         self._function = function
         return function
 

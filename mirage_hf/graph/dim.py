@@ -1,4 +1,4 @@
-"""Symbolic dims: sizes that are known when a kernel runs."""
+"""Symbolic dims: sizes that are known only when a kernel runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mirage_hf import errors
 
 
 class Dim(int):
-    """A dim whose size is known when a kernel runs.
+    """A dim whose size is known only when a kernel runs.
 
-    As a number it is its maximum: graphs are built and searched at the maximum. Dims of the same
-    name have the same size.
+    Used as a number, it is its maximum, because graphs are built and searched at the maximum. Dims
+    of the same name have the same size.
 
     Example:
         ```python

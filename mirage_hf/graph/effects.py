@@ -1,4 +1,4 @@
-"""Appends to caches, and which of them a kernel does by storing the rows that it computes."""
+"""Appends to caches, and those that a kernel carries out by storing the rows that it computes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def positions_of(graph: KernelGraph) -> Iterator[tuple[int, DTensor, DTensor]]:
 def stored(kernels: KernelGraph) -> dict[int, KernelOp]:
     """Return the appends that a kernel does with its own store, by the index of the rows.
 
-    The kernel that computes the rows stores them into the cache if nothing else reads them and no
-    kernel can see the written slots change. Each kernel that reads the cache must therefore run
-    before the one that stores, or ignore the slots from where the append begins (`_ignores_from`).
+    The kernel that computes the rows may store them into the cache if nothing else reads them. No
+    kernel may see the written slots change. So each kernel that reads the cache must run before the
+    one that stores, or ignore the slots from `position` on (`_ignores_from`).
     """
     made_by = {
         t.index: n for n, op in enumerate(kernels.ops) if op.name == CUSTOMIZED for t in op.outputs
@@ -73,8 +73,8 @@ def _readers(kernels: KernelGraph) -> dict[int, list[tuple[int, KernelOp]]]:
 def _ignores_from(op: KernelOp, cache: DTensor, position: DTensor) -> bool:
     """Return whether a kernel's result does not depend on a cache's slots from `position` on.
 
-    This holds for all finite numbers in these slots: before anything is reduced over the slots or
-    stored, bounds that end at `position` have selected something else or made a factor 0.
+    This holds for all finite numbers in these slots. Before the kernel reduces over the slots or
+    stores anything, bounds that end at `position` replace the numbers, or multiply them by 0.
     """
     block = op.block
     if block is None:

@@ -1,4 +1,4 @@
-"""From tiles to named axes: the block graph of a block written in tiles."""
+"""Emit the block graph over named axes of a block that was written in tiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROLES = (Role.GRID, Role.TILE, Role.LOOP)
 def axis_names(block: TiledBlock) -> dict[Span, str]:
     """Return a name for every span of a tiled block.
 
-    The loop walks k; rows and columns of what is stored are m and n, and batches start at b.
+    The loop walks k. The rows and columns of outputs are m and n. Batches start at b.
     """
     walked = _walked(block)
     names: dict[Span, str] = {} if walked is None else {walked: "k"}
@@ -64,9 +64,9 @@ def _unused(name: str, taken: Iterable[str]) -> str:
 class Emission:
     """Emits the values of a tiled block where outputs and accumulators need them.
 
-    A value is computed in the loop or after it. What depends on nothing that the loop changes is
-    computed once, in whichever of the two needs it first. What depends on a running maximum exists
-    in both, as different values.
+    A value is computed in the loop or after it. If nothing that it depends on changes in the loop,
+    it is computed once, in whichever of the two needs it first. If it depends on a running maximum,
+    it exists in both, as different values.
     """
 
     def __init__(self, block: TiledBlock, positions: Sequence[int]):
@@ -94,10 +94,10 @@ class Emission:
         self.emitted: dict[tuple[Node, str], str] = {}
 
     def block_graph(self) -> BlockGraph:
-        """Return the block graph: the loop first, then what follows it.
+        """Return the block graph: the loop first, then the stage after it.
 
         Raises:
-            GraphError: If it is not one.
+            GraphError: If the tiles do not make a block graph.
         """
         self._emit_accumulators()
         outputs = tuple(self._outputs())
@@ -146,7 +146,7 @@ class Emission:
     # -- values ------------------------------------------------------------------------------------
 
     def _emit_accumulators(self) -> None:
-        """Emit all accumulators that the outputs depend on, those that others read first."""
+        """Emit all accumulators that the outputs depend on, each after those that it reads."""
         seen: set[Node] = set()
 
         def visit(t: STensor) -> None:
@@ -168,7 +168,7 @@ class Emission:
         if node.op in ("input", "accumulate"):
             phase = "any"
         elif phase == "after" and t.time == "any" and (node, "loop") in self.emitted:
-            phase = "loop"  # it is the same in every trip, so it still holds
+            phase = "loop"  # it is the same in every trip, so it is still valid after the loop
         if (node, phase) not in self.emitted:
             if node.op == "input":
                 name = self._input(t)
@@ -186,7 +186,7 @@ class Emission:
         return name
 
     def _input(self, t: STensor) -> str:
-        # `t` may be a permutation of what is in memory.
+        # The dims of `t` may be a permutation of those in memory.
         loaded = next(tile.axes for tile, _ in self.block.inputs if tile.node is t.node)
         axes = tuple(None if span is None else self.axis_of[span.root] for span in loaded)
         name = self._define(t.name, self._in_order(a for a in axes if a))

@@ -1,4 +1,4 @@
-"""Running kernel graphs with torch: the CPU backend, and references for numeric checks."""
+"""Run kernel graphs with torch: as the CPU backend, and as references for numeric checks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def run_kernel_graph(
     as_on_gpu: bool = False,
     err: Callable[[KernelOp, torch.Tensor], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Run a kernel graph: each op by its oracle in its own dtype, block graphs in float32.
+    """Run a kernel graph: each op by its oracle in the op's dtype, block graphs in float32.
 
     Args:
         graph: The kernel graph.
         inputs: Its inputs.
-        wide: Converts the inputs and computes everything in this dtype (float64) instead. That is
-            the reference for numeric checks.
-        as_on_gpu: Computes a 16-bit matmul on a CPU in float32 and rounds once, as tensor cores do.
-            Torch's own takes 25 times as long there.
-        err: Returns what is taken in place of an op's result.
+        wide: A dtype (float64) that inputs are converted to and that everything is computed in, as
+            the reference for numeric checks. None: each op has its own dtype.
+        as_on_gpu: True to compute 16-bit matmuls on a CPU in float32 and round once, as tensor
+            cores do. Torch's own 16-bit matmuls take 25 times as long there.
+        err: A function of an op and its result that returns the result to go on with. It imitates
+            rounding errors.
 
     Returns:
         The outputs.
@@ -68,14 +69,15 @@ def run_library(
 
     Args:
         op: The op.
-        args: Tensors, and numbers in the place of some of them.
+        args: Its operands: tensors and numbers.
         wide: The dtype of the result. None: that of the op's output.
     """
     oracle, attrs = table.lookup(op.name).oracle, dict(op.attrs)
     if all(isinstance(a, torch.Tensor) for a in args):
         return oracle(*args, **attrs)
     if op.name == "mul" and not isinstance(args[0], torch.Tensor):
-        args = args[::-1]  # torch rounds the first factor to the second one's dtype
+        # torch rounds the first factor to the second one's dtype
+        args = args[::-1]
     # Like a Python number, a float64 tensor without dims takes part at full precision and does not
     # change the result's dtype. Only `select` may have numbers alone to choose from, so its result
     # is converted.

@@ -1,7 +1,7 @@
-"""Running a block graph under an algebra.
+"""Run a block graph under an algebra.
 
-One interpreter walks a block graph exactly as a kernel does: block by block, stage by stage, loop
-tile by loop tile.
+One interpreter walks a block graph exactly as a kernel does: block by block, stage by stage, tile
+by tile of the loop.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def run_block_graph(
     Args:
         graph: The block graph.
         operands: The operands of its kernel.
-        algebra: What numbers are.
-        pieces: In how many pieces grid and loop axes are cut, by name, or for all. The splits of an
-            axis are always taken one by one.
+        algebra: The algebra that computes with arrays.
+        pieces: The number of pieces that grid and loop axes are cut into, by name, or one number
+            for all. The splits of an axis are always taken one by one.
 
     Returns:
         The outputs as arrays of the algebra, in the outputs' dims.
@@ -38,7 +38,7 @@ def run_block_graph(
 def rotate_along(
     algebra: Algebra, x: Any, shape: Sequence[int], dim: int, rotation: Rotation
 ) -> Any:
-    """Return an array of `shape` read along `dim` as `rotation` says."""
+    """Return the array `x` of shape `shape`, rotated along `dim` as `rotation` says."""
     rank, width = len(shape), rotation.width or shape[dim]
     half = width // 2
 
@@ -67,7 +67,7 @@ def rotate_along(
 class _BlockRun:
     """One run of a block graph.
 
-    Inputs are loaded whole. Then every block runs its stages on its slices of them.
+    Inputs are loaded whole. Then every block runs its stages on its slices of the inputs.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class _BlockRun:
     def _batched_splits(self) -> dict[str, str]:
         """Return the axes whose splits are computed all at once, with the axes that number them.
 
-        That gives the same sums in the same order, without a Python loop over splits. It needs
-        numbers, splits of equal size, and no output that carries the split axis itself.
+        That gives the same sums in the same order, without a Python loop over splits. It works for
+        torch numbers, splits of equal size, and outputs that do not carry the split axis itself.
         """
         graph = self.graph
         if self.pieces != 1 or not isinstance(self.algebra, TorchAlgebra):
@@ -120,11 +120,11 @@ class _BlockRun:
         return [extent.get(a.name, a.size) if a.name in axes else 1 for a in self.graph.axes]
 
     def _window(self, axes: Sequence[str | None], at: Mapping[str, slice]) -> tuple[slice, ...]:
-        """Return the slices `at` of the axes that an array carries."""
+        """Return the slice of each axis that an array carries, as `at` gives it by name."""
         return tuple(at.get(a, slice(None)) if a in axes else slice(None) for a in self.index)
 
     def _cuts(self, name: str, within: slice) -> list[slice]:
-        """Return the slices in which blocks, or the trips of a loop, take an axis."""
+        """Return the slices of an axis that blocks, or the trips of a loop, take one by one."""
         size = self.graph.axis(name).size
         if name in self.batched_splits.values():
             return [slice(0, size)]
@@ -134,7 +134,7 @@ class _BlockRun:
         return _cut(within.start, within.stop, pieces)
 
     def _splits(self, at: Mapping[str, slice]) -> dict[str, slice]:
-        """Return the elements of each split axis that a block sees, which is at the slices `at`."""
+        """Return the elements of each split axis that the block at the slices `at` sees."""
         graph = self.graph
         splits = {}
         for a in graph.axes:
@@ -228,7 +228,7 @@ class _BlockRun:
         totals: dict[str, Any],
         raw: Sequence[Any],
     ) -> None:
-        """Load tiles of `inputs`, run a stage once, and store what it stores in the loop."""
+        """Load tiles of `inputs`, run a stage once, and store its outputs along the loop axis."""
         graph = self.graph
         for i in inputs:
             window = self._window(graph.carried[i.name], at)
@@ -242,7 +242,8 @@ class _BlockRun:
     def _run_body(self, stage: Stage, values: dict[str, Any], totals: dict[str, Any]) -> None:
         """Run the body of a stage once.
 
-        `values` gets what the body computes, `totals` what the accumulators hold after it.
+        The values that the body computes are added to `values`. The new totals of the accumulators
+        are added to `totals`.
         """
         algebra, index = self.algebra, self.index
         #: Sums of products that were not formed, by name of the product.

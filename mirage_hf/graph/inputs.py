@@ -1,4 +1,4 @@
-"""Checks of the tensors that a graph is called with."""
+"""Check the tensors that a graph is called with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirage_hf.ops import table
 
 
 def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
-    """Check that `inputs` is a list of tensors, as many as `graph.inputs`.
+    """Check that `inputs` is a list of tensors, one for each of `graph.inputs`.
 
     Raises:
         InputError: If it is not.
@@ -37,15 +37,15 @@ def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
 def check_inputs(
     graph: KernelGraph, inputs: Sequence[torch.Tensor], device_type: str | None = None
 ) -> None:
-    """Check that `inputs` are what a graph was built for, and on one device.
+    """Check that `inputs` fit the inputs of a graph, and are all on one device.
 
     Args:
         graph: The graph.
-        inputs: One tensor per input of the graph, with its dims, dtype and strides.
+        inputs: One tensor per input of the graph, with the input's dims, dtype and strides.
         device_type: "cuda" or "cpu". None: any.
 
     Raises:
-        InputError: If one of them differs.
+        InputError: If a tensor differs from its input, or is on another device.
     """
     check_tensors(graph, inputs)
     device = None

@@ -1,4 +1,4 @@
-"""Readable JSON files, written at once or not at all, and digests of JSON data."""
+"""Write readable JSON files atomically, and compute digests of JSON data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE = 120
 def digest(data: Json | list[Any]) -> str:
     """Return the SHA-256 of the data's canonical JSON, in hex.
 
-    It is the same for any order of keys and on any machine.
+    The digest is the same for any order of keys and on any machine.
     """
     text = json.dumps(
         data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
@@ -30,7 +30,7 @@ def digest(data: Json | list[Any]) -> str:
 def save_json(data: Json, path: str | Path | None = None) -> str:
     """Return `data` as readable JSON and, if `path` is given, write it there.
 
-    The file is written at once or not at all.
+    The file is written atomically: other processes see all of it or nothing.
 
     Raises:
         OSError: If the file cannot be written.
@@ -65,7 +65,7 @@ def _umask() -> int:
 
 
 def _pretty(value: Any, indent: str = "", key: str = "") -> str:
-    """Return JSON in which whatever fits on one line is on one line."""
+    """Return JSON that keeps each list or object on one line if it fits."""
     head = f"{json.dumps(key, ensure_ascii=False)}: " if key else ""
     line = head + json.dumps(value, ensure_ascii=False, allow_nan=False)
     if len(indent) + len(line) <= LINE or not isinstance(value, (dict, list)):

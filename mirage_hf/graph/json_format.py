@@ -1,6 +1,6 @@
 """The JSON format of graphs: versioned, stable, floats exact.
 
-`KernelGraph.to_json` and `UGraph.to_json` write it; `mirage_hf.load_graph` and
+`KernelGraph.to_json` and `UGraph.to_json` write this format. `mirage_hf.load_graph` and
 `mirage_hf.load_ugraph` read it. A program can also be written by hand or by another tool. This one
 is relu(x · w):
 
@@ -37,10 +37,10 @@ is relu(x · w):
 
 A file has these fields:
 
-- `format`: what it holds. "mirage_hf.graph" is a kernel graph, "mirage_hf.ugraph" a µGraph with the
-  kernel graphs `program` and `kernels`, and "mirage_hf.block" a block graph.
-- `version`: 1 or 2. Version 2 renamed the fields of block graphs that are named below. Readers take
-  both.
+- `format`: what the file holds. "mirage_hf.graph" is a kernel graph. "mirage_hf.ugraph" is a µGraph
+  with the kernel graphs `program` and `kernels`. "mirage_hf.block" is a block graph.
+- `version`: 1 or 2. Version 2 renamed some fields of block graphs, which are listed at the end.
+  Readers take both versions.
 
 A kernel graph has:
 
@@ -60,19 +60,19 @@ Any other node is an op:
 - `op`: its name in the op table, or "customized" for a kernel that runs a block graph.
 - `inputs`: names of tensors. Elementwise ops take numbers too; an infinity is `{"number": "inf"}`.
 - `attrs`: its attributes by name, such as `{"dim": 1, "kind": "sum"}`.
-- `block`: in the place of `attrs`, the block graph of a "customized" op.
-- `outputs`: name, dtype and dims of each result. They must be what the op gives.
+- `block`: the block graph of a "customized" op, which has no `attrs`.
+- `outputs`: name, dtype and dims of each result. They must agree with the op.
 
 A block graph has `axes`, `inputs`, `stages` and `outputs`, which are lists of objects. Their fields
 are those of the classes in `graph/block_parts.py`, with these forms:
 
 - An axis has `name`, `size`, `role` ("grid", "loop" or "tile"), and `split_axis` if it is split.
-- An input has `name`, `sources`, `axes` (null: the dim has size 1), `joined`, `sizes`, and if it
-  has them `bounds`, `rotation` and `padding`. A rotation has `axis`, `how` and, if it has one,
-  `width`. A padding has `axis`, `size` and `value`.
+- An input has `name`, `sources`, `axes` (null: the dim has size 1), `joined` and `sizes`. It may
+  have `bounds`, `rotation` and `padding`. A rotation has `axis` and `how`, and may have `width`. A
+  padding has `axis`, `size` and `value`.
 - A stage has `loop` (null: it runs once), `body` and `accumulators`. An op of the body has `out`,
-  `fn`, `args`, `axes`, `attrs` and `over`. An accumulator has `out`, `arg`, `kind`, `axes`, and if
-  it has one `shift`.
+  `fn`, `args`, `axes`, `attrs` and `over`. An accumulator has `out`, `arg`, `kind` and `axes`, and
+  may have `shift`.
 - An output has `value`, `axes` and `dtype`.
 
 In version 1, `split_axis` was called `parts`, and a rotation was `"turn": [axis, how]` with the

@@ -1,7 +1,7 @@
-"""Building graphs from plain data of JSON. `graph/json_format.py` describes the format.
+"""Build graphs from plain data of JSON. `graph/json_format.py` describes the format.
 
-Nothing in a file is trusted: graphs are built through the ordinary builders. What these reject
-becomes a FormatError that names the file, the place in it, and the way out.
+Nothing in a file is trusted: graphs are built through the ordinary builders. If a builder rejects
+the data, a FormatError names the file, the place in it, and the way out.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _is_number(v: Any) -> bool:
     return isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
 
 
-#: Kinds of values: what they are called in messages, and a test.
+#: Kinds of values: their names in messages, and a test for each.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "object": ("an object", lambda v: isinstance(v, dict)),
     "list": ("a list", lambda v: isinstance(v, list)),
@@ -190,7 +190,7 @@ class _Place:
         return tuple(place.value for place in self.each(name, kind))
 
     def build(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a builder. What it rejects is an error of this place."""
+        """Call a builder. If it rejects its arguments, raise the error at this place."""
         try:
             return make(*args, **kwargs)
         except errors.GraphError as e:

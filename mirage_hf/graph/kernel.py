@@ -1,7 +1,7 @@
 """Kernel graphs: tensors in device memory and the ops among them.
 
-A tensor program and a µGraph that was found for it are both kernel graphs. The ops of the op table
-are methods of `KernelGraph`; `customized` runs a block graph as one kernel.
+A tensor program and the kernels that were found for it are both kernel graphs. The ops of the op
+table are methods of `KernelGraph`. The method `customized` runs a block graph as one kernel.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class KernelGraph:
 
         Args:
             dims: Its shape.
-            dtype: Its dtype, torch's or by name.
-            strides: A stride per dim in elements, row-major if None. (1, k) reads an nn.Linear
-                weight.
+            dtype: Its dtype, as torch's or by name.
+            strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
+                nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …
             constant: True for a weight, which nothing writes while kernels run. If launches
-                overlap, it is read before the previous kernel is done.
+                overlap, a kernel may read it before the previous kernel is done.
         """
         if isinstance(dims, int):
             raise errors.GraphError(
@@ -118,7 +118,7 @@ class KernelGraph:
         return tensor
 
     def input_like(self, t: DTensor) -> DTensor:
-        """Add an input like an input of another graph."""
+        """Add an input like `t`, an input of another graph."""
         if not isinstance(t, DTensor):
             raise errors.GraphError(
                 f"input_like: expected a tensor of a graph, got {type(t).__name__}"
@@ -207,8 +207,8 @@ class KernelGraph:
     ) -> DTensor:
         """Compute softmax over `dim`, or over lo ≤ index < hi along it.
 
-        The int32 bounds have size 1 at `dim`. The result is 0 outside of them, and everywhere in a
-        row with no index inside.
+        The bounds are int32 and have size 1 at `dim`. The result is 0 outside of them. A row
+        without an index inside is all 0.
         """
         if (lo is None) != (hi is None):
             raise errors.GraphError("softmax: a bound lo needs a bound hi; give both or none")
@@ -245,7 +245,7 @@ class KernelGraph:
     def rope(self, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
         """Apply rotary position embedding: x · cos + partner(x) · sin.
 
-        The first r elements of the last dim are rotated; later ones stay.
+        The first r elements of the last dim are rotated. Later ones stay as they are.
 
         Args:
             x: (… d).
@@ -264,14 +264,15 @@ class KernelGraph:
     def cache_append(self, cache: DTensor, new: DTensor, position: DTensor) -> DTensor:
         """Write the rows `new` (b … t d) into `cache` (b … s d) in place, from slot `position` on.
 
-        If `cache` is read within bounds that end at `position` only, the kernel that computes the
-        rows writes them. In a CUDA graph, the launch right before such a program's kernel must not
-        write `position` or bounds: they are read before that launch is done.
+        If `cache` is read only within bounds that end at `position`, the kernel that computes the
+        rows writes them. In a CUDA graph, kernels of such a program read `position` and bounds
+        before the previous launch is done. So the launch right before must not write them.
 
         Args:
             cache: The cache.
             new: The rows.
-            position: (1,), or one per b as (b,) or (b, 1, …), so that it can be a bound too.
+            position: The first slot to write, as (1,). Or one slot per b, as (b,) or (b, 1, …), so
+                that it can be a bound too.
 
         Returns:
             The new version of the cache.
@@ -333,7 +334,7 @@ class KernelGraph:
 
         Args:
             op: The other graph's op.
-            operands: The operands that the new op has.
+            operands: The operands of the new op.
             names: Names of its outputs. Empty: names are made.
 
         Returns:
@@ -388,7 +389,7 @@ class KernelGraph:
     # -- reading -----------------------------------------------------------------------------------
 
     def copy(self) -> KernelGraph:
-        """Return an equal graph of the same tensors. Ops added to one are not in the other."""
+        """Return an equal graph with the same tensors. Ops added to one are not in the other."""
         graph = KernelGraph()
         graph._uid = self._uid
         graph._tensors = [*self._tensors]
@@ -409,7 +410,7 @@ class KernelGraph:
 
     @property
     def outputs(self) -> tuple[DTensor, ...]:
-        """The tensors marked as outputs, in that order. If none is, those that no op reads."""
+        """The tensors that were marked as outputs, or else the tensors that no op reads."""
         if self._marked:
             return tuple(self._marked)
         read = {x.index for op in self._ops for x in op.inputs if isinstance(x, DTensor)}
@@ -462,7 +463,8 @@ def _is_stride(s: Any) -> bool:
 
 
 def _is_identifier(name: Any) -> bool:
-    # Python normalizes identifiers to NFKC, so other forms could become equal in generated files.
+    # Python normalizes identifiers to NFKC, so two names in other forms could become the same in a
+    # generated file.
     return (
         isinstance(name, str)
         and name.isidentifier()

@@ -1,9 +1,9 @@
 """The maps imap, omap and fmap of the Mirage paper (section 2): how tensors are cut.
 
-The maps follow from the roles of axes. An imap sends each grid axis to the tensor dim that it cuts,
-or to φ if every block reads the same (a replica). An fmap does so for the loop axis. An omap says
-which dim of an output each grid axis fills. A grid axis that numbers the splits of another axis
-cuts the dim of that one.
+The maps follow from the roles of axes. An imap sends each grid axis to the tensor dim that it cuts.
+It sends the axis to φ (a replica) if every block reads the same. An fmap does the same for the loop
+axis. An omap says which dim of an output each grid axis fills. A grid axis that numbers the splits
+of another axis cuts the dim of that other axis.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TensorMap:
     #: "imap" for inputs, "omap" for outputs.
     kind: str
 
-    #: Where the grid axes go.
+    #: The dim that each grid axis cuts or fills.
     grid: AxisMap
 
-    #: Where the loop axis goes: the fmap. Empty for outputs that are stored after the loop.
+    #: The dim that the loop axis walks: the fmap. Empty for outputs that are stored after the loop.
     loop: AxisMap
 
     def __str__(self) -> str:

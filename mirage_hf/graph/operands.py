@@ -1,4 +1,4 @@
-"""Checks of what users give to the methods of graphs: lists, numbers, dtypes and bounds."""
+"""Check the arguments that users give to the methods of graphs: lists, numbers, dtypes, bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def several(x: Any, where: str, what: str) -> tuple[Any, ...]:
     """Return `x`, a tuple or list, as a tuple.
 
     Args:
-        x: What a user gave.
+        x: The argument.
         where: The method that it was given to, for the message.
         what: The argument's name, for the message.
 

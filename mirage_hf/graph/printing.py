@@ -14,7 +14,7 @@ from mirage_hf.ops import table
 
 
 def format_graph(graph: GraphContents) -> str:
-    """Return a kernel graph as text, one tensor per line in the order in which they were made."""
+    """Return a kernel graph as text, one tensor per line, in the order in which they were added."""
     lines = {t.index: _input(t) for t in graph.inputs}
     lines |= {op.outputs[0].index: _op(op) for op in graph.ops}
     outputs = "return " + ", ".join(map(str, graph.outputs))
@@ -45,7 +45,7 @@ def _op(op: KernelOp) -> str:
 
 
 def _value(v: Any) -> str:
-    """Return an attribute or number as text; floats by the shortest that reads back."""
+    """Return an attribute or number as text. A float is the shortest text that reads back as it."""
     if isinstance(v, (tuple, list)):
         return errors.shape(v)
     if isinstance(v, bool):

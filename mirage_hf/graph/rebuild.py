@@ -1,4 +1,4 @@
-"""Making the ops of a kernel graph again in another graph."""
+"""Rebuild the ops of a kernel graph in another graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def rebuilt(
     inputs: Sequence[DTensor],
     make: Callable[[KernelOp, list[Operand]], Sequence[DTensor]],
 ) -> list[DTensor]:
-    """Make every op of `graph` again, in order.
+    """Rebuild every op of `graph`, in order.
 
     Args:
-        graph: The graph whose ops are made again.
-        inputs: What stands for its inputs.
-        make: Makes an op again, given the op and what stands for its operands. It returns what
-            stands for the op's outputs.
+        graph: The graph whose ops are rebuilt.
+        inputs: The tensors that replace its inputs.
+        make: Rebuilds an op, given the op and the tensors that replace its operands. It returns the
+            tensors that replace the op's outputs.
 
     Returns:
-        What stands for the outputs of `graph`.
+        The tensors that replace the outputs of `graph`.
     """
     new = {t.index: x for t, x in zip(graph.inputs, inputs, strict=True)}
     for op in graph.ops:
@@ -35,15 +35,16 @@ def rebuilt(
 def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) -> list[DTensor]:
     """Add the ops of `part` to `graph`. Block graphs stay as they are.
 
-    Names that somebody gave are kept, with an underscore if they are taken. Others are made anew.
+    Names that users gave are kept, with an underscore if they are taken. Other tensors get new
+    names.
 
     Args:
         graph: The graph that gets the ops.
         part: The graph whose ops are added.
-        tensors: Tensors of `graph` that the ops read for the inputs of `part`.
+        tensors: Tensors of `graph` that replace the inputs of `part`.
 
     Returns:
-        The tensors of `graph` that stand for the outputs of `part`.
+        The tensors of `graph` that replace the outputs of `part`.
 
     Raises:
         GraphError: If `tensors` do not fit the inputs of `part`.

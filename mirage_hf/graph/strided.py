@@ -1,4 +1,4 @@
-"""Tensors of any strides in memory of their own. With stride 0, elements share a place."""
+"""Tensors of any strides in memory of their own. Along a stride of 0, elements share memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def reach(dims: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of memory lie between the first and the last, both counted."""
+    """Return how many elements of memory a tensor spans, from its first to its last."""
     if not all(dims):
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(dims, strides, strict=True))
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return the memory of a tensor from its first element to its last, each place once."""
+    """Return the memory of a tensor, from its first element to its last, as one flat tensor."""
     return x.as_strided((reach(x.shape, x.stride()),), (1,))
 
 
 def blank(
     dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return a tensor to be filled, through `flat` if elements share places."""
+    """Return an uninitialised tensor. If elements share memory, fill it through `flat`."""
     return torch.empty(reach(dims, strides), dtype=dtype, device=device).as_strided(dims, strides)
 
 
@@ -32,7 +32,7 @@ def laid_out(
 ) -> Tensor:
     """Return x with these strides, in memory of its own.
 
-    Where elements share a place, it has the first of them.
+    If elements share memory, the first of them is kept.
     """
     y = blank(x.shape, strides, dtype, device)
     for d, s in enumerate(strides):
@@ -43,5 +43,5 @@ def laid_out(
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return a copy with the same strides. `clone` would close the gaps of views of packed rows."""
+    """Return a copy with the same strides. `clone` would close the gaps between rows of a view."""
     return flat(x).clone().as_strided(x.shape, x.stride())

@@ -1,4 +1,4 @@
-"""Graphs with symbolic dims, and their sizes: one µGraph serves every size up to a maximum.
+"""Give symbolic dims a size: one µGraph serves every size up to a maximum.
 
 A graph is built and searched at the maximum of each `Dim`. A µGraph fixes roles and values but no
 size, so giving a dim another size only rebuilds the graphs. That takes milliseconds, and needs no
@@ -44,9 +44,8 @@ def check(graph: KernelGraph) -> None:
     """Check that each symbolic dim of a graph can have every size up to its maximum.
 
     Raises:
-        GraphError: If one cannot, because it must equal a fixed dim or one of another name, or must
-        be
-            longer than something.
+        GraphError: If one cannot, because it must equal a fixed dim or a dim of another name, or
+            must have a least size.
     """
     for name, d in dims_of(graph).items():
         for size in sorted({1, d - 1}):
@@ -66,8 +65,8 @@ def check(graph: KernelGraph) -> None:
 def _check_broadcast(op: KernelOp, small_op: KernelOp, d: Dim) -> None:
     """Check that dims of `op` that were equal and not 1 are equal in `small_op` too.
 
-    If `d` is 1, a dim that depends on it broadcasts, which would hide that it must equal another
-    one.
+    If `d` is 1, a dim that depends on it broadcasts. That would hide that it must equal another
+    dim.
     """
     kept = 2 if op.name == "matmul" else 0  # its last two dims do not broadcast
     shapes, small_shapes = (
@@ -87,10 +86,10 @@ def _check_broadcast(op: KernelOp, small_op: KernelOp, d: Dim) -> None:
 
 
 def check_sizes(graph: KernelGraph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return `sizes` with every dim of the graph in it, those left out at their maximum.
+    """Return the size of every symbolic dim of a graph. Dims that `sizes` lacks get their maximum.
 
     Raises:
-        GraphError: If the graph has no such dim, or a size is out of range.
+        GraphError: If `sizes` names a dim that the graph does not have, or a size is out of range.
     """
     known = dims_of(graph)
     for name, n in sizes.items():
@@ -136,10 +135,10 @@ def sizes_of(graph: KernelGraph, shapes: Sequence[Sequence[int]]) -> dict[str, i
 
 
 def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
-    """Return the graph with its symbolic dims given sizes.
+    """Return the graph with its symbolic dims replaced by sizes.
 
     Raises:
-        GraphError: If an op does not fit them.
+        GraphError: If an op does not fit the sizes.
     """
     sizes = check_sizes(graph, sizes)
     resized_graph, size = KernelGraph(), _giving(sizes)
@@ -161,10 +160,10 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
 
 
 def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
-    """Return a µGraph with the symbolic dims of its program given sizes, without schedules.
+    """Return a µGraph with the symbolic dims of its program replaced by sizes, without schedules.
 
     Raises:
-        GraphError: If an op does not fit them.
+        GraphError: If an op does not fit the sizes.
     """
     return for_program(ugraph, at(ugraph.program, sizes), sizes)
 
@@ -172,11 +171,11 @@ def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
 def for_program(
     ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None
 ) -> UGraph:
-    """Return the kernels of a µGraph for another program, without schedules.
+    """Return a µGraph of another program with the kernels of this one, without schedules.
 
     Args:
         ugraph: The µGraph.
-        program: A program that differs from the µGraph's own in the sizes of dims only.
+        program: A program that differs from the µGraph's own only in the sizes of dims.
         sizes: The sizes of symbolic dims.
 
     Raises:
@@ -185,7 +184,7 @@ def for_program(
     if ugraph.kernels is ugraph.program:
         return UGraph(program, program)
     kernels, size = KernelGraph(), _giving(sizes or {})
-    # The dims come from the program, whose symbolic dims know their names.
+    # The dims come from the program, because its symbolic dims have names.
     inputs = [
         kernels.new_input(
             theirs.dims, theirs.dtype, theirs.strides, t.name, constant=theirs.constant
@@ -264,16 +263,16 @@ def _joined_sizes(i: BlockInput, operands: Sequence[DTensor]) -> tuple[int, ...]
 def with_num_splits(ugraph: UGraph, axis: str, number: int) -> UGraph:
     """Return the µGraph with another number of splits of an axis, without schedules.
 
-    The number of splits is no part of a µGraph's proof.
+    A µGraph's proof holds for any number of splits.
 
     Args:
         ugraph: The µGraph.
         axis: The name of the axes that number the splits.
-        number: The number of splits. An axis that cannot have as many gets the largest number
-            below.
+        number: The number of splits. An axis that cannot have so many gets the largest possible
+            number.
 
     Raises:
-        GraphError: If the µGraph cannot be built so.
+        GraphError: If the µGraph cannot be built with that number.
     """
     blocks = []
     for op in ugraph.block_ops:
@@ -303,7 +302,7 @@ def _with_blocks_of_other_sizes(ugraph: UGraph, blocks: Sequence[BlockGraph]) ->
 
 
 def largest_num_splits(size: int, most: int) -> int:
-    """Return in how many splits, at most `most`, an axis can be split so that none is empty."""
+    """Return the largest number of splits of an axis, at most `most`, with none empty."""
     number = min(size, most)
     while (number - 1) * -(-size // number) >= size:
         number -= 1

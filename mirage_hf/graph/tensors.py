@@ -1,4 +1,4 @@
-"""What a kernel graph consists of: tensors in device memory, and the ops among them."""
+"""The parts of a kernel graph: tensors in device memory, and the ops among them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KernelOp:
 
 
 class GraphContents(Protocol):
-    """What printing and JSON read of a kernel graph."""
+    """The parts of a kernel graph that printing and JSON need."""
 
     @property
     def inputs(self) -> Sequence[DTensor]:
@@ -76,7 +76,7 @@ class GraphContents(Protocol):
 
 
 class UGraphContents(Protocol):
-    """What JSON reads of a µGraph."""
+    """The parts of a µGraph that JSON needs."""
 
     @property
     def program(self) -> GraphContents:

@@ -1,6 +1,6 @@
-"""Reading graphs from the text that `str(graph)` prints, or that somebody wrote.
+"""Read graphs from text, as `str(graph)` prints it or as a user writes it.
 
-A graph is one line per tensor; block graphs are indented stages:
+A graph has one line per tensor. Block graphs are indented stages:
 
     %x = input float16 (16, 4096)
     %w = input float16 (4096, 4096) strides (1, 4096)
@@ -89,7 +89,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _TokenReader:
-    """Takes tokens one by one. Errors name the line."""
+    """Reads tokens one by one. Errors name the line."""
 
     def __init__(self, text: str, source: str) -> None:
         self.tokens, self.source, self.position = list(_tokens(text)), source, 0
@@ -104,7 +104,7 @@ class _TokenReader:
         return errors.FormatError(f"{self.source}, line {line}: {what}; str(graph) shows the form")
 
     def build(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a builder. What it rejects is an error of the last token."""
+        """Call a builder. If it rejects its arguments, raise the error at the last token."""
         try:
             return make(*args, **kwargs)
         except errors.GraphError as e:

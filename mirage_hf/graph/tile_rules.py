@@ -1,4 +1,4 @@
-"""Rules for ops on tiles: which dims become one, when a tile exists, which sums are open."""
+"""Rules for ops on tiles: which dims become one, when a tile exists, which sums are unfinished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def grid_map(
         what: "imap" or "omap", for messages.
 
     Raises:
-        GraphError: If it names a grid dim or a tensor dim that is not there.
+        GraphError: If it names a grid dim or a tensor dim that does not exist.
     """
     names = GRID_DIMS[: len(grid_dim)]
     if given is None:
@@ -55,7 +55,7 @@ def grid_map(
 
 
 def join_spans(a: Span, b: Span, where: str, operands: Sequence[STensor]) -> Span:
-    """Make the spans of two dims that meet in an op one, and return it.
+    """Join the spans of two dims that meet in an op, and return the joined span.
 
     Raises:
         GraphError: If they are not cut alike.
@@ -74,14 +74,14 @@ def join_spans(a: Span, b: Span, where: str, operands: Sequence[STensor]) -> Spa
 
 
 def join_cut(known: Span | None, a: Span, what: str) -> Span:
-    """Make dims that one grid dim cuts, or that the loop walks, one span. Return it.
+    """Join the spans of all dims that one grid dim cuts, or that the loop walks. Return it.
 
     Block i, or trip i, has piece i of each of them.
 
     Args:
-        known: The span so far. None: `a` is the first.
-        a: The span that is cut too.
-        what: What cuts or walks them, for messages.
+        known: The joined span so far. None: `a` is the first.
+        a: The span to join.
+        what: The grid dim or the loop with its verb, for messages, like "grid dim x cuts".
 
     Raises:
         GraphError: If they differ in size or are not cut alike.
@@ -100,10 +100,10 @@ def join_cut(known: Span | None, a: Span, what: str) -> Span:
 
 
 def check_distinct(t: STensor, where: str) -> STensor:
-    """Return a tile, after checking that no two of its dims range over the same.
+    """Return a tile, after checking that no two of its dims range over the same span.
 
     Raises:
-        GraphError: If two do, so that blocks would hold a diagonal only.
+        GraphError: If two dims do, so that blocks would hold only a diagonal.
     """
     roots = [a.root for a in t.axes if a is not None]
     repeated = next((a for n, a in enumerate(roots) if a in roots[:n]), None)
@@ -129,8 +129,8 @@ def time_of(
     """Return when a value made of `tiles` exists, and the running maximum that it depends on.
 
     Raises:
-        GraphError: If it depends on the loop and on what is known only after it, or on two running
-            maxima.
+        GraphError: If it depends on a value of the loop and on one that exists only after the loop,
+            or on two running maxima.
     """
     in_loop = [t for t in tiles if t.time == "loop"]
     after = [t for t in tiles if t.time == "after"]
@@ -158,7 +158,7 @@ def time_of(
 
 
 def running_maxima(t: STensor) -> list[STensor]:
-    """Return the maxima that an accumulated value depends on, empty if it depends on a sum too."""
+    """Return the maxima that an accumulated value depends on, none if it depends on a sum too."""
     if t.is_maximum:
         return [t]
     if t.node.op == "accumulate":
@@ -177,10 +177,10 @@ def running_maxima(t: STensor) -> list[STensor]:
 
 
 def pending_after(op: str, args: Sequence[STensor | float], where: str) -> str | None:
-    """Return what is still pending after an op on tiles that are sums of one trip.
+    """Return "sum" if the result of an op is again a sum of one trip, None if no operand is one.
 
-    Only what gives the same when it is done after the sum over all trips may be done with the sum
-    of one trip: scaling it by what does not change, and adding two such sums.
+    An op on sums of one trip must commute with the sum over all trips. Two ops do: scaling such a
+    sum by a value that does not change in the loop, and adding two such sums.
 
     Raises:
         GraphError: If the op must wait until the sum is accumulated.

@@ -1,4 +1,4 @@
-"""Tiles: what a block holds of a tensor while a block graph is written by hand."""
+"""Tiles: the parts of tensors that a block holds, while a block graph is written by hand."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ GRID_DIMS = ("x", "y", "z")
 
 @dataclass(eq=False)
 class Span:
-    """What a dim of a tile ranges over. Spans that met in an op are one, and share a `root`."""
+    """The range of a dim of a tile. Spans whose dims met in an op are joined and share a `root`."""
 
     #: The full size.
     size: int
 
-    #: The grid dim that cuts it. None: it is whole in every block.
+    #: The grid dim that cuts the span. None: it is whole in every block.
     grid: str | None
 
-    #: True if the loop walks it.
+    #: True if the loop walks the span.
     walked: bool
 
-    #: Where it comes from, for messages.
+    #: The tensor and dim that it comes from, for messages.
     first: str
 
-    #: True if a block reduces over it.
+    #: True if a block reduces over the span.
     reduced: bool = False
 
-    #: The span that it became one with.
+    #: The span that it was joined to.
     joined: Span | None = None
 
     @property
     def root(self) -> Span:
-        """The span that stands for all that this one met."""
+        """The span that stands for all spans that this one is joined with."""
         return self if self.joined is None else self.joined.root
 
     @property
     def how(self) -> str:
-        """How it is cut and walked, in words."""
+        """How the span is cut and walked, in words."""
         cut = f"cut by grid dim {self.grid}" if self.grid else "whole in every block"
         return cut + (" and walked by the loop" if self.walked else "")
 
     @property
     def cut(self) -> tuple[int, str | None, bool]:
-        """What spans must have in common to become one."""
+        """The properties in which spans must agree to be joined."""
         return self.size, self.grid, self.walked
 
 
@@ -61,57 +61,58 @@ class Node:
     args: tuple[STensor | float, ...] = ()
     attrs: tuple[tuple[str, Any], ...] = ()
 
-    #: "sum" and "max": what is reduced.
+    #: For "sum" and "max": the span that is reduced.
     over: Span | None = None
 
-    #: "input": the number of the operand.
+    #: For "input": the number of the operand.
     source: int = -1
 
-    #: "accumulate": the running maximum that the sum is relative to.
+    #: For "accumulate": the running maximum that the sum is relative to.
     shift: STensor | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class STensor:
-    """A tile: what one block holds of a tensor in one trip of the loop."""
+    """A tile: the part of a tensor that one block holds in one trip of the loop."""
 
     name: str
     node: Node
 
-    #: What each dim ranges over. None: the dim has size 1.
+    #: The span of each dim. None: the dim has size 1.
     axes: tuple[Span | None, ...]
 
     #: The shape in one block and trip.
     dims: tuple[int, ...]
 
-    #: Split dims that the tile is a partial result over, without carrying them.
+    #: The split spans over which the tile is a partial result. It does not carry them.
     splits: tuple[Span, ...] = ()
 
-    #: When it exists: "any", "loop" (it changes from trip to trip) or "after" the loop.
+    #: When the tile exists: "any", "loop" (it changes from trip to trip) or "after" the loop.
     time: str = "any"
 
-    #: "sum" or "max" if it is reduced over the walked dim in this trip only.
+    #: "sum" or "max" if the tile is reduced over the walked dim in this trip only.
     pending: str | None = None
 
-    #: "sum" or "max" if it is accumulated tile by tile, with the walked dim still to be reduced.
+    #: "sum" or "max" if trips were accumulated tile by tile, with the walked dim still to be
+    #: reduced.
     unreduced: str | None = None
 
-    #: In the loop: the running maximum that it depends on.
+    #: In the loop: the running maximum that the tile depends on.
     running: STensor | None = None
 
-    #: The builder that made it.
+    #: The builder that made the tile.
     owner: object = None
 
     def __str__(self) -> str:
         return f"%{self.name} {errors.shape(self.dims)}"
 
     def __repr__(self) -> str:
-        # The fields lead to all that the tile is made of, and to its builder.
+        # The default would print all tiles that this one is computed from, and its builder.
         return f"<STensor: {self}>"
 
     @property
     def is_maximum(self) -> bool:
-        """True if it is a maximum over the loop."""
+        """True if the tile is a maximum over the loop."""
         accumulated = self.node.op == "accumulate" and self.unreduced is None
         return accumulated and dict(self.node.attrs)["kind"] == "max"
 
@@ -122,11 +123,11 @@ class TiledOutput:
 
     tensor: STensor
 
-    #: What each dim of the tile ranges over.
+    #: The span of each dim of the tile. None: the dim has size 1.
     axes: tuple[Span | None, ...]
 
-    #: The dims that number splits: their position in the output (−1: a new first dim), and the
-    #: split dim.
+    #: Pairs (position, span) of the output's dims that number splits. Position −1 is a new first
+    #: dim.
     splits_at: tuple[tuple[int, Span], ...]
 
     #: The dtype by name. None: that of the first input.
@@ -140,7 +141,7 @@ class TiledBlock:
     #: Blocks along each grid dim.
     grid_dim: tuple[int, ...]
 
-    #: The tiles that are loaded, with the tensors that they are tiles of.
+    #: The tiles that are loaded, each with its tensor.
     inputs: tuple[tuple[STensor, DTensor], ...]
 
     outputs: tuple[TiledOutput, ...]

@@ -18,8 +18,8 @@ from mirage_hf.graph.json_writer import ugraph_to_dict
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand
 from mirage_hf.graph.rebuild import rebuilt
 
-#: Layout ops that are views, so they launch nothing. A reshape of a permuted tensor copies; it is
-#: then a launch of its own, which `UGraph.num_kernels` does not count.
+#: Layout ops that are views, so they launch nothing. Only a reshape of a permuted tensor launches a
+#: copy, which `UGraph.num_kernels` does not count.
 _VIEWS = ("permute", "reshape", "slice")
 
 
@@ -42,11 +42,11 @@ class UGraph:
     #: A kernel graph with the same inputs and outputs. Its ops are library calls and block graphs.
     kernels: KernelGraph
 
-    #: The codegen schedule of each block graph, once tuning or the user has chosen them. None: the
+    #: The codegen schedule of each block graph, once tuning or the user has chosen one. None: the
     #: cost model chooses when code is generated.
     schedules: tuple[Any, ...] | None = field(default=None, compare=False)
 
-    #: A number of its own in this process. A copy has another one.
+    #: A number that no other µGraph of this process has. A copy has another one.
     uid: int = field(
         default_factory=itertools.count().__next__, init=False, compare=False, repr=False
     )
@@ -59,14 +59,14 @@ class UGraph:
 
     @staticmethod
     def numbered(uid: int) -> UGraph:
-        """Return the µGraph with that number."""
+        """Return the live µGraph with the number `uid`."""
         return _numbered[uid]
 
     @property
     def num_kernels(self) -> int:
         """How many kernels are launched: block graphs and library calls.
 
-        Views are not counted, nor are appends that a kernel's store does.
+        Views are not counted. Neither are appends that a kernel's store does.
         """
         launched = sum(op.name not in _VIEWS for op in self.kernels.ops)
         return launched - len(effects.stored(self.kernels))
@@ -94,7 +94,7 @@ class UGraph:
     def with_blocks(self, blocks: Sequence[BlockGraph]) -> UGraph:
         """Return a µGraph with other block graphs for its block ops, in order.
 
-        They take and give the same tensors.
+        The new block graphs take and return the same tensors.
         """
         kernels, changed = KernelGraph(), iter(blocks)
 
@@ -146,10 +146,10 @@ _numbered: weakref.WeakValueDictionary[int, UGraph] = weakref.WeakValueDictionar
 
 
 def library_ugraph(program: KernelGraph) -> UGraph:
-    """Return the library path: every op of the program as a torch call of its own, always correct.
+    """Return the library path: a µGraph that runs every op of the program as a torch call.
 
-    A matmul with a concat of weights becomes a concat of matmuls, as stock modules compute it. No
-    weight is copied.
+    It is correct by construction. A matmul with a concat of weights becomes a concat of matmuls, as
+    stock modules compute it. So no weight is copied.
     """
     weights_of = _concatenated_weights(program)
     if not weights_of:
@@ -160,7 +160,7 @@ def library_ugraph(program: KernelGraph) -> UGraph:
     for op in program.ops:
         out = op.outputs[0]
         if out.index not in read:
-            continue  # a concat of weights that only matmuls read
+            continue  # only matmuls read this concat of weights, and they read the weights instead
         if out.index in weights_of:
             x = op.inputs[0]
             assert isinstance(x, DTensor)
@@ -189,7 +189,7 @@ def _concatenated_weights(program: KernelGraph) -> dict[int, tuple[DTensor, ...]
 
 
 def _read_tensors(program: KernelGraph, weights_of: Mapping[int, tuple[DTensor, ...]]) -> set[int]:
-    """Return the tensors that are read if matmuls read the weights of `weights_of` one by one."""
+    """Return the tensors that ops read if matmuls read the weights of `weights_of` one by one."""
     read = {t.index for t in program.outputs}
     for op in program.ops:
         operands: Iterable[Operand] = op.inputs
