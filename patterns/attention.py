@@ -1,9 +1,9 @@
 """Attention of a decoding step: the new tokens of each sequence, over a cache.
 
-The keys and values of the new tokens are appended to the cache in place. q, k and v are views of
-rows of packed projections. Biases, norms and RoPE follow if a family has them. The softmax is over
-the cached keys in [lo, slot) and the new ones, which go to the slots from `slot` on. Left padding
-and sliding windows are lower bounds.
+The keys and values of the new tokens are appended to the cache in place, from `slot` on. The views
+q, k and v are parts of rows of packed projections. Biases, norms and RoPE follow if a family has
+them. The softmax is over the cached keys in [lo, slot) and the new ones. Left padding and sliding
+windows are lower bounds.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ NORMS = ("", "rms", "layer", "rms of all heads")
 #: How RoPE pairs the elements of a head: not at all, i with i + d / 2, or 2 i with 2 i + 1.
 ROPES = ("", "halves", "pairs")
 
-#: How a row of projections is packed: q of all heads, then k, then v; or q, k and v of each head
-#: (GPT-NeoX).
+#: How a row of projections is packed. "parts": q of all heads, then k, then v. "heads": q, k and v
+#: of each head (GPT-NeoX).
 PACKINGS = ("parts", "heads")
 
 
@@ -100,18 +100,18 @@ def build(
         scale: What scores are multiplied by.
         norm: One of NORMS.
         eps: The epsilon of the norms.
-        dtype: The dtype of everything but bounds, cos and sin.
+        dtype: The dtype of everything except bounds, cos and sin.
         slots: The slots of the cache.
         queries: The new tokens of a sequence. If there are several, bounds [new_first, new_last)
-            say which of them each of them sees.
+            say which of these tokens each of them sees.
         bias: Whether q, k and v have biases.
         rope: One of ROPES.
         rotary: How many elements of a head RoPE rotates, the first ones. None: all.
         softcap: The bound of scores, cap · tanh(score / cap), or None.
         sinks: Whether each head has a logit that takes a part of its softmax (gpt-oss).
         mask: Whether tensors are added to the scores.
-        window: Whether each query has bounds [first, last) besides [lo, slot), for windows that
-            move with the query.
+        window: Whether each query has bounds [first, last) besides [lo, slot). Windows that move
+            with the query need them.
         offset: What is added to the weights of RMSNorm of heads.
         rope_dtype: The dtype of cos and sin. None: `dtype`.
         packing: One of PACKINGS.

@@ -46,11 +46,11 @@ LAYOUTS = (
     ),
 )
 
-#: What configs say of the layers that a forward calls: how many there are, and the kind of each.
-#: They are compared before every call.
+#: Attributes of configs that decide which layers a forward calls: their number, and the kind of
+#: each. They are compared before every call.
 OF_LAYERS = ("num_hidden_layers", "layer_types")
 
-# What is done with embeddings and logits besides. A probe shows whether a model does so.
+# Further factors and bounds of embeddings and logits. A probe shows whether a model applies them.
 
 #: What embedding classes call the buffer that they multiply their rows by (Gemma).
 EMBEDDING_BUFFER = "embed_scale"

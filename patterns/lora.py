@@ -1,11 +1,11 @@
 """A PEFT linear with one plain unmerged adapter: x · w (+ bias) + (scaling · x · a) · b.
 
-PEFT keeps adapters of half-precision models in float32 by default, and adds in the wider dtype. So
-does this. A linear on its own is one program (`LORA`). In a layer, where several linears read one
-x, x · [a…] is a program of its own (`LORA_DOWN`), a thousandth of the work. The blocks of the layer
-take its output and the weights b (`BlockAdapters`). Scalings are operands, one for each column of
-a, so that kernels serve adapters of any scaling. PEFT scales after b, which differs only in
-rounding.
+PEFT keeps adapters of half-precision models in float32 by default, and adds in the wider dtype. The
+programs here do the same. A linear on its own is one program (`LORA`). In a layer several linears
+read one x. There x · [a…] is a program of its own (`LORA_DOWN`), a thousandth of the work. The
+blocks of the layer take its output and the weights b (`BlockAdapters`). Scalings are operands, one
+for each column of a, so that kernels serve adapters of any scaling. PEFT scales after b, which
+differs only in rounding.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def build_down(
 ) -> KernelGraph:
     """Return the program of the first products of several adapters that read one x.
 
-    The kernel that is launched next is that of the adapters' linears.
+    The kernel of the adapters' linears is launched right after it.
 
     Args:
         rows: The number of rows.
@@ -120,8 +120,9 @@ def build_down(
 class BlockAdapters:
     """The adapters of the linears of a block.
 
-    The program of such a block has operands for each of `linears`: right after x the first product
-    of the adapter, which `LORA_DOWN` computes, and after all weights and biases its b (r, n).
+    The program of such a block has two operands for each of `linears`. Right after x comes the
+    first product of the adapter, which `LORA_DOWN` computes. After all weights and biases comes its
+    b (r, n).
     """
 
     #: The rank of each linear's adapter, 0 if it has none. If `packed`, all ranks are equal or 0.

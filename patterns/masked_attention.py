@@ -60,7 +60,7 @@ def build(
         scale: What scores are multiplied by.
         softcap: The bound of scores, cap · tanh(score / cap), or None.
         sinks: Whether each head has a logit that takes a part of its softmax (gpt-oss).
-        dtype: The dtype of everything but bounds.
+        dtype: The dtype of everything except bounds.
         slots: The number of keys.
         strides: The strides of keys and of values. None: row-major.
     """

@@ -43,10 +43,10 @@ APPEND_AXES = {
     "rotated…": "rows heads 1 rope",
 }
 
-#: Which element of q and k RoPE pairs with element i. "halves": i + rope / 2. "pairs": 2 i with
-#: 2 i + 1 (DeepSeek-V2). "parted pairs": the same, but the rotated elements lie in halves
-#: (DeepSeek-V3). Then q_rope and k_rope are views of every second element, and there are two
-#: tensors of keys, one for each half.
+#: How RoPE pairs the elements of q and k. "halves": i with i + rope / 2. "pairs": 2 i with 2 i + 1
+#: (DeepSeek-V2). "parted pairs": the same, but the rotated elements lie in halves (DeepSeek-V3).
+#: Then q_rope and k_rope are views of every second element. Keys are two tensors, one for each
+#: half.
 ROPES = ("halves", "pairs", "parted pairs")
 
 
@@ -115,7 +115,7 @@ def build(
         q_rank: The rank of the query's projection, or None.
         scale: What scores are multiplied by.
         ropes: One of ROPES.
-        dtype: The dtype of everything but bounds.
+        dtype: The dtype of everything except bounds.
         slots: The slots of the cache.
     """
     g, head = new_kernel_graph(), nope + rope
@@ -167,7 +167,7 @@ def build_append(
         q_rank: The rank of the query's projection, or None.
         eps: The epsilon of the latent's norm.
         ropes: One of ROPES.
-        dtype: The dtype of everything but cos, sin and bounds.
+        dtype: The dtype of everything except cos, sin and bounds.
         rope_dtype: The dtype of cos and sin, in which RoPE is computed.
         slots: The slots of the cache.
     """
@@ -232,8 +232,8 @@ def build_query(
     return g
 
 
-#: It is searched at many slots. Over few of them, expanding the latents costs no more than not to,
-#: and the search would find that instead.
+#: It is searched at many slots. Over few slots it is as cheap to expand the latents, and the search
+#: would choose that.
 MLA = Pattern("mla", AXES, build, searched_at=LONG_SLOTS)
 MLA_APPEND = Pattern("mla_append", APPEND_AXES, build_append)
 MLA_QUERY = Pattern(

@@ -12,7 +12,7 @@ RELU_SQUARED = "relu squared"
 
 
 def activations() -> tuple[str, ...]:
-    """Return what the activation of an MLP may be. A probe runs the module to find out which.
+    """Return the names of activations. A probe runs an MLP's module to find out which one it is.
 
     They are the rows of the op table with `activation=True`, and the square of ReLU.
     """

@@ -1,7 +1,7 @@
 """What a layer computes for whole prompts between the library's products and attention.
 
-These are norms, the rotation of q and k, an MLP's gate, and additions to the residual that include
-a norm. All of them treat each row, a token of a sequence, alike.
+These are norms, the rotation of q and k, the gate of an MLP, and the residual plus a norm. A row is
+one token of a sequence, and all rows are treated alike.
 
 optimize() does not look for these blocks. layers/prefill.py asks for them, for layers whose blocks
 are matched.
@@ -19,7 +19,7 @@ from mirage_hf.patterns.schema import Pattern
 def build_norm(
     rows: int, k: int, eps: float, dtype: torch.dtype, offset: float, centred: bool, norm_bias: bool
 ) -> KernelGraph:
-    """Return norm(x). See `parts.normed` for the sizes of the norm."""
+    """Return the program of norm(x). See `parts.normed` for the sizes of the norm."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     g.mark_output(normed(g, x, "gamma", eps, offset, centred, norm_bias))
@@ -36,7 +36,7 @@ def build_added(
     norm_bias: bool,
     scale: float,
 ) -> KernelGraph:
-    """Return residual + scale · norm(x). See `parts.normed` for the sizes of the norm."""
+    """Return the program of residual + scale · norm(x). See `parts.normed` for the norm's sizes."""
     g = new_kernel_graph()
     x = g.new_input((rows, k), dtype, name="x")
     y = normed(g, x, "gamma", eps, offset, centred, norm_bias)
@@ -60,7 +60,7 @@ def build_rotation(
     rope_dtype: torch.dtype | None = None,
     packing: str = "parts",
 ) -> KernelGraph:
-    """Return q and k, normalised and rotated.
+    """Return the program of q and k, normalised and rotated.
 
     They are views of one row of packed projections for each token. If projections are packed by
     heads, each head of keys has one head of queries.
@@ -72,7 +72,7 @@ def build_rotation(
         head_dim: The elements of a head.
         norm: One of `attention.NORMS`. LayerNorm has no bias here.
         eps: The epsilon of the norms.
-        dtype: The dtype of everything but cos and sin.
+        dtype: The dtype of everything except cos and sin.
         offset: What is added to the weights of RMSNorm of heads.
         rope: One of `attention.ROPES`.
         rotary: How many elements of a head RoPE rotates, the first ones. None: all.
@@ -105,7 +105,7 @@ def build_rotation(
 
 
 def build_gate(rows: int, n: int, activation: str, dtype: torch.dtype) -> KernelGraph:
-    """Return activation(gate) · up, which are the halves of one packed row."""
+    """Return the program of activation(gate) · up. gate and up are the halves of one packed row."""
     g = new_kernel_graph()
     gate, up = (g.new_input((rows, n), dtype, (2 * n, 1), name=name) for name in ("gate", "up"))
     g.mark_output(g.mul(activated(g, gate, activation), up))
@@ -113,7 +113,7 @@ def build_gate(rows: int, n: int, activation: str, dtype: torch.dtype) -> Kernel
 
 
 def build_activation(rows: int, n: int, activation: str, dtype: torch.dtype) -> KernelGraph:
-    """Return activation(x)."""
+    """Return the program of activation(x)."""
     g = new_kernel_graph()
     g.mark_output(activated(g, g.new_input((rows, n), dtype, name="x"), activation))
     return g

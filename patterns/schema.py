@@ -1,8 +1,8 @@
 """What a pattern is: a tensor program with named axes.
 
-A layout is a row of data that says how families of models name the modules that patterns are made
-of. To support a model whose layers compute what a known family's do, under other names, add a row
-to `decoder_layer.LAYOUTS`, and to `causal_lm.LAYOUTS`, `gated_mlp.LAYOUTS` or `mlp_up.LAYOUTS` if
+A layout is a row of data: the names that a family of models gives to the modules of a pattern. Some
+models compute what a known family computes, under other names. To support one, add a row to
+`decoder_layer.LAYOUTS`. Add rows to `causal_lm.LAYOUTS`, `gated_mlp.LAYOUTS` or `mlp_up.LAYOUTS` if
 their names differ, too.
 """
 
@@ -59,7 +59,7 @@ class Pattern:
 class PatternBlock:
     """A pattern at the sizes of one module.
 
-    A kernel is made for a block and a number of rows. Equal blocks share kernels.
+    A kernel is made for a block and a number of rows. Equal blocks share their kernels.
     """
 
     pattern: Pattern
@@ -102,7 +102,7 @@ def _program(block: PatternBlock, rows: int, changes: tuple[tuple[str, Any], ...
     return block.pattern.build(rows=rows, **{**dict(block.sizes), **dict(changes)})
 
 
-# -- layouts -------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,15 @@ class LayerLayout:
 
     The layer must be called as transformers calls its decoder layers, and return a tensor:
     `layer(hidden_states, attention_mask=…, position_ids=…, past_key_values=…, use_cache=…,
-    position_embeddings=(cos, sin))`. It passes these on to its attention, which returns (output,
-    weights), reads its keys and values from `past_key_values.update(key, value, layer_idx)`, and
-    has the attributes `head_dim` (the elements of a head, int) and `scaling` (what scores are
-    multiplied by, usually head_dim ** -0.5, float), and `layer_idx`. If q, k and v are one linear
-    and heads share keys, it has `num_key_value_groups` (heads of queries for each head of keys).
+    position_embeddings=(cos, sin))`. It passes these on to its attention. Attention returns
+    (output, weights), and reads its keys and values from `past_key_values.update(key, value,
+    layer_idx)`. It has these attributes:
+
+    - `layer_idx`: the number of the layer;
+    - `head_dim`: the elements of a head, an int;
+    - `scaling`: the factor of scores, a float, usually head_dim ** -0.5;
+    - `num_key_value_groups`: the heads of queries for each head of keys. It is needed only if q, k
+      and v are one linear and heads share keys.
 
     Names only suggest what a layer computes. Before anything is replaced, a probe compares the
     layer with the patterns. A norm that the family does not have is "".
@@ -267,5 +271,5 @@ class MlpLayout:
 
     @property
     def first(self) -> str:
-        """The role of the part that these linears are."""
+        """The role of the part that computes these linears: "gated" or "up"."""
         return "gated" if self.gate else "up"

@@ -31,9 +31,9 @@ from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.kernels import sampling
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
 from mirage_hf.decode.kernels.kernel_launch import launch
-from mirage_hf.decode.kernels.sampling import Sampler
 from mirage_hf.decode.processor_ops import TextSoFar
 from mirage_hf.decode.processors import CallTensors
+from mirage_hf.decode.sampler import Sampler
 from mirage_hf.pipeline import resolver
 from scripts.bench_chain import HEAD, Chain
 from scripts.benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_turns

@@ -9,58 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from typer.core import TyperGroup
 
 from mirage_hf import errors
 from mirage_hf.cli import show
-
-if TYPE_CHECKING:
-    from mirage_hf.zoo.store import Store
-
-#: typer's class for misuse of the command line. Newer versions bring a click of their own.
-_UsageError: Any = typer.BadParameter.__base__
-
-#: Exit codes.
-MISUSE, FAILURE = 2, 1
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Show the package's own errors and misuse as one line on stderr, and exit with a code."""
-    try:
-        yield
-    except (errors.MirageError, OSError) as e:
-        show.errors_console.print(f"error: {e}", markup=False)
-        raise SystemExit(FAILURE) from None
-    except _UsageError as e:
-        if type(e).__name__ == "NoArgsIsHelpError":
-            raise
-        command = e.ctx.command_path if e.ctx else "mirage-hf"
-        message = " ".join(e.format_message().removeprefix("Invalid value: ").split())
-        show.errors_console.print(f"error: {message} (see {command} --help)", markup=False)
-        raise SystemExit(MISUSE) from None
-
-
-class Commands(TyperGroup):
-    """The commands, with errors in one line."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse the command line."""
-        with _one_line():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
-        with _one_line():
-            return super().invoke(ctx)
-
+from mirage_hf.cli.one_line_errors import FAILURE, Commands
+from mirage_hf.cli.zoo import zoo_app
 
 app = typer.Typer(
     cls=Commands,
@@ -68,10 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Searched and proven fused GPU kernels for Hugging Face transformers.",
-)
-zoo_app = typer.Typer(
-    no_args_is_help=True,
-    help="Look into kernel zoos: the user's cache, the packaged one, or a folder.",
 )
 app.add_typer(zoo_app, name="zoo")
 
@@ -402,88 +356,6 @@ def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:
         if not re.fullmatch(r"\d+([,x]\d+)*", text):
             raise typer.BadParameter(f"{name} {text}: give numbers as 64, 32,4 or 32x4")
     return [tuple(map(int, re.split("[,x]", text))) for text in given] if given else None
-
-
-# -- zoos -----------------------------------------------------------------------------------------
-
-Root = Annotated[
-    Path | None,
-    typer.Argument(
-        help="A zoo's folder or Hub repo. Default: the user's cache and the packaged zoo."
-    ),
-]
-
-
-def _stores(root: Path | None) -> list[Store]:
-    """Return the stores to look into.
-
-    Raises:
-        ZooError: `root` is not a zoo.
-    """
-    from mirage_hf.zoo import store
-
-    if root is None:
-        return [store.user_store(), store.packaged_store()]
-    named = store.named_store(root)
-    if reason := named.misplaced():
-        raise errors.ZooError(reason)
-    return [named]
-
-
-@zoo_app.command("list")
-def zoo_list(root: Root = None) -> None:
-    """List entries: what they are for, how fast they are, and where they were measured."""
-    for store in _stores(root):
-        table = Table(box=None, pad_edge=False)
-        for column in ("pattern", "program", "target", "kernels", "times", "GPU", "created"):
-            table.add_column(column)
-        entries = [entry for _, entry in store.verify()]
-        for e in entries:
-            if isinstance(e, errors.Rejected):
-                continue
-            times = ", ".join(f"{t.name} {t.median_us:.2f} µs" for t in e.timings) or "not timed"
-            table.add_row(
-                e.pattern,
-                e.key.title,
-                e.key.target,
-                str(e.ugraph.num_kernels),
-                times,
-                e.machine.get("gpu", "-"),
-                e.created,
-            )
-        damaged = len(entries) - table.row_count
-        rejected = f", and {damaged} that `mirage-hf zoo verify` rejects" if damaged else ""
-        show.plain(f"{store.root}: {table.row_count} entries{rejected}")
-        if table.row_count:
-            show.console.print(table)
-
-
-@zoo_app.command("verify")
-def zoo_verify(root: Root = None) -> None:
-    """Check digests, key, µGraph and kernel text of every entry. Exit with 1 if one is rejected."""
-    from mirage_hf.pipeline.results import text_differs
-
-    bad = 0
-    for store in _stores(root):
-        good = 0
-        for folder, entry in store.verify():
-            if isinstance(entry, errors.Rejected):
-                reason = entry.reason
-            else:
-                differs = text_differs(entry)
-                reason = f"{folder}: {differs}" if differs else ""
-            if reason:
-                bad += 1
-                show.plain(reason)
-            else:
-                good += 1
-        show.plain(f"{store.root}: {good} entries check")
-    if bad:
-        show.plain(
-            f"{bad} entries do not check; they are never used, "
-            "and the next optimize() that needs them makes them anew"
-        )
-        raise typer.Exit(FAILURE)
 
 
 @app.command()

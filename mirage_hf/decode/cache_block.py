@@ -50,7 +50,7 @@ class CacheBlock:
     history: TokenHistory | None = None
     #: Choosers by their key, the one used last is last. They may have graphs here.
     choosers: dict[Any, Any] = field(default_factory=dict)
-    #: Chooses tokens from logits of this size (kernels/sampling.py).
+    #: Chooses tokens from logits of this size (sampler.py).
     sampler: Any = None
     #: How many prompts there were that a captured prefill could serve, by shape.
     prompts: Counter[Any] = field(default_factory=Counter)

@@ -27,11 +27,11 @@ from mirage_hf.decode.cache_exchange import read_cache, reserve
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
-from mirage_hf.decode.kernels.sampling import sampler_of
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.rings import bucket
 from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.sampler import sampler_of
 from mirage_hf.decode.selection import Selection
 from mirage_hf.decode.session import CallRecord, OutdatedPlanError, Session
 from mirage_hf.decode.token_reader import TokenReader

@@ -25,9 +25,9 @@ from transformers.generation.stopping_criteria import (
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import NOTHING, Chooser
 from mirage_hf.decode.control import MAX_EOS, Control, TokenHistory, copy_async
-from mirage_hf.decode.kernels.sampling import Sampler, sampler_of
 from mirage_hf.decode.processor_ops import TextSoFar
 from mirage_hf.decode.processors import TABLE, CallTensors, ProcessorRow, why_host_runs
+from mirage_hf.decode.sampler import Sampler, sampler_of
 from mirage_hf.default_device import on_the_cpu
 
 #: Choosers that a block keeps graphs for. One more pushes out the one not used for longest.

@@ -13,10 +13,10 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import write_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan
 from mirage_hf.decode.choosing import Chooser
-from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.sampler import Greedy, sampler_of
 from mirage_hf.decode.selection import ProcessedChooser, Selection
 from mirage_hf.decode.step import Step
 from mirage_hf.decode.uniform_numbers import uniforms

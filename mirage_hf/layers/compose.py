@@ -1,7 +1,7 @@
 """How a module computes if kernels do some of its parts.
 
-Probes prove these forwards, and swapped modules run them. Attention is never rewritten here: its
-stock forward runs on a stand-in for `self` whose projections return what a kernel has computed. So
+Probes confirm these forwards, and swapped modules run them. Attention is never rewritten here. Its
+stock forward runs on a stand-in for `self`, whose projections return what a kernel has computed. So
 RoPE, q and k norms, cache, window, softcap and attention backend are those of the installed
 version of transformers.
 """
@@ -81,11 +81,11 @@ class Composition(PartRunner, ABC):
         """Return the module's output. Roles that `kernels` lacks run stock."""
 
 
-# -- pieces of a decoder layer that several forwards share ---------------------------------------
+# -- parts of a decoder layer that several forwards share ---------------------------------------
 
 
 def residual_multiplier(layer: nn.Module) -> float:
-    """Return what a decoder layer says it multiplies by what it adds to the residual."""
+    """Return the factor that a layer's attributes give for its additions to the residual, or 1."""
     values = (layer.__dict__.get(name) for name in decoder_layer.MULTIPLIERS)
     return float(next((v for v in values if isinstance(v, int | float)), 1.0))
 
@@ -96,12 +96,12 @@ def any_norm(layer: nn.Module, layout: LayerLayout) -> Any:
 
 
 def apply_norm(children: Mapping[str, Any], norm: str, x: Tensor) -> Tensor:
-    """Return x by the norm of that name, or x itself if the name is ""."""
+    """Apply the norm of that name to x. Return x itself if the name is ""."""
     return children[norm](x) if norm else x  # type: ignore[no-any-return]
 
 
 def apply_own_mlp(children: Mapping[str, Any], mlp: str, x: Tensor) -> Tensor:
-    """Return x by the MLP of that name. An MLP with a router may return its scores, too."""
+    """Apply the MLP of that name to x. Drop the scores that an MLP with a router may return."""
     y = children[mlp](x)
     return y[0] if isinstance(y, tuple) else y
 

@@ -54,7 +54,7 @@ class WatchedNumber:
 
 
 def comparable(value: Any) -> Any:
-    """Return a value to compare a number with later: of a tensor its identity and version."""
+    """Return a value that is equal while a number is. For a tensor: its identity and version."""
     if isinstance(value, Tensor):
         return id(value), None if value.is_inference() else value._version
     return tuple(value) if isinstance(value, list) else value
@@ -85,7 +85,7 @@ class ModelKernels:
     #: The model's RoPE if it depends on the text's length. The kernels are for texts within its
     #: reach.
     rope: LengthRope | None
-    #: For each RoPE table, the kind of RoPE and a layer's step that reads it as others do.
+    #: For each RoPE table, the kind of RoPE and the step of one layer that reads the table.
     ropes: tuple[tuple[str, LayerStep], ...]
     #: Why prompts run the model's own forward, or "" if kernels run them.
     no_prefill: str
@@ -147,7 +147,7 @@ class ModelKernels:
         """Return why no kernels run steps over caches of `slots` (one for each layer), or ""."""
         key = rows, slots
         if key not in self._obstacles:
-            # Other threads look here, too. So write only what is known.
+            # Other threads read this without a lock. So write only the final result.
             self._obstacles[key] = self._find_obstacle(rows, slots)
         return self._obstacles[key]
 
@@ -165,7 +165,7 @@ class ModelKernels:
         """Return each layer's prefill kernels for `rows` tokens, and make them if missing.
 
         Raises:
-            MirageError: If a kernel cannot be had.
+            MirageError: If a kernel cannot be made.
         """
         with self._prefill_lock:  # not the lock that steps take, whose kernels exist already
             by_layer: list[Mapping[str, RowChunks]] = []
@@ -266,7 +266,7 @@ class ModelKernels:
 
         Args:
             kernels: What `prefill_kernels` returns for all tokens of the batch.
-            ids: The tokens (batch, tokens), each row from its own first token on.
+            ids: The tokens (batch, tokens). Each row starts with its own first token.
             last: The index of each row's last token (batch,). Its logits are computed.
             inputs: What each layer reads besides its hidden states. It writes its keys and values.
             logits: Where the logits (batch, vocabulary) are written.

@@ -150,8 +150,8 @@ _shared_constants: dict[tuple[Any, ...], Tensor] = {}
 def shared_constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return `make(*args)`, made once for all layers and kept, because captured graphs read it.
 
-    It is a constant of traced graphs, too. A kernel in a CUDA graph may read a constant before the
-    kernels ahead of it have written anything.
+    It is a constant of traced graphs, too. A kernel in a CUDA graph may read a constant before
+    earlier kernels have written anything.
     """
     if torch.compiler.is_compiling():
         return _traced_constant(make, *args)

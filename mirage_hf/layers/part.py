@@ -20,8 +20,8 @@ class Part:
     """One block of a module that a kernel can run, and the work of the module that it does.
 
     For example, the part "qkv" of a Llama layer is a block of the pattern `rms_norm_linear`. It
-    reads the weights of `input_layernorm`, `q_proj`, `k_proj` and `v_proj`, and the forwards of
-    these four modules are not called when it runs.
+    reads the weights of `input_layernorm`, `q_proj`, `k_proj` and `v_proj`. When it runs, the
+    forwards of these four modules are not called.
     """
 
     #: What the block is for its module, such as "qkv", "out", "gated" or "down". No two parts of a

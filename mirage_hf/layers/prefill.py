@@ -29,8 +29,8 @@ from mirage_hf.patterns.prompt import (
 from mirage_hf.patterns.schema import LayerLayout, PatternBlock
 
 #: The rows that the MLP takes at once, because it holds several times the width of x meanwhile.
-#: It is a multiple of the rows of every kernel's chunk, so the last rows need no kernels of their
-#: own. That products of more rows are no faster is an estimate.
+#: It is a multiple of the rows of every kernel's chunk. So the last rows need no kernels of their
+#: own. Products of more rows are probably no faster, which was not measured.
 MOST_ROWS = 1 << 16
 
 _NORM_SIZES = ("eps", "offset", "centred", "norm_bias", "dtype")
@@ -83,7 +83,7 @@ class _LinearWeights:
 
 
 class LayerPrefill(PartRunner):
-    """A decoder layer for whole prompts, each row from its own first token on."""
+    """A decoder layer for whole prompts. Each row starts with its own first token."""
 
     def __init__(self, operands: OperandTable, layout: LayerLayout):
         """Run the layer whose parts are in `operands`."""
@@ -186,7 +186,7 @@ class LayerPrefill(PartRunner):
         return self._add(kernels.get("down"), "down", inner, x)
 
     def _products(self, norm: Kernel | None, role: str, x: Tensor) -> Tensor:
-        """Return x, normalised by `norm` if given, times the part's weights, side by side."""
+        """Return the part's products with x, side by side. `norm` normalises x first, if given."""
         linears = self._linear_weights(role, norm_first=True)
         if norm is not None:
             (x,) = norm([x, *(p[None] for p in linears.norm)])
@@ -221,7 +221,7 @@ class LayerPrefill(PartRunner):
         return self._add_adapters(role, y, linears, residual, scale)
 
     def _linear_weights(self, role: str, norm_first: bool) -> _LinearWeights:
-        """Sort a part's parameters. The norm's come before those of the linears, or after them."""
+        """Sort a part's parameters. The norm's come first if `norm_first`, and last otherwise."""
         parameters: Sequence[Tensor] = self.operands.parameters(role)
         count = num_norm_weights(self.sizes[role])
         cut = count if norm_first else len(parameters) - count
@@ -239,9 +239,9 @@ class LayerPrefill(PartRunner):
     def _add_adapters(
         self, role: str, x: Tensor, linears: _LinearWeights, y: Tensor, scale: float = 1.0
     ) -> Tensor:
-        """Add what the linears' adapters make of x, times `scale`, to their outputs y.
+        """Add the adapters' products with x, times `scale`, to the outputs y of their linears.
 
-        This takes few launches, because each of them takes longer than its work.
+        This takes few launches, because each launch takes longer than its work.
         """
         if not linears.adapter_ups:
             return y
@@ -270,8 +270,8 @@ def _into_cache(k: Tensor, v: Tensor, inputs: PromptInputs) -> tuple[Tensor, Ten
     """Write a prompt's keys and values (b, tokens, heads, d) to the cache.
 
     Returns:
-        Keys and values (b, heads, tokens, d) for attention: those in the cache if token n is in
-        slot n there.
+        Keys and values (b, heads, tokens, d) for attention. They are views of the cache if token n
+        is in slot n.
     """
     sources, tokens = inputs.sources, k.shape[1]
     if sources is None:

@@ -32,7 +32,7 @@ class Rope:
         return x[..., ::2] if self.order == "pairs" else x[..., : x.shape[-1] // 2]
 
 
-#: What modules are given that are no layers.
+#: The RoPE of modules that are not layers: none.
 NO_ROPE = Rope(0, torch.float32)
 
 
@@ -49,7 +49,7 @@ def in_order(x: Tensor, order: str) -> Tensor:
 
 
 def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
-    """Return RoPE's cos and sin from what a model gives: two tensors, or one complex tensor."""
+    """Return RoPE's cos and sin. A model gives them as two tensors, or as one complex tensor."""
     return (given.real, given.imag) if isinstance(given, Tensor) else (given[0], given[1])
 
 
@@ -69,7 +69,7 @@ def rotary_rows(rotary: Any, x: Tensor, positions: Tensor, kind: str = "") -> tu
 def with_own_buffers(rotary: nn.Module) -> Any:
     """Return a RoPE module that acts as `rotary` does but keeps its state to itself.
 
-    Dynamic RoPE and longrope change their buffers by the positions that they see, and the model's
+    Dynamic RoPE and longrope change their buffers by the positions that they see. The model's
     module must stay as it was.
     """
     return stand_in(rotary, {"_buffers": dict(rotary._buffers)})
@@ -88,8 +88,7 @@ class LengthRope:
 
     #: The type of RoPE, as the config names it.
     kind: str
-    #: Up to this many tokens its numbers are those of every shorter text. 0: there is no such
-    #: length.
+    #: The longest text whose numbers are those of every shorter text. 0: there is no such length.
     reach: int
 
     @property
@@ -99,7 +98,7 @@ class LengthRope:
 
 
 def length_rope(config: Any) -> LengthRope | None:
-    """Return a model's RoPE if it depends on the text's length, or None if on positions alone."""
+    """Return a model's RoPE if it depends on the text's length. None if positions decide alone."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]

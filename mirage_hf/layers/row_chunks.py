@@ -91,7 +91,7 @@ def prepare_row_chunks(programs: Iterable[RowChunks], rows: int) -> None:
     On a GPU they are compiled in parallel, and each is compared with torch.
 
     Raises:
-        MirageError: If a kernel cannot be had, or gives other numbers than torch.
+        MirageError: If a kernel cannot be made, or gives other numbers than torch.
     """
     sizes = dict.fromkeys(row_chunk_sizes(rows))
     missing = [(chunks, size) for chunks in programs for size in sizes if size not in chunks.made]
@@ -116,7 +116,7 @@ def _compile(kernels: Sequence[Resolved], device: torch.device) -> None:
     programs = [kernel.entry.generate() for kernel in kernels]
     major, minor = torch.cuda.get_device_capability(device)
     for _ in compiling(programs, 10 * major + minor):
-        pass  # a kernel that cannot be compiled says so when it is run
+        pass  # a kernel that cannot be compiled raises when it is run
 
 
 def _check(kernel: Resolved, graph: KernelGraph, device: torch.device) -> None:

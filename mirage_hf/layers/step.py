@@ -43,7 +43,7 @@ class StepInputs:
 
 
 class LayerStep(PartRunner):
-    """A decoder layer for one token of each sequence. Kernels run all but an unknown MLP."""
+    """A decoder layer for one token of each sequence. Kernels run it, except for an unknown MLP."""
 
     def __init__(self, layer: nn.Module, operands: OperandTable, layout: LayerLayout, rope: Rope):
         """Run `layer`, whose parts are in `operands`, with what a model gives it as `rope`."""
@@ -84,7 +84,7 @@ class LayerStep(PartRunner):
         return self.sizes["rope"] or "halves"
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return RoPE's cos and sin, as the model gives them, as attention's kernels read them."""
+        """Return RoPE's cos and sin in the order of attention's kernels, from the model's."""
         cos, sin = (
             in_order(self.rope.of_pairs(x), self.rope_order).contiguous() for x in (cos, sin)
         )

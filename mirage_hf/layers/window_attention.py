@@ -22,8 +22,8 @@ LEAST_RUN = 512
 class WindowAttention:
     """Attends in runs of tokens, so that the cost grows with the length and not with its square."""
 
-    #: Added to scores (run, back + run). Token n of a run may see some of the `back` tokens before
-    #: the run, and the run itself up to n.
+    #: Added to scores (run, back + run). Token n of a run sees the run up to n. It may also see
+    #: some of the `back` tokens before the run.
     mask: Tensor
 
     @classmethod

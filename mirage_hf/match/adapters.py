@@ -66,7 +66,7 @@ class Linear(NamedTuple):
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """What is bypassed if the linear is, except for the lora_A of its adapter."""
+        """The modules that are bypassed with the linear, except for the lora_A of its adapter."""
         if self.adapter is None:
             return (self.path,)
         return self.path, self.base_path, f"{self.path}.lora_B.{self.adapter.name}"
@@ -209,8 +209,8 @@ def _is_variant(m: Any) -> str | None:
     return None
 
 
-#: What PEFT's forward would do other than the base layer plus one adapter. The first that applies
-#: is the reason. The rules after `_not_one_active` rely on it.
+#: Rules for a PEFT forward that is the base layer plus one adapter. The first one that is broken
+#: gives the reason. The rules after `_not_one_active` rely on it.
 _LORA_RULES: tuple[Callable[[Any], str | None], ...] = (
     lambda m: "has a forward of its own on the instance" if "forward" in m.__dict__ else None,
     lambda m: "has its adapters disabled" if m._disable_adapters else None,

@@ -1,7 +1,8 @@
 """Attention of a decoder layer: what lies between its projections and its output projection.
 
-A probe tells how attention rotates, packs and bounds. So these functions return every variant that
-the structure allows, and match/layer.py takes the first that the probe of a step confirms.
+The structure alone does not show how attention rotates, packs and bounds. So these functions return
+every variant that the structure allows. match/layer.py takes the first one that passes the probe of
+a step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mirage_hf.patterns import ATTENTION, decoder_layer
 from mirage_hf.patterns.attention import PACKINGS
 from mirage_hf.patterns.schema import LayerLayout
 
-#: Parts that together are one variant of attention.
+#: The parts of one variant of attention.
 Variant = tuple[Part, ...]
 
 
@@ -52,19 +53,19 @@ class HeadNorms:
 
 
 def head_dim(attention: Any) -> int | None:
-    """Return what attention calls the width of a head, or None."""
+    """Return the width of a head by attention's own attribute, or None."""
     values = (getattr(attention, name, None) for name in decoder_layer.HEAD_DIMS)
     return next((value for value in values if isinstance(value, int)), None)
 
 
 def softcap_of(attention: nn.Module) -> float | None:
-    """Return what attention says may bound its scores, or None."""
+    """Return the softcap among attention's attributes, or None. A probe shows if it is used."""
     values = (attention.__dict__.get(name) for name in decoder_layer.SOFTCAPS)
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
 def check_no_clipping(attention: Any) -> Rejected | None:
-    """Reject attention that clips what its projections give. No probe surely reaches the bound."""
+    """Reject attention that clips its projections. A probe might not reach the bound."""
     for owner in (attention, getattr(attention, "config", None)):
         for name in decoder_layer.CLIPS:
             value = getattr(owner, name, None)
@@ -173,7 +174,7 @@ def _match_head_norms(
 
 
 def _check_probed(attention: Any) -> Rejected | None:
-    """Reject softcaps and sinks if no twin can show what the attention backend does with them."""
+    """Reject softcaps and sinks if a probe cannot tell whether the attention backend uses them."""
     sinks = attention._parameters.get(decoder_layer.SINKS)
     for what, value in (("softcap is", softcap_of(attention)), ("sinks are", sinks)):
         if value is not None and not takes_float_mask(attention):

@@ -112,7 +112,7 @@ def _match_layers(
 
 
 def _check_places(backbone: nn.Module, layers: Sequence[nn.Module]) -> Rejected | None:
-    """Reject layers that were moved or taken out: their place is not their place in the cache."""
+    """Reject layers that were moved or taken out. Their number is not their place in the cache."""
     config = getattr(backbone, "config", None)
     count = getattr(config, "num_hidden_layers", len(layers))
     if count != len(layers):
@@ -156,7 +156,7 @@ def _match_head(
 
 
 def logits_sizes(model: Any) -> dict[str, Any]:
-    """Return what a model and its config say is done with logits, as sizes of the head's block."""
+    """Return the scale and softcap of logits, by the model and its config, as sizes of the head."""
     divisor = getattr(model.config, causal_lm.LOGITS_DIVISOR, None)
     softcap = getattr(model.config, causal_lm.LOGITS_SOFTCAP, None)
     factor = model.__dict__.get(causal_lm.LOGITS_MULTIPLIER)

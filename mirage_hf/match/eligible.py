@@ -19,8 +19,8 @@ def check_model(model: Any) -> None:
     """Check that a model can be optimized.
 
     Raises:
-        OptimizeError: If it is not a PyTorch model in eval mode with plain weights on one device,
-            or if it is compiled or has accelerate's hooks.
+        OptimizeError: If it is not a PyTorch model in eval mode with plain weights on one device.
+            Also if it is compiled or has accelerate's hooks.
     """
     if not isinstance(model, nn.Module):
         raise OptimizeError(_not_a_model(model))
@@ -60,7 +60,7 @@ def _is_compiled(model: nn.Module) -> bool:
     """Return whether a model, its forward or any of its modules is compiled."""
     if hasattr(model, "_orig_mod"):
         return True
-    # A forward that torch.compiler.disable keeps from being compiled says what it wraps as well.
+    # A forward under torch.compiler.disable has the attribute of the one that it wraps as well.
     wraps = hasattr(model.forward, "_torchdynamo_orig_callable")
     if wraps and not hasattr(model.forward, "_torchdynamo_disable"):
         return True

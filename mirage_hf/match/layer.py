@@ -50,9 +50,9 @@ Parts = tuple[Part, ...]
 def layer_layouts(module: nn.Module) -> list[LayerLayout]:
     """Return the layouts by which a module may be a decoder layer.
 
-    These are all layouts that name every child. Otherwise it is the first that names attention,
-    its linears and the MLP, or the first that names attention and the MLP, so that the reason for
-    a rejection is of use.
+    These are all layouts that name every child. If there are none, return one layout, for a useful
+    reason in the rejection. It is the first that names attention, its linears and the MLP, or else
+    the first that names attention and the MLP.
     """
     children = module._modules
     named = [
@@ -103,7 +103,7 @@ def missing_part(
         parts: The parts that were matched.
         layout: The names of the layer's children.
         mlp: The names of the MLP's children, or None if it runs its own forward.
-        except_role: A role that is not asked for.
+        except_role: A role that may be missing.
     """
     by_role = {part.role: part for part in parts}
     of_mlp = (mlp.first, "down") if mlp is not None else ()
@@ -226,7 +226,7 @@ def _why_no_parts(rejected: Sequence[Rejected], patterns: Sequence[str]) -> str:
 
 
 def _with_attention(candidate: Match, pattern: str, probes: Probes, allow_adapters: bool) -> Match:
-    """Add the first variant of attention whose step is the layer's, or its rejection."""
+    """Add the first variant of attention whose step passes the probe, or its rejection."""
     layout = candidate.layer_layout
     attention = candidate.module._modules[layout.attention]
     if layout.latent is None:

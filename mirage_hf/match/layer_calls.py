@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mirage_hf.layers.rope import Rope, in_order
 from mirage_hf.patterns import decoder_layer
 
-#: How far the positions of the sequences of a call are from each other. If a layer makes something
-#: of positions besides RoPE, this shows it.
+#: The distance between the positions of a call's sequences. If a layer uses positions for more than
+#: RoPE, so large a distance shows it.
 POSITION_STEP = 1 << 20
 
 #: The first tokens of row 0 that are padding, and the window of the third call and later ones.
@@ -117,12 +117,12 @@ def layer_calls(
 
     Args:
         batch: The number of sequences.
-        like: The weight of one of the layer's norms. It says the width and the device.
+        like: The weight of one of the layer's norms. It has the layer's width and device.
         rope: The form of cos and sin.
         lengths: How many tokens each call adds.
         generator: Makes the inputs.
         dtype: The dtype of the hidden states and the mask.
-        scale: What hidden states are multiplied by.
+        scale: The factor of the hidden states.
         masked: Whether calls have a mask.
         samples: How many samples of such a batch come as one batch.
     """

@@ -189,7 +189,7 @@ def _prefill_distance(
 
 
 def _caches_expanded(candidate: Match, cache: ProbeCache) -> Rejected | None:
-    """Reject latent attention that caches something else than latents and rotated keys.
+    """Reject latent attention that caches anything except latents and rotated keys.
 
     Transformers 5.4 caches expanded keys and values.
     """

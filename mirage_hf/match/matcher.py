@@ -1,6 +1,6 @@
 """Find the blocks of a model: by structure first, then by a probe of every kind of module.
 
-What looks like a block and is none is a value with a reason, and not an exception.
+A module that looks like a block and is none is a `Rejected` with its reason, not an exception.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def match(
         generating: The causal LM in `model` whose `generate` decodes, or None.
 
     Returns:
-        The matched modules, the rejected ones, and the causal LM or why it has no steps by kernels.
+        The matched modules, the rejected ones, and the causal LM, or why kernels cannot run its
+        steps.
     """
     matches: list[Match] = []
     rejected: list[RejectedModule] = []
@@ -63,7 +64,7 @@ def _match_module(
     probes: Probes,
     included: set[int],
 ) -> tuple[Match | Rejected | None, str]:
-    """Return what a module is, or None if it looks like no block, and the block's name."""
+    """Return the match or rejection of a module, and the block's name. None: it is no block."""
     if layouts := layer_layouts(module):
         return match_layer(model, name, module, layouts, patterns, probes), "decoder_layer"
     if id(module) in included:

@@ -79,7 +79,7 @@ class Match:
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """The children, by path, whose forward is not called, or not with stock's inputs.
+        """The children, by path, whose forward is not called, or is called with other inputs.
 
         These are the children that the parts bypass, and dropouts among their siblings.
         """
@@ -130,7 +130,7 @@ class CausalMatch:
 
     @property
     def embedding_factors(self) -> tuple[tuple[Mapping[str, Any], str, Any], ...]:
-        """What embeddings are multiplied by: the dictionary that keeps it, its name, its value."""
+        """The factors of embeddings: for each the dictionary that keeps it, its name, its value."""
         embedding = self.backbone._modules[self.layout.embedding]
         places = (
             (embedding._buffers, causal_lm.EMBEDDING_BUFFER),  # type: ignore[union-attr]
@@ -141,7 +141,7 @@ class CausalMatch:
         )
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
-        """Return what embeddings of a dtype are multiplied by."""
+        """Return the factor of embeddings in a dtype."""
         return math.prod(
             float(value.to(dtype) if isinstance(value, Tensor) else value)
             for *_, value in self.embedding_factors

@@ -23,7 +23,7 @@ from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
 from mirage_hf.patterns.parts import activated
 
-#: An activation must agree with its op to this.
+#: The largest difference between an activation and its op.
 ACTIVATION_TOLERANCE = 1e-6
 
 
@@ -37,7 +37,7 @@ class NormKind(NamedTuple):
 
 
 def norm_epsilon(norm: nn.Module) -> float:
-    """Return what a norm calls its epsilon, or a usual one if it has none."""
+    """Return the epsilon of a norm by its own attribute, or a usual one if it has none."""
     values = (norm.__dict__.get(name) for name in decoder_layer.EPS_NAMES)
     return next((value for value in values if isinstance(value, float)), 1e-6)
 
@@ -141,7 +141,7 @@ def _rope_of(cos: Tensor) -> Rope:
 
 
 def make_mlp_stand_in(probes: Probes, mlp: Any, norm: Any) -> MlpStandIn | Rejected:
-    """Return a stand-in for an MLP that runs its own forward, which returns what it returns.
+    """Return a stand-in for an MLP that runs its own forward. It returns a tensor or a tuple alike.
 
     Args:
         probes: The outcomes so far.
@@ -194,6 +194,6 @@ def probe_module(probes: Probes, candidate: Match) -> Rejected | None:
 def parts_key(candidate: Match) -> tuple[Any, ...]:
     """Return what the parts of a candidate compute.
 
-    An adapter that is scaled by 0 says nothing about one that is not.
+    A probe of an adapter that is scaled by 0 says nothing about one that is not.
     """
     return tuple((part.block, part.scalings) for part in candidate.parts)

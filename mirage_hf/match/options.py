@@ -21,8 +21,8 @@ CHOICES = {
     "dry_run": (True, False),
 }
 
-#: The most sequences of a batch. With one new token each they are products of so many rows, which
-#: libraries are good at. The memory that checking a layer takes grows with them, too.
+#: The most sequences of a batch. Their steps are products of as many rows, which libraries compute
+#: well. The memory for checking a layer grows with them, too.
 MOST_ROWS = 1024
 
 

@@ -1,4 +1,4 @@
-"""What a child must be so that a kernel may read its weights in its place.
+"""The rules for a child whose weights a kernel may read instead of calling the child.
 
 Each kind of child has a tuple of rules. A rule returns why a module breaks it, or None.
 """

@@ -1,7 +1,10 @@
 """Probes: a twin of a module with random weights is compared with the pattern's program.
 
-This file keeps the outcomes. The probes are in module_probes.py (norms, activations, RoPE, MLPs,
-LoRA linears), layer_probes.py (decoder layers and their steps) and causal_probe.py (whole models).
+This file keeps the outcomes. The probes themselves are in three files:
+
+- module_probes.py: norms, activations, RoPE, MLPs and LoRA linears;
+- layer_probes.py: decoder layers and their steps;
+- causal_probe.py: whole models.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import torch
 
 from mirage_hf.errors import Rejected, described
 
-#: The most that a program may be off, relative to the largest output. Float32 sums of any order
-#: pass, those in TF32 too. Another formula does not.
+#: The largest difference that passes, relative to the largest output. Float32 sums pass in any
+#: order, in TF32 too. Another formula does not pass.
 TOLERANCE = 1e-3
 
 T = TypeVar("T")
@@ -34,6 +37,6 @@ class Probes:
                 with torch.no_grad():
                     self.outcomes[key] = probe()
             except Exception as error:
-                # Foreign code may raise anything on made-up inputs, and each error is a "no".
+                # Foreign code may raise anything on made-up inputs. Each error is a rejection.
                 self.outcomes[key] = Rejected(f"could not be run on a probe ({described(error)})")
         return self.outcomes[key]  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
 """Twins: copies of modules with other weights, which probes and checks run instead of the modules.
 
-Random weights say more than real ones: a norm's weight of ones would hide what is done with it.
+Random weights show more than real ones. For example, a norm's weight of ones would hide whether it
+is used.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def takes_float_mask(attention: Any) -> bool:
 
 
 def lora_scalings(module: nn.Module) -> dict[str, float]:
-    """Return what PEFT scales adapters by, keyed by the names of their lora_B weights."""
+    """Return PEFT's scalings of adapters, by the names of their lora_B weights."""
     scalings = {}
     for name, child in module.named_modules():
         if "lora_B" in child._modules:
@@ -73,8 +74,8 @@ def random_weights(
 
     Args:
         seed: The seed for each device.
-        scalings: What the products of some weights are multiplied by, by name. It becomes part of
-            their gain, because programs take exponentials of scores without a shift.
+        scalings: The factor of some weights' products, by name. It becomes part of their gain,
+            because programs take exponentials of scores without a shift.
     """
     gains = {name: 1 / abs(scaling) for name, scaling in (scalings or {}).items() if scaling}
     generators: dict[torch.device, torch.Generator] = {}

@@ -20,8 +20,8 @@ from mirage_hf.decode import install, uninstall
 from mirage_hf.decode import step as decode_step
 from mirage_hf.decode.cache_layers import prefill_cache
 from mirage_hf.decode.cache_pool import CachePool
-from mirage_hf.decode.kernels.sampling import Greedy, sampler_of
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.sampler import Greedy, sampler_of
 from mirage_hf.decode.step import CapturedForward
 from tests.helpers.generate_comparison import (
     FAMILIES,

@@ -19,9 +19,9 @@ from mirage_hf.decode import step as decode_step
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import NOTHING, draw
 from mirage_hf.decode.control import TokenHistory
-from mirage_hf.decode.kernels.sampling import Sampler
 from mirage_hf.decode.processor_ops import TextSoFar
 from mirage_hf.decode.processors import CallTensors
+from mirage_hf.decode.sampler import Sampler
 from mirage_hf.decode.selection import ProcessedChooser, Selection
 from mirage_hf.decode.uniform_numbers import UniformNumbers, uniforms
 from mirage_hf.errors import SamplingError

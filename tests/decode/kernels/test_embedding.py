@@ -12,9 +12,9 @@ from mirage_hf import errors
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed, embedding_launch
-from mirage_hf.decode.kernels.sampling import Sampler
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import Ring
+from mirage_hf.decode.sampler import Sampler
 from tests.decode.kernels.test_sampling import random_logits
 from tests.helpers import triton_interpreter
 from tests.helpers.decode_states import (

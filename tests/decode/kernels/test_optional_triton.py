@@ -12,7 +12,7 @@ sys.modules["triton"] = None  # an import raises ImportError
 import torch
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
-from mirage_hf.decode.kernels.sampling import sampler_of
+from mirage_hf.decode.sampler import sampler_of
 
 block = CacheBlock(2, 256, (), torch.device("cpu"))
 block.set_logits(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]))
