@@ -179,7 +179,7 @@ class CacheBlock:
         self.logits.copy_(logits)
 
     def clear_from(self, length: int, rings_full: bool = False) -> None:
-        """Zero what an earlier call left above `length`: masked keys weigh 0, but 0 · NaN is NaN.
+        """Zero the slots above `length`. Masked keys weigh 0, but 0 · NaN of an old key is NaN.
 
         Args:
             length: Slots that this call has written.

@@ -23,8 +23,7 @@ class UpdatedTwiceError(MirageError):
 class _BlockLayer(CacheLayerMixin):
     """What the layers of both phases share. HF's decoding calls only `update` and the sizes."""
 
-    #: If it were True, generate would prepare 4D masks for the prefill, which is stock's dynamic
-    #: one.
+    #: If it were True, generate would prepare 4D masks for the prefill, as for static caches.
     is_compileable = False
 
     def __init__(self, block: CacheBlock, index: int, is_sliding: bool):

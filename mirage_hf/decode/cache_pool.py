@@ -50,7 +50,7 @@ class CachePool:
     def lease(
         self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device
     ) -> CacheBlock:
-        """Return a block that nobody else uses until `give_back`.
+        """Return a block that no other call uses until `give_back`.
 
         Its memory appears as the prefill fills it.
         """
@@ -97,8 +97,8 @@ class CachePool:
     def _surplus(self) -> list[CacheBlock]:
         """Take out the idle blocks that are not kept, the longest idle first.
 
-        The block of the last call is kept whatever its size: the next call is likely to be alike,
-        and would capture its graphs anew.
+        The block of the last call is kept whatever its size. The next call is likely to be alike,
+        and without the block it would capture its graphs again.
         """
         kept: list[CacheBlock] = []
         dropped: list[CacheBlock] = []

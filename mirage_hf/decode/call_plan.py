@@ -1,4 +1,4 @@
-"""What is decided about a covered call before its prefill."""
+"""The plan of a covered call, made before its prefill."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from mirage_hf.decode.routing import (
 )
 from mirage_hf.decode.selection import Selection
 
-#: New tokens for which a call reserves memory at first. When it gets there, the memory is doubled.
+#: New tokens for which a call reserves memory at first. Longer calls double their memory.
 FIRST_REACH = 1024
 
 
 @dataclass(frozen=True)
 class CallInputs:
-    """What stock's decoding method would get.
+    """The arguments that stock's decoding method would get.
 
     Attributes:
         model: The model.
@@ -63,13 +63,13 @@ class CallPlan:
         most_slots: Cache slots that are needed if no stop token comes.
         budget: Most tokens to choose.
         windows: For each layer the window that its cache slides over, None if it keeps all keys.
-        eos: Stop tokens that a control has room for.
+        eos: The stop tokens, if a control has room for them.
         selection: How the step chooses and stops by itself, or why the host must.
         masks: Masks of the model.
         logits_to_keep: Whether the model's forward takes `logits_to_keep`.
         fingerprint: The model's fingerprint.
-        expected: Whether the fingerprint is the last call's, and the host looks at the model while
-            the GPU works on the prompt.
+        expected: Whether the fingerprint is only the last call's. Then the model's own is taken
+            while the GPU works on the prompt.
     """
 
     cache: Any
@@ -88,7 +88,7 @@ class CallPlan:
 
     @property
     def prompt_is_whole(self) -> bool:
-        """Whether prompts are whole texts and only the last logits are wanted, as kernels need."""
+        """Whether the prompt is a whole text of which only the last logits are wanted."""
         return self.prompt.counts_from_zero and self.logits_to_keep
 
 
@@ -105,7 +105,7 @@ def plan_call(
         inputs: What stock's decoding method would get.
         cache_is_users: Whether the user passed the cache.
         max_cache_len: The most cache slots that a call may use.
-        expected: The fingerprint that the model has, as far as one can tell without a walk over it.
+        expected: The fingerprint that the model probably has. It is known without a walk.
 
     Raises:
         NotCoveredError: Stock must serve the call.
@@ -156,7 +156,7 @@ def _check_options(inputs: CallInputs) -> None:
     """Check what does not depend on the prompt.
 
     Raises:
-        NotCoveredError: What is asked for is stock's, whatever the prompt is.
+        NotCoveredError: Stock must serve such calls, whatever the prompt is.
     """
     model, config, kwargs, input_ids = inputs.model, inputs.config, inputs.kwargs, inputs.input_ids
     if config.get_generation_mode() not in COVERED_MODES:

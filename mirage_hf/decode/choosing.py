@@ -15,12 +15,12 @@ NOTHING = -(1 << 62)
 
 
 class Chooser(ABC):
-    """What a step ends with: the choice of the next tokens.
+    """The last part of a step: the choice of the next tokens.
 
     Captured steps are kept by `key`, so choosers with equal keys must do the same.
 
     Attributes:
-        key: What the chooser is.
+        key: Identifies what the chooser does.
         scores: (batch, vocabulary) float32: the scores after all processors, of the step enqueued
             last, if the call keeps them.
     """

@@ -30,7 +30,7 @@ class AttemptCounters:
         """Note what this thread counts in the block, except in attempts within it.
 
         Yields:
-            What undoes it, to be called after the block.
+            A function that takes these counts back, to be called after the block.
         """
         outer = getattr(self._of_thread, "notes", None)
         notes: list[tuple[Counter[str], str, int]] = []

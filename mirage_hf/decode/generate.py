@@ -7,8 +7,11 @@
    `decode_with_host` lets HF's own objects choose, one token at a time.
 5. `finish` makes the output.
 
-Everything below is a helper of these: session.py (one call's memory and step), runner.py (what the
-model keeps between calls), step.py and step_program.py (the step that a CUDA graph replays).
+The other files of this folder are helpers of these functions:
+
+- session.py: one call's memory and step;
+- runner.py: what the model keeps between calls;
+- step.py and step_program.py: the step that a CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -46,7 +49,12 @@ STREAMS_FIRST = not hasattr(stock_generation, "StopCheck")
 
 @dataclass(frozen=True)
 class Finished:
-    """What a successful attempt leaves: all tokens, prompt included, and what was kept besides."""
+    """The result of a successful attempt.
+
+    Attributes:
+        sequences: All tokens, prompt included.
+        record: The scores and logits that the call keeps.
+    """
 
     sequences: Tensor
     record: CallRecord
@@ -67,7 +75,7 @@ def generate(
         Sequences, or the output object that the config asks for.
 
     Raises:
-        NotCoveredError: Stock must serve the call. Nothing of it was seen yet.
+        NotCoveredError: Stock must serve the call. The caller has seen nothing of it yet.
     """
     plan = plan_call(
         inputs,
@@ -105,9 +113,9 @@ def attempt(
     """Prefill and decode on leased memory.
 
     Returns:
-        The result; the model's fingerprint if it is not the plan's; or None if the device's memory
-        did not suffice. In the last two cases the caller has seen nothing of the call. They are no
-        exceptions, because a traceback would keep the memory of what was tried.
+        The result. Or the model's fingerprint, if it is not the plan's. Or None, if the device's
+        memory did not suffice. In the last two cases the caller has seen nothing of the call. They
+        are not raised, because a traceback would keep the memory of the attempt.
     """
     session = None
     try:
@@ -134,14 +142,14 @@ def attempt(
             session.end()
 
 
-# -- the prompt ---------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------------------
 
 
 def prefill(session: Session) -> None:
     """Fill the block with the prompt's keys, values and logits, and set the state after it.
 
-    A captured prefill may run before the host has looked at the model. prefill.py says in which
-    order the ways to prefill are tried.
+    A captured prefill may run before the fingerprint of the model is taken. prefill.py says in
+    which order the ways to prefill are tried.
     """
     plan, block, config = session.plan, session.block, session.inputs.config
     block.begin(plan.prompt.lowest)
@@ -203,7 +211,7 @@ def _prefill_by_forward(session: Session) -> None:
     block.set_logits(outputs.logits[:, -1])
 
 
-# -- the tokens ---------------------------------------------------------------------------------
+# -- the tokens ------------------------------------------------------------------------------------
 
 
 def decode(session: Session, streamer: Any) -> Tensor:
@@ -330,7 +338,7 @@ def finish(result: Finished, plan: CallPlan, config: Any, streamer: Any) -> Any:
     )
 
 
-# -- helpers ------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _sample(session: Session, scores: Tensor, numbers: Tensor, step: int) -> Tensor:
@@ -358,7 +366,7 @@ def _has_run_out(selection: Selection) -> bool:
     """Return whether a clock of the host says that the call's time is over."""
     if not selection.clocks:
         return False
-    # clocks do not look at the text; on a GPU their answer would have to be waited for
+    # clocks do not read the text, and with a text on a GPU the host would wait for their answer
     no_text = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     return any(bool(clock(no_text, None)) for clock in selection.clocks)
 

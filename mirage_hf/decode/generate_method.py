@@ -1,6 +1,6 @@
 """The `generate` of one model instance.
 
-It sends covered calls to the pool, and all others to stock.
+It runs covered calls over the cache pool (generate.py), and all others by stock's `generate`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class DecodeError(MirageError, ValueError):
 
 @dataclass(frozen=True)
 class CoveredCall:
-    """The callable given to HF's `custom_generate`, with what HF drops on the way to a callable.
+    """The callable given to HF's `custom_generate`.
+
+    It holds the arguments that HF does not pass on to a callable.
 
     Attributes:
         runner: What the model keeps between calls.
@@ -58,7 +60,7 @@ class CoveredCall:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """Do what stock's decoding method would do."""
+        """Run the call, as stock's decoding method would."""
         inputs = CallInputs(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
@@ -68,7 +70,7 @@ class CoveredCall:
 
 
 class _PromptStreamer:
-    """What stock's generate gives the prompt to; it notes that, and hands the prompt on."""
+    """A streamer that notes when it has been given the prompt, and hands the prompt on."""
 
     def __init__(self, streamer: Any):
         self.streamer = streamer
@@ -81,14 +83,14 @@ class _PromptStreamer:
 
 
 class _StreamerWithPrompt:
-    """A streamer that has the prompt already: the first thing it is given is dropped."""
+    """A streamer that has been given the prompt already. It drops the first tokens it gets."""
 
     def __init__(self, streamer: Any):
         self.streamer = streamer
         self._is_prompt = True
 
     def put(self, value: Tensor) -> None:
-        """Hand on what is not the prompt."""
+        """Hand tokens on, except for the prompt."""
         if not self._is_prompt:
             self.streamer.put(value)
         self._is_prompt = False
@@ -168,19 +170,19 @@ class Generate:
             if prompted is not None and prompted.has_prompt:
                 arguments["streamer"] = _StreamerWithPrompt(prompted.streamer)
             return stock(model, **arguments)
-        if covered.get("generation_config") is None:  # with one stock does not look at the model's
+        if covered.get("generation_config") is None:  # with one, stock ignores the model's
             self._accepted = accepted
         return result
 
     def _cover(
         self, model: Any, names: tuple[str, ...], arguments: dict[str, Any]
     ) -> dict[str, Any] | str:
-        """Return arguments with which stock's generate ends in our callable, or why it must not.
+        """Return arguments that make stock's generate call our callable, or why it must not.
 
         Args:
             model: The model.
             names: Positional parameters of `generate`.
-            arguments: What generate was given, to be changed.
+            arguments: The arguments of this call, which are changed in place.
         """
         given = arguments.get("generation_config")
         option = effective_options(arguments, given, model.generation_config)
@@ -204,7 +206,7 @@ class Generate:
         return arguments
 
     def _is_accepted(self, config: Any) -> bool:
-        """Return whether stock's generate accepted a model config with these very values before."""
+        """Return whether stock's generate accepted a model config with the same values before."""
         known, now = self._accepted, config.__dict__
         return (
             known is not None
@@ -214,9 +216,9 @@ class Generate:
 
 
 def _use_stop_strings(arguments: dict[str, Any], stop_strings: Any, tokenizer: Any) -> str | None:
-    """Put a criterion in place of stop strings, or return why that cannot be.
+    """Put a criterion in place of stop strings, or return why that is impossible.
 
-    HF builds it from the tokenizer, which it drops on the way to a callable.
+    HF builds the criterion from the tokenizer, which it does not pass on to a callable.
     """
     criteria = arguments.get("stopping_criteria") or []
     if tokenizer is None:
@@ -235,10 +237,10 @@ def _use_stop_strings(arguments: dict[str, Any], stop_strings: Any, tokenizer: A
 
 
 def _with_config(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the same with generation options in a GenerationConfig, if stock treats it the same.
+    """Move generation options into a GenerationConfig, if stock treats that the same.
 
     Without one, stock's generate builds the model's default config, to see whether options were set
-    in the model's (`_is_accepted` knows). That takes longer than all else that it prepares.
+    in the model's (`_is_accepted` knows). That takes longer than all its other preparations.
     """
     config = GenerationConfig()
     options = {
@@ -287,7 +289,7 @@ def install(
     Args:
         model: A transformers model that generates.
         mode: "graph" replays captured steps where the device can, "eager" calls them.
-        max_cache_len: The most cache slots that a call may use. Longer calls go the stock way.
+        max_cache_len: The most cache slots that a call may use. Stock serves longer calls.
         depth: Steps that may be ahead of the host. None means 2 on a GPU and 0 on a CPU.
         model_kernels: Kernels for whole steps of this model as it is now.
 
@@ -295,8 +297,8 @@ def install(
         What the model keeps between calls.
 
     Raises:
-        DecodeError: The model is not one of transformers that generates, or it has an
-            instance-level `generate` already, or an option is impossible.
+        DecodeError: The model is not one of transformers that generates. Or it has an
+            instance-level `generate` already. Or an option is impossible.
     """
     if mode not in ("graph", "eager"):
         raise DecodeError(f"install: mode must be 'graph' or 'eager', it is {mode!r}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-#: Runs on the side stream before a capture. What initialises itself lazily (cuBLAS, Triton,
-#: autotuners) must not do so while it is captured.
+#: Runs on the side stream before a capture. Libraries that initialise themselves lazily (cuBLAS,
+#: Triton, autotuners) must not do so during a capture.
 WARM_UPS = 3
 
 # torch.cuda.graph synchronises the device on entry, which fails while another thread captures
@@ -52,10 +52,10 @@ def capture(
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 # cuBLAS keeps a workspace for each stream, which torch frees when torch.compile
                 # records a graph. A graph of ours that still used it would fail in a later replay.
-                # So it is cleared here, allocated during the capture in the graph's own pool, and
-                # cleared again so that nothing else uses it. It is not cleared before the capture:
-                # torch.cuda.graph gives free memory back to the driver, and another thread may be
-                # about to launch a product with its workspace.
+                # So it is cleared here, and allocated during the capture in the graph's own pool.
+                # Then it is cleared again so that nothing else uses it. It is not cleared before
+                # the capture. There torch.cuda.graph gives free memory back to the driver, and
+                # another thread may be about to launch a product with its workspace.
                 torch._C._cuda_clearCublasWorkspaces()
                 run()
                 torch._C._cuda_clearCublasWorkspaces()

@@ -58,13 +58,13 @@ class MaskPlan:
         return self.layers[layer] if self.by_layer_type else ""
 
     def windows_within(self, tokens: int, layers: int) -> tuple[int | None, ...]:
-        """Return each layer's window, None if it hides none of so many tokens from later ones."""
+        """Return each layer's window, or None if a text of `tokens` tokens does not exceed it."""
         by_kind = dict(self.windows)
         windows = [by_kind[self.kind_of(n)] for n in range(layers)]
         return tuple(w if w is not None and w < tokens else None for w in windows)
 
     def mismatch(self, cache_windows: Sequence[int | None]) -> str | None:
-        """Return why a cache is not this model's, or None.
+        """Return why a cache does not fit this model, or None.
 
         Each kind of layers must drop the keys that it does not see, or none.
 
@@ -82,7 +82,7 @@ class MaskPlan:
     ) -> Tensor | dict[str, Tensor]:
         """Return additive (batch, 1, 1, slots) masks of 0 and −inf.
 
-        Every layer would turn a boolean mask into such a one.
+        Every layer would turn a boolean mask into an additive one.
 
         Args:
             control: State of the call.

@@ -1,8 +1,8 @@
 """The model fingerprint: one walk over a model for each `generate`.
 
-It says what kernels and captured steps depend on, and what keeps the model from the cache pool. The
-walk is on the way of every call, so it is written for speed: about a quarter of a microsecond for
-each module, parameter and buffer.
+It holds everything that kernels and captured steps depend on, and the reason why a model cannot use
+the cache pool. Every call takes the walk, so it is written for speed. It takes about a quarter of a
+microsecond for each module, parameter and buffer.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _TUNER = (
 _PLAIN = {nn.Parameter, Tensor}
 _NUMBERS = {float, int, bool, type(None)}
 _SETTINGS = {float, int, bool, str}
-#: Attributes that no module's own forward reads. The last two are marks that HF sets at its first
+#: Attributes that no module's own forward reads. HF sets the last two as marks: at its first
 #: capture of hidden states, and in a generate over a static cache.
 _NOT_READ = frozenset(nn.Module().__dict__) | {
     "_output_capturing_hooks_installed",
     "_previous_max_cache_length",
 }
-#: Modules whose numbers are sizes.
+#: Modules whose only numbers are sizes.
 _WITHOUT_NUMBERS = frozenset(
     {nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict}
 )
-#: Modules of which PEFT puts several into each linear, most of them empty.
+#: PEFT puts several of these modules into each linear. Most of them are empty.
 _HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
 
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """What one walk over a model found.
+    """The result of one walk over a model.
 
     Attributes:
-        facts: All of the model that swapped forwards, and CUDA graphs captured over them, depend
-            on. Of every module: identity, class, mode, foreign hooks, own forward and numbers. Of
-            every
-            tensor: address, dtype, shape and strides. Further PEFT's active and merged adapters,
-            switches and scalings, which swapped modules have given up, and which configs there are.
-            Equal for models that run the same kernels on the same memory.
-        graph_facts: The same with all that is constant in a CUDA graph: numbers of configs,
-            versions of buffers, and the switches that choose kernels during a capture.
+        facts: Everything of the model that swapped forwards, and CUDA graphs captured over them,
+            depend on. It is equal for models that run the same kernels on the same memory. Of every
+            module: identity, class, mode, foreign hooks, own forward and numbers. Of every tensor:
+            address, dtype, shape and strides. Of PEFT: active and merged adapters, switches and
+            scalings. Also which swapped modules have retired, and which configs there are.
+        graph_facts: The facts, and everything else that is constant in a CUDA graph. These are
+            numbers of configs, versions of buffers, and the switches that choose kernels during a
+            capture.
         obstacle: Why the stock method must run, or None.
         no_graph: Why the step must be called and not replayed, or None.
         rope: RoPE for which the model's own forward must be called, if there is any.
@@ -76,7 +76,7 @@ class ModelFingerprint:
 
 
 def take_fingerprint(model: nn.Module) -> ModelFingerprint:
-    """Look at every module, parameter and buffer of a model once."""
+    """Take the fingerprint of a model, in one walk over its modules, parameters and buffers."""
     modules = _modules_of(model)
     states = [module.__dict__ for module in modules]
     kinds = [type(module) for module in modules]
@@ -97,8 +97,8 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
         for name, b in s["_buffers"].items()
         if b is not None and not _is_passing(name, s)
     ]
-    # Dictionaries of configs are kept where kernels' numbers were read from them. The id of a
-    # config that is gone may come back.
+    # Dictionaries of configs are kept if kernels' numbers were read from them. The id of a deleted
+    # config may be used again.
     configs = {
         id(vars(config)): vars(config)
         for _, state in with_numbers
@@ -134,7 +134,7 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
 
 
 def is_expected_to_hold(fingerprint: ModelFingerprint, model: nn.Module) -> bool:
-    """Return whether a fingerprint can still hold, as far as one sees without a walk.
+    """Return whether a fingerprint probably still holds, without a walk.
 
     There must be no obstacle, and graphs must be allowed.
     """
@@ -160,7 +160,7 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_empty_holder(state: dict[str, Any]) -> bool:
-    """Return whether a holder holds nothing and nobody watches it, so that it computes nothing."""
+    """Return whether a container is empty and has no hooks, so that it computes nothing."""
     return not (
         state["_modules"]
         or state["_parameters"]
@@ -189,10 +189,10 @@ _readers: dict[tuple[Any, ...], Callable[[dict[str, Any]], Any] | None] = {}
 def _numbers_of(kind: type, state: dict[str, Any]) -> Any:
     """Return the numbers among a module's own attributes, and which of them are None.
 
-    They are looked for in the first module of a class with attributes of these names, because
-    looking at all attributes of each module takes as long as the rest of the walk. An attribute
-    that is no number there is not read in others. Each set of names has a reader of its own, so
-    that one module is always read alike.
+    To read all attributes of each module would take as long as the rest of the walk. So only the
+    first module of a class with attributes of these names is searched for numbers. An attribute
+    that is no number there is not read in other modules. Each set of names has a reader of its own,
+    so one module is always read alike.
     """
     key = kind, *state
     if key not in _readers:
@@ -215,9 +215,9 @@ def _is_special(state: dict[str, Any]) -> bool:
 
 
 def _special(state: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what few modules have: a forward of their own, a tuner's attributes, our kernels.
+    """Return facts that few modules have: an own forward, a tuner's attributes, our kernels.
 
-    A forward is kept itself: the id of one that is gone may come back as another's.
+    A forward itself is kept and not its id, because the id of a deleted one may be used again.
     """
     tuner: tuple[Any, ...] | None = None
     if "merged_adapters" in state or "_active_adapter" in state:
@@ -228,7 +228,7 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an attribute of a tuner layer as what compares quickly, with tensors as numbers."""
+    """Return an attribute of a tuner layer in a form that compares quickly, tensors as numbers."""
     if type(value) in _SETTINGS:
         return value
     if type(value) is dict:
@@ -245,9 +245,9 @@ def _comparable_entry(entry: Any) -> Any:
 
 
 def _is_passing(name: str, state: dict[str, Any]) -> bool:
-    """Return whether a buffer holds what the last forward put there and the next one replaces.
+    """Return whether every forward sets a buffer anew, so that its value does not matter.
 
-    These are frequencies of longrope: those for short texts, or those for long ones.
+    These are the frequencies of longrope: for short texts, or for long ones.
     """
     if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
         return False

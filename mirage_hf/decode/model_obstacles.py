@@ -1,4 +1,4 @@
-"""What keeps a call from the cache pool or from CUDA graphs: the model, or torch's state."""
+"""Why a call cannot use the cache pool or CUDA graphs, because of the model or torch's state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _hooked(modules: Sequence[nn.Module]) -> str | None:
 
 
 def _foreign_hook_name(hooks: dict[int, Any]) -> str | None:
-    """Return a hook that is not HF's own output capture, which is idle if nobody collects."""
+    """Return a hook that is not HF's own output capture, which is idle while unused."""
     for hook in hooks.values():
         if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
             return getattr(hook, "__qualname__", type(hook).__name__)
@@ -111,9 +111,9 @@ def _wrapped(states: Sequence[dict[str, Any]]) -> str | None:
 def _layers_out_of_place(modules: Sequence[tuple[type, dict[str, Any]]]) -> str | None:
     """Return why layers are not numbered 0, 1, 2, … in their order, or None.
 
-    A layer that is there twice adds two keys to one layer of stock's cache in every step, and a
-    block has a slot for one. If layers were moved, or numbers are missing, masks go by place and
-    caches by number. Without layer 0 stock takes every cache to be empty.
+    If one number is used twice, every step adds two keys to one layer of stock's cache. A block has
+    a slot for one. If layers were moved, or numbers are missing, masks go by place and caches by
+    number. Without layer 0 stock takes every cache to be empty.
     """
     numbers: dict[type, list[int]] = {}
     for kind, state in modules:

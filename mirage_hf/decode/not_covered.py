@@ -1,4 +1,4 @@
-"""How the plan of a call says that the call is stock's."""
+"""How the plan of a call says that stock must serve it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class NotCoveredError(Exception):
 
 
 def covered(found: _Found | str) -> _Found:
-    """Return what was found.
+    """Return `found`, unless it is the reason why stock must serve the call.
 
     Raises:
-        NotCoveredError: It is a reason, a string.
+        NotCoveredError: `found` is a string, the reason.
     """
     if isinstance(found, str):
         raise NotCoveredError(found)

@@ -1,20 +1,20 @@
 """Which prefill a prompt gets: captured or called, by kernels or by Hugging Face's forward.
 
-If a model's steps are all by kernels, so are its prompts, except for products and attention, which
-the library computes. Kernels are only used after they gave what HF's forward gives. A captured
-prefill serves a bucket of lengths: prompts are padded on the right, which causal attention does not
-see, and the keys of that padding are cleared.
+If kernels run all of a model's steps, they run its prompts, too. There products and attention stay
+in the library. Kernels are used only after they have given what HF's forward gives. A captured
+prefill serves a bucket of lengths. Prompts are padded on the right, which causal attention does not
+see. The keys of that padding are cleared.
 
 There are four ways. A call takes the first one that is possible:
 
-1. Kernels, captured, and replayed before the host has looked at the model (`Prefills.captured` with
-   `unseen_model`), if the weights lie where they did.
+1. Kernels, captured, if the weights lie where they did. They are replayed before the fingerprint of
+   the model is taken (`Prefills.captured` with `unseen_model`).
 2. Captured, by kernels or by HF's forward, from the second prompt of a bucket on. Long prompts are
    not captured: for them the GPU takes longer than the host's launches.
 3. Kernels, called (`Prefills.run_kernels`), except for the first prompt of a batch size.
 4. HF's forward, called.
 
-What failed is not tried again while the model stays in the same state, unless only memory was
+A way that failed is not tried again while the model stays in the same state, unless only memory was
 missing.
 """
 
@@ -43,9 +43,9 @@ class PrefillGraph:
 
     Attributes:
         graph: The CUDA graph.
-        prompts: What it reads.
-        addresses: Of the weights that its kernels read; None if it is HF's forward.
-        held: What else it reads.
+        prompts: The prompts that it reads.
+        addresses: The addresses of the weights that its kernels read. None for HF's forward.
+        held: Everything else that it reads.
         layers: Layers whose keys and values it writes.
     """
 
@@ -63,7 +63,7 @@ class PrefillGraph:
     def may_run_on_unseen_model(self, model_kernels: ModelKernels | None) -> bool:
         """Return whether all weights that it reads lie where they did.
 
-        Then it may be replayed whatever was done to the model, if nobody sees its results.
+        Then it may be replayed whatever was done to the model, while its results are not used.
         """
         return model_kernels is not None and _addresses(model_kernels) == self.addresses
 
@@ -77,15 +77,15 @@ class PrefillGraph:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A prompt that wants a prefill.
+    """A prompt that needs a prefill.
 
     Attributes:
         model: The model.
         block: Memory of the call.
         shape: Shape of the prompt.
-        state: State of the model; what is known of an equal state still holds.
+        state: State of the model. Results of earlier captures hold while it is equal.
         model_kernels: The model's kernels, if it has any.
-        usable_kernels: Returns them if they serve this call, else None.
+        usable_kernels: Returns the kernels if they serve this call, else None.
     """
 
     model: Any
@@ -97,10 +97,10 @@ class PrefillRequest:
 
 
 class Prefills:
-    """The prefills of one model that are not called forwards, and what is known of them.
+    """The prefills of one model by graphs or kernels, and the states in which they failed.
 
     Args:
-        count: Is told what happens to each prompt.
+        count: Called with how each prompt was run, or why not by kernels.
     """
 
     def __init__(self, count: Callable[[str], None]):
@@ -149,12 +149,12 @@ class Prefills:
     def captured(
         self, request: PrefillRequest, *, unseen_model: bool, may_capture_forward: bool
     ) -> PrefillGraph | None:
-        """Return the captured prefill for a prompt, captured now if it is the second of its shape.
+        """Return the captured prefill for a prompt. The second prompt of a shape captures it.
 
         Args:
             request: The prompt.
-            unseen_model: Return only one that may be replayed before the host has looked at the
-                model.
+            unseen_model: Return only one that may be replayed before the fingerprint of the model
+                is taken.
             may_capture_forward: Whether HF's forward may be captured for plain shapes.
 
         Returns:
@@ -205,7 +205,7 @@ class Prefills:
     def _capture(
         self, request: PrefillRequest, model_kernels: ModelKernels | None
     ) -> PrefillGraph | None:
-        """Capture a prefill by kernels, or by HF's forward without any; if it fails, note why."""
+        """Capture a prefill by kernels, or by HF's forward if there are none. Note a failure."""
         block, shape, state = request.block, request.shape, request.state
         try:
             return _capture_with_room(request, model_kernels)
@@ -226,7 +226,7 @@ class Prefills:
 
 
 def _try_kernels(request: PrefillRequest, input_ids: Tensor, *, is_checked: bool) -> bool:
-    """Check kernels unless they were, and run them; return whether they serve this call at all."""
+    """Check kernels unless they were, and run them. Return whether they serve this call."""
     model_kernels, block, shape = request.model_kernels, request.block, request.shape
     assert model_kernels is not None
     make_room(block, model_kernels)
@@ -264,10 +264,10 @@ def capture_prefill(
         model: The model.
         block: The block.
         shape: Shape of the prompts.
-        model_kernels: What to capture; without any, HF's forward.
+        model_kernels: The kernels to capture. None captures HF's forward.
 
     Raises:
-        MirageError: Kernels do not give what HF's forward gives, or that sees later tokens.
+        MirageError: Kernels do not give what HF's forward gives, or HF's forward sees later tokens.
         RuntimeError: The prefill cannot be captured.
     """
     prompts, logits = BucketedPrompts.allocate(block, shape), block.logits.clone()

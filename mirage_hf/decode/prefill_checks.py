@@ -14,16 +14,16 @@ from mirage_hf.decode.prefill_runs import forward_run
 from mirage_hf.decode.prompts import BucketedPrompts
 from mirage_hf.errors import MirageError
 
-#: Layers up to which the root of the dtype's precision bounds what rounding explains. With 32
-#: layers and random adapters a difference of 9.2% of the size was seen in bfloat16 (Llama-3.1-8B,
-#: H200), whose root is 8.8%.
+#: Up to this many layers the root of the dtype's precision bounds the differences by rounding. In
+#: bfloat16 the root is 8.8%. With 32 layers and random adapters the difference was 9.2% of the size
+#: (Llama-3.1-8B, H200).
 FEW_LAYERS = 16
 
 
 def random_prompts(model: Any, block: CacheBlock, tokens: int) -> Tensor:
     """Return prompts (batch, tokens) of tokens that the model's embedding has.
 
-    A wider head may give others, and an embedding kernel that reads beyond its table ends the
+    A wider head may give other tokens. An embedding kernel that reads beyond its table ends the
     process.
     """
     generator = torch.Generator().manual_seed(tokens)
@@ -71,8 +71,7 @@ def check_causal(
 ) -> None:
     """Check that no token sees a later one.
 
-    Models may look ahead: by their config, or because somebody has set is_causal of their
-    attentions.
+    Models may look ahead because of their config, or because is_causal of their attention was set.
 
     Args:
         forward: HF's forward, which reads `prompts`.
@@ -81,7 +80,7 @@ def check_causal(
         ids: (batch, bucket).
 
     Raises:
-        MirageError: What comes after the first half changes its logits, keys or values.
+        MirageError: Other tokens in the second half change results of the first half.
     """
     prompts.ids.copy_(ids)
     tokens = ids.shape[1]
@@ -115,13 +114,14 @@ def _difference(
         tokens: Tokens that count. Left padding does not.
 
     Returns:
-        The greatest relative difference of logits, keys and values, and what rounding may explain.
+        The greatest relative difference of logits, keys and values, and the most that rounding may
+        explain.
     """
     results, hidden = _results(block, tokens)
     first()
     wanted = [x.clone() for x in results]
     try:
-        for x in results:  # what is not written counts as wrong
+        for x in results:  # elements that are not written count as wrong
             x.fill_(math.nan)
         second()
         differences = torch.stack(
@@ -141,7 +141,7 @@ def _difference(
 
 
 def _results(block: CacheBlock, tokens: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return what a prefill leaves in a block, and for each tensor which parts nobody sees."""
+    """Return the results of a prefill in a block, and for each tensor the parts that are masked."""
     results: list[Tensor] = [block.logits]
     hidden: list[Tensor | None] = [None]
     for memory in (block.keys, block.values):

@@ -3,9 +3,9 @@
 Each function takes the text so far, float32 scores (batch, vocab), the sizes that a graph is
 captured for, and tensors whose values may change between calls. It returns new scores.
 
-Rounding is that of HF's own ops in float32, except for the order of sums, and for divisions by a
-number, which CUDA may compute as products with its inverse. Where HF sorts a vocabulary, a radix
-search is used on CUDA (kernels/radix_threshold.py).
+Rounding is that of HF's own ops in float32, with two exceptions. Sums may have another order, and
+CUDA may compute a division by a number as a product with its inverse. Where HF sorts a vocabulary,
+a radix search is used on CUDA (kernels/radix_threshold.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def temperature(text: TextSoFar, scores: Tensor, value: Tensor) -> Tensor:
 
 
 def top_k(text: TextSoFar, scores: Tensor, fill: float, k: Tensor) -> Tensor:
-    """Keep the k greatest scores and what equals the least of them."""
+    """Keep the k greatest scores, and all scores equal to the least of them."""
     return scores.masked_fill(scores < _kth_greatest(scores, k), fill)
 
 
@@ -95,7 +95,7 @@ def top_h(text: TextSoFar, scores: Tensor, top_n: int, fill: float, share: Tenso
 
 
 def min_p(text: TextSoFar, scores: Tensor, keep: int, fill: float, share: Tensor) -> Tensor:
-    """Remove what is less probable than a share of the greatest probability."""
+    """Remove tokens that are less probable than a share of the greatest probability."""
     probabilities = _softmax(scores)
     removed = probabilities < share * probabilities.amax(-1, keepdim=True)
     if keep > 1:  # the greatest is never removed
@@ -121,19 +121,19 @@ def typical(text: TextSoFar, scores: Tensor, fill: float, mass: Tensor, keep: Te
 
 
 def epsilon(text: TextSoFar, scores: Tensor, keep: int, fill: float, least: Tensor) -> Tensor:
-    """Remove what is less probable than `least`."""
+    """Remove tokens that are less probable than `least`."""
     return _remove(scores, _softmax(scores) < least, keep, fill)
 
 
 def eta(text: TextSoFar, scores: Tensor, keep: int, fill: float, value: Tensor) -> Tensor:
-    """Remove what is less probable than a bound that falls with the entropy."""
+    """Remove tokens that are less probable than a bound that falls with the entropy."""
     entropy = _entropy(*_categorical(scores))
     least = torch.minimum(value, value.sqrt() * torch.exp(-entropy))[:, None]
     return _remove(scores, _softmax(scores) < least, keep, fill)
 
 
 def _remove(scores: Tensor, removed: Tensor, keep: int, fill: float) -> Tensor:
-    """Fill what is removed, except the `keep` greatest scores."""
+    """Fill the removed scores, except the `keep` greatest scores."""
     if keep == 1:
         least_kept = scores.amax(-1, keepdim=True)
     else:

@@ -1,9 +1,10 @@
 """The table of Hugging Face's logits processors that run on the device, by exact class.
 
-What a captured graph is made for (sizes, and what removed tokens get) is separate from what may
-change between calls (temperatures, penalties, how many to keep, lists of tokens), which lies in
-tensors. The host runs a class that is not in the table, a subclass of one that is, and an instance
-with attributes that the table does not know.
+A captured graph is made for constants: sizes, and the score of removed tokens. Everything that may
+change between calls lies in tensors: temperatures, penalties, how many to keep, lists of tokens.
+
+The host runs processors of all other classes, subclasses of the table's classes included. It also
+runs an instance with attributes that the table does not know.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CallTensors:
         return torch.full((1,), value, dtype=torch.long)
 
     def mask(self, ids: Any) -> Tensor:
-        """Return a (vocab,) bool mask of tokens; others than the vocabulary's are left out."""
+        """Return a (vocab,) bool mask of tokens. Tokens outside the vocabulary are left out."""
         ids = (ids if isinstance(ids, Tensor) else torch.tensor(ids)).reshape(-1).long()
         mask = torch.zeros(self.vocab + 1, dtype=torch.bool, device=ids.device)
         ids = torch.where((ids >= 0) & (ids < self.vocab), ids, self.vocab)
@@ -64,12 +65,12 @@ class ProcessorRow:
     Attributes:
         run: An op of processor_ops.py: from the text so far, scores, sizes and values to new
             scores.
-        attributes: Names of all attributes of instances. One that has more is of a version of
-            transformers that the row was not written for.
+        attributes: Names of all attributes of instances. An instance with more attributes is from a
+            version of transformers that the row was not written for.
         values: Makes the tensors whose values may change between calls.
-        sizes: What a captured graph is made for.
+        sizes: Makes the constants that a captured graph is made for.
         reads_text: Whether it reads the text so far, and not only its length.
-        makes_distribution: Whether HF's class makes a `Categorical`, which raises a ValueError for
+        makes_distribution: Whether HF's class makes a `Categorical`. That raises a ValueError for
             rows with a NaN or with no score above −inf.
     """
 
@@ -81,7 +82,7 @@ class ProcessorRow:
     makes_distribution: bool = False
 
 
-# -- values and sizes of processors -------------------------------------------------------------
+# -- values and sizes of processors ----------------------------------------------------------------
 
 
 def _fill(p: Any) -> tuple[Any, ...]:
@@ -100,8 +101,9 @@ def _ignored_length(length: Any, make: CallTensors) -> Tensor:
 def _biases(p: Any, make: CallTensors) -> tuple[Tensor, ...]:
     """Return the tensors of `processor_ops.add_bias`."""
     if not p.prepared_bias_variables:
-        p = copy.copy(p)  # the user's own is prepared for the device of its first scores
-        # raises HF's own error for tokens outside the vocabulary
+        # a copy, because HF prepares the user's processor for the device of its first scores
+        p = copy.copy(p)
+        # HF's own error is raised here for tokens outside the vocabulary
         p._prepare_bias_variables(torch.empty(1, make.vocab))
     sequences = [(ids, float(bias)) for ids, bias in p.sequence_bias.items() if len(ids) > 1]
     longest = max((len(ids) - 1 for ids, _ in sequences), default=0)
@@ -117,7 +119,7 @@ def _biases(p: Any, make: CallTensors) -> tuple[Tensor, ...]:
     return p.length_1_bias.float(), prefixes, sizes, min_lengths, last, values
 
 
-# -- the table ----------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 _KEEP = ("filter_value", "min_tokens_to_keep")
 _BIAS = ("sequence_bias", "length_1_bias", "multi_token_biases", "prepared_bias_variables")
@@ -249,7 +251,7 @@ def _forced(p: Any) -> Any:
 def _are_tokens(ids: Any, vocab: int) -> bool:
     """Return whether all ids are tokens.
 
-    HF counts negative ids from the end and raises for others, for which there is no token to force.
+    HF counts negative ids from the end, and raises for other ids outside the vocabulary.
     """
     ids = torch.as_tensor(ids)
     return bool(((ids >= 0) & (ids < vocab)).all())

@@ -20,10 +20,10 @@ class PromptPlan:
         length: Tokens of the text: those in the cache and the new ones.
         lowest: (batch, 1): left padding, None if no row has any.
         position: (batch or 1, 1): positions of the last tokens.
-        has_unusual_positions: Whether some row's position is beyond its slot or below 0, which only
-            positions given by a user are.
-        counts_from_zero: Whether there is no cache of the user's, and every row's own tokens, after
-            left padding, count from position 0 on.
+        has_unusual_positions: Whether some row's position is beyond its slot or below 0. Only
+            positions that a user gives can be so.
+        counts_from_zero: Whether every row's own tokens, after left padding, count from position 0
+            on, without a cache of the user's.
     """
 
     past: int
@@ -37,7 +37,7 @@ class PromptPlan:
     def of(
         cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]
     ) -> PromptPlan:
-        """Read what stock's decoding method would get.
+        """Read the arguments that stock's decoding method would get.
 
         Args:
             input_ids: (batch, tokens).
@@ -113,8 +113,8 @@ def _counts_after(positions: Tensor, lowest: Tensor, slots: int) -> bool:
 def _left_padding(mask: Tensor | None, slots: int) -> Tensor | str | None:
     """Return (batch, 1) counts of leading zeros of a mask, None without any.
 
-    If the mask is not left padding, return why. The host reads once or twice, which costs as much
-    as stock's own checks of the mask.
+    If the mask is not left padding, return why. The host reads once or twice. That costs as much as
+    stock's own checks of the mask.
     """
     if mask is None:
         return None

@@ -13,15 +13,15 @@ from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import Ring
 from mirage_hf.layers.row_chunks import MIN_CHUNK_ROWS
 
-#: Buckets are multiples of the first; beyond eight times the second, of the second: longer prompts
-#: are in fewer row chunks then.
+#: Buckets are multiples of GRAIN. From 8 · LONG_GRAIN on they are multiples of LONG_GRAIN, so that
+#: longer prompts have fewer row chunks.
 GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
-#: Most tokens of a batch whose prefill is captured. Measured at 128 tokens only (Llama-3.2-1B,
-#: H200: the kernels take about 2 ms, the first token 9.6 ms without a graph and 5.6 ms with one).
-#: Where the GPU takes as long as the host is an estimate.
+#: Most tokens of a batch whose prefill is captured. It was measured at 128 tokens only
+#: (Llama-3.2-1B, H200): the kernels take about 2 ms, and the first token takes 9.6 ms without a
+#: graph and 5.6 ms with one. The number at which the GPU takes as long as the host is an estimate.
 MAX_CAPTURED_TOKENS = 2048
-#: Tokens of the prompt on which kernels are compared with HF's forward before they are called, for
-#: prompts of more than MAX_CAPTURED_TOKENS that exceed no window.
+#: Kernels are compared with HF's forward before they are called. This is the number of tokens of
+#: the compared prompt, for prompts of more than MAX_CAPTURED_TOKENS that exceed no window.
 CHECKED_TOKENS = 3 * GRAIN
 
 
@@ -33,15 +33,15 @@ def prompt_bucket(length: int) -> int:
 
 @dataclass(frozen=True)
 class PromptShape:
-    """What distinguishes prefills of a block from each other.
+    """The shape of prompts. A block has a captured prefill for each shape.
 
     Attributes:
         batch: Rows.
         tokens: The bucket, a multiple of GRAIN.
         padded: Whether rows have padding on the left.
         windows: For each layer the window that hides some of the tokens from others, or None.
-        exceeds_windows_from: The least number of tokens that exceeds every window and ring that
-            these tokens exceed; 0 if there is none.
+        exceeds_windows_from: The least number of tokens that exceeds the same windows and rings as
+            these tokens. 0 if they exceed none.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class PromptShape:
 
     @property
     def is_short(self) -> bool:
-        """Whether the host takes longer than the GPU, so that capturing pays."""
+        """Whether the host takes longer than the GPU, so that a capture saves time."""
         return self.batch * self.tokens <= MAX_CAPTURED_TOKENS
 
     @property
@@ -76,7 +76,7 @@ class PromptShape:
 
     @property
     def kind(self) -> PromptShape:
-        """What is equal for all shapes that one check covers."""
+        """The shape that stands for all shapes that one check covers."""
         return replace(self, tokens=0)
 
     @property
@@ -92,7 +92,7 @@ class BucketedPrompts:
     """A batch's prompts, padded on the right to a bucket: what a prefill reads.
 
     Attributes:
-        ids: (batch, bucket), every row from its own first token on.
+        ids: (batch, bucket). Each row starts with its own first token.
         last: (batch,): index of each row's last token.
         sources: (batch, bucket): for each slot the token whose key goes there, if rows have left
             padding. None if token n goes to slot n.
@@ -133,8 +133,8 @@ class BucketedPrompts:
             left_padding: (batch, 1), None if no row has any.
         """
         length, tokens = input_ids.shape[1], self.ids.shape[1]
-        # Every row's bucket is filled with tokens of this call: a NaN that another call left in a
-        # key after the prompt would reach the prompt, because 0 · NaN is NaN.
+        # Every row's bucket is filled with tokens of this call. Otherwise another call could leave
+        # a NaN in a key after the prompt. It would reach the prompt, because 0 · NaN is NaN.
         if left_padding is None:
             self.ids[:, :length].copy_(input_ids)
             self.ids[:, length:].copy_(input_ids[:, -1:].expand(-1, tokens - length))

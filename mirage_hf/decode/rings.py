@@ -29,11 +29,12 @@ class Ring:
     """How a sliding layer's keys and values lie in about as many slots as its window has.
 
     Token n of a row, counted without its left padding, lies in slot n mod (window − 1). So does the
-    padding before it, until a token takes its slot. The keys that a step sees are therefore slots
-    [0, n) or all of them, in any order, and attention kernels need not know about rings: the key of
-    token n goes to the first slot after those seen. From n = window − 1 on this is the spare slot
-    window − 1, and the step ends by moving that key over the oldest one (`turn`). A step that finds
-    no row alive writes the spare slot only.
+    padding before it, until a token takes its slot. So a step sees the keys of slots [0, n), or of
+    all slots, in any order. Attention kernels need not know about rings.
+
+    The key of token n goes to the first slot after the slots that the step sees. For n ≥ window − 1
+    this is the spare slot, window − 1. The step ends by moving that key over the oldest one
+    (`turn`). A step that finds no row alive writes the spare slot only.
 
     Attributes:
         window: Keys that a query sees, its own included.
@@ -73,14 +74,14 @@ class Ring:
             lowest: (batch, 1): left padding.
 
         Returns:
-            Slots of the text, below 0 for slots of the ring that hold nothing.
+            Slots of the text. They are below 0 for slots of the ring that hold nothing.
         """
         last = length - 1 - lowest
         slots = torch.arange(self.spare, device=lowest.device)
         return lowest + last - (last - slots) % self.spare
 
     def fill(self, memory: Tensor, states: Tensor, length: int) -> None:
-        """Store what a text without padding leaves.
+        """Store the states that a text without padding leaves in the ring.
 
         Args:
             memory: The ring's (batch, heads, slots, dim).
@@ -106,7 +107,7 @@ class Ring:
 
 
 def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:
-    """Return each layer's ring in a block, None if it would take no less memory than the capacity.
+    """Return each layer's ring in a block. None if a ring would not save memory.
 
     Args:
         windows: For each layer the window that its cache slides over, None if it keeps all keys.

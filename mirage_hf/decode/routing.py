@@ -1,6 +1,6 @@
 """Which `generate` calls the cache pool and the step cover.
 
-All others are stock's, with a reason.
+Stock serves all others, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 )
 ATTENTIONS = ("sdpa", "eager")
-#: Methods that the loop relies on. A model class or instance with its own goes the stock way.
+#: Methods that the loop relies on. Stock serves a model class or instance that has its own.
 OVERRIDABLE = (
     "generate",
     "_sample",
@@ -35,14 +35,14 @@ OVERRIDABLE = (
     "_update_model_kwargs_for_generation",
     "create_masks_for_generate",
 )
-#: Methods of transformers that do as GenerationMixin's up to a number of tokens, which the config
-#: has by this name. For longer texts Phi3's drops the cache.
+#: Methods of transformers that do as GenerationMixin's up to a number of tokens. The config has the
+#: number by this name. For longer texts Phi3's method drops the cache.
 LIMITED = {
     "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM"
     ".prepare_inputs_for_generation": "original_max_position_embeddings"
 }
-#: Configs of models that do with caches what the pool cannot follow. An indexer's keys lie beside
-#: the cache's, in transformers 5.4 in its module; Mllama looks which layers have keys of an image.
+#: Configs of models that use caches in a way that the pool does not support. An indexer keeps keys
+#: of its own, in transformers 5.4 in its module. Mllama asks which layers have keys of an image.
 OWN_CACHES = {
     "GlmMoeDsaConfig": "chooses keys by an indexer of its own",
     "MllamaTextConfig": "reads the cache's layers itself",
@@ -59,7 +59,7 @@ class RoutingRule:
     Attributes:
         name: Name of the option.
         is_refused: Whether a value needs the stock method.
-        reason: How to say so; {} is the value.
+        reason: The text of the reason. {} stands for the value.
     """
 
     name: str

@@ -41,11 +41,11 @@ class DecodeRunner:
         counts: Where calls went: "captured" (replayed steps), "called: <why>" (the same loop
             without a graph) and "stock: <why>". If there are kernels for whole steps, also "step:
             all by kernels" or "step: <why the model's own forward runs>".
-        prefills: Prefills that were replayed ("captured", "captured, by kernels") or run by kernels
-            without a graph ("called, by kernels"), and what was refused. All others ran HF's
-            forward.
-        selections: Where calls chose that wanted more than the greatest logit: "on the device" or
-            "by the host: <why>".
+        prefills: Prefills that were replayed ("captured", "captured, by kernels"), or run by
+            kernels without a graph ("called, by kernels"). Also the reasons against kernels. All
+            other prefills ran HF's forward.
+        selections: Where tokens were chosen, for calls that want more than the greatest logit: "on
+            the device" or "by the host: <why>".
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DecodeRunner:
     def expected_fingerprint(self, model: Any) -> ModelFingerprint | None:
         """Return the last call's fingerprint if a captured prompt may run before a new walk.
 
-        Looking at a model takes milliseconds.
+        A walk over a model takes milliseconds.
         """
         model_kernels, last = self.model_kernels, self.last_fingerprint
         if model_kernels is None or last is None or self.mode == "eager":
@@ -105,7 +105,7 @@ class DecodeRunner:
     def forget_replaced_kernels(self, model: Any, plan: CallPlan) -> None:
         """Forget the kernels of a model that has replaced some of their weights.
 
-        They would keep the old weights alive, and could not run any more.
+        The kernels would keep the old weights alive, and could not run any more.
         """
         model_kernels, facts = self.model_kernels, plan.fingerprint.facts
         if model_kernels is None or facts in (self.made_for, self._compared_facts):
@@ -119,15 +119,14 @@ class DecodeRunner:
     def graph_key_of(self, plan: CallPlan) -> GraphKey:
         """Return what graphs captured for a call depend on.
 
-        While it stays equal it is one object, so that comparing it costs nothing.
+        While the key stays equal it is one object, so that comparing it costs nothing.
         """
         key, last = (plan.fingerprint.graph_facts, plan.masks), self._graph_key
         if key == last:
             return last
         self._graph_key = key
-        return (
-            key  # not the attribute: another thread, which expects another model, may have set it
-        )
+        # not the attribute: another thread, which expects another model, may have set it
+        return key
 
     def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
         """Return the model's kernels if they serve a call."""
@@ -146,7 +145,7 @@ class DecodeRunner:
         *,
         unseen_model: bool = False,
     ) -> PrefillGraph | None:
-        """Return the captured prefill for a prompt, captured now if it is the second of its bucket.
+        """Return the captured prefill for a prompt. The second prompt of a bucket captures it.
 
         Args:
             model: The model.
@@ -154,8 +153,8 @@ class DecodeRunner:
             block: Memory of the call.
             input_ids: The prompt.
             key: What graphs depend on.
-            unseen_model: Return only one that may be replayed before the host has looked at the
-                model.
+            unseen_model: Return only one that may be replayed before the fingerprint of the model
+                is taken.
 
         Returns:
             The graph, None if HF's forward or called kernels must run.
@@ -293,8 +292,7 @@ def kernels_pay(device: torch.device) -> bool:
 def _embeds_by(model: Any, embedding: Tensor) -> bool:
     """Return whether the model's tokens are rows of that table, and nothing maps them before.
 
-    A larger table may have tokens that are no rows here, and reading beyond a table ends the
-    process.
+    With a larger table some tokens would have no row here. Reading beyond a table ends the process.
     """
     table = model.get_input_embeddings()
     if getattr(table, "_parameters", {}).get("weight") is not embedding:

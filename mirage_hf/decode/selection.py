@@ -1,8 +1,8 @@
 """How a call chooses its tokens: on the device in the step itself, or by HF's objects on the host.
 
-On the device run HF's own processors (processors.py), greedy choice and sampling
-(uniform_numbers.py), stop tokens, lengths and stop strings. Anything else is the host's, with a
-reason.
+These run on the device: HF's own processors (processors.py), greedy choice, sampling
+(uniform_numbers.py), stop tokens, lengths and stop strings. The host runs anything else, and the
+reason is counted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from mirage_hf.decode.processors import TABLE, CallTensors, ProcessorRow, why_ho
 from mirage_hf.decode.sampler import Sampler, sampler_of
 from mirage_hf.default_device import on_the_cpu
 
-#: Choosers that a block keeps graphs for. One more pushes out the one not used for longest.
+#: Choosers that a block keeps graphs for. A further one replaces the least recently used.
 KEEP_CHOOSERS = 4
-#: Attributes of a StopStringCriteria. One with more is of a version this was not written for.
+#: Attributes of a StopStringCriteria. An instance with more is from a version that this file was
+#: not written for.
 _STOP_STRING_ATTRIBUTES = {
     "stop_strings",
     "_stop_string_matching_mode",
@@ -79,7 +80,7 @@ class Selection:
     def of(
         cls, processors: Any, criteria: Sequence[Any], config: Any, vocab: int | None = None
     ) -> Selection | str:
-        """Read what stock's decoding method would get.
+        """Read the arguments that stock's decoding method would get.
 
         Args:
             processors: Logits processors.
@@ -118,16 +119,16 @@ class Selection:
 
     @property
     def makes_distribution(self) -> bool:
-        """Whether stock raises a ValueError if it finds no distribution.
+        """Whether stock raises a ValueError if there is no distribution.
 
-        torch's distributions check their parameters unless somebody has switched that off.
+        torch's distributions check their parameters, unless that is switched off.
         """
         return Distribution._validate_args and any(row.makes_distribution for row in self.rows)
 
     def chooser_on(self, block: CacheBlock) -> ProcessedChooser:
-        """Return what chooses for this call on a block that holds logits.
+        """Return the chooser of this call on a block that holds logits.
 
-        It is one that was there before, with its graphs, if that one is of the same kind.
+        If the block has one of the same kind, return that one, with its graphs.
         """
         make = CallTensors(block.logits.shape[1])
         with on_the_cpu():
@@ -148,7 +149,7 @@ class Selection:
         return chooser
 
     def _key(self, values: Sequence[tuple[Tensor, ...]], vocab: int) -> tuple[Any, ...]:
-        """Return what a captured choice is made for."""
+        """Return everything that a captured choice depends on."""
         sizes = [row.sizes(p) for row, p in zip(self.rows, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
         strings = [

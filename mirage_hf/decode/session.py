@@ -21,13 +21,14 @@ from mirage_hf.decode.selection import ProcessedChooser, Selection
 from mirage_hf.decode.step import Step
 from mirage_hf.decode.uniform_numbers import uniforms
 
-#: Steps that a GPU may be ahead of the host. One hides the host if it needs less time than a step;
-#: the second is for streamers. A call that ends at a stop token pays for as many steps in vain.
+#: Steps that a GPU may be ahead of the host. One step hides the host's work if that takes less time
+#: than a step. The second is for streamers. A call that ends at a stop token has run as many steps
+#: in vain.
 DEPTH = 2
 
 
 class OutdatedPlanError(Exception):
-    """The model is not what the plan expects; the caller has seen nothing of the call yet.
+    """The model is not what the plan expects. The caller has seen nothing of the call yet.
 
     Attributes:
         fingerprint: The model's fingerprint.
@@ -40,7 +41,7 @@ class OutdatedPlanError(Exception):
 
 @dataclass
 class CallRecord:
-    """What a call keeps besides its tokens, in the order of the steps.
+    """The scores and logits that a call keeps besides its tokens, in the order of the steps.
 
     Attributes:
         scores: Scores after all processors, None if they are not kept.
@@ -100,7 +101,7 @@ class Session:
     def confirm_model(self) -> None:
         """Check, once, that the model is what the plan expects.
 
-        Before that only graphs of kernels were replayed, and nobody has seen their results.
+        Before that only graphs of kernels were replayed, and the caller has not seen their results.
 
         Raises:
             OutdatedPlanError: The model is not what the plan expects.
@@ -159,11 +160,11 @@ class Session:
     def depth(self, selection: Selection) -> int:
         """Return how many steps may be ahead of the host."""
         rings = rings_of(self.plan.windows, bucket(self.plan.most_slots))
-        # If the host says when to stop, steps ahead find rows alive, and a ring drops keys that the
-        # cache would still hold.
+        # If the host decides when to stop, steps that ran ahead found rows alive. Then a ring drops
+        # keys that the cache would still hold.
         if selection.clocks and self.returns_cache and any(rings):
             return 0
-        # This RoPE remembers the longest text, which a step that finds no row alive makes longer.
+        # This RoPE remembers the longest text. A step that finds no row alive makes it longer.
         if self.plan.fingerprint.rope is not None and not self.step.by_kernels:
             return 0
         if self.runner.depth is not None:
@@ -203,7 +204,7 @@ class Session:
         return step.prepare(chooser)
 
     def _grow(self) -> None:
-        """Go on in a block with about twice the room.
+        """Continue in a block with about twice the room.
 
         The old block is given back at the end: its report may still be read.
         """
@@ -229,15 +230,15 @@ class Session:
     def write_cache_after_error(self) -> None:
         """Make the user's cache what stock would have left there when it raised.
 
-        The cache stays as it was if steps that ran ahead have overwritten keys in a ring that
-        stock's cache would still hold.
+        The cache stays as it was if steps that ran ahead have overwritten keys of a ring. Stock's
+        cache would still hold these.
         """
         if not (self.plan.cache_is_users and self.is_prefilled):
             return
         is_ahead = self.slot > self.cached
         if is_ahead and any(ring and self.slot > ring.spare for ring in self.block.rings):
             return
-        with contextlib.suppress(Exception):  # the caller is to see the error at hand
+        with contextlib.suppress(Exception):  # the caller must see the first error
             write_cache(self.block, self.plan.cache, self.cached)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The step of decoding: one token for every row, on the device; the host reads nothing."""
+"""The step of decoding: one token for every row, on the device. The host reads nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Step(ABC):
     replayed as a CUDA graph, or called if none can be captured. A graph lives with its block as
     long as `graph_key` stays the same.
 
-    A step that finds no row alive writes nothing except the unused slot at `control.length`, and in
-    rings the spare slot. So steps may run ahead of the host and need no rollback.
+    A step that finds no row alive writes only the unused slot at `control.length`, and in rings the
+    spare slot. So steps may run ahead of the host and need no rollback.
 
     Attributes:
         by_kernels: Whether its graphs hold only our kernels, on weights that the step holds.
@@ -65,10 +65,10 @@ class Step(ABC):
         return type(self).__name__, None if chooser is None else chooser.key
 
     def prepare(self, chooser: Chooser | None) -> Callable[[], None]:
-        """Return what runs the step: the replay of its graph, captured now if it is not there yet.
+        """Return the function that runs the step. If it replays a graph, capture a missing one now.
 
         Args:
-            chooser: What the step ends with. None leaves it at the logits.
+            chooser: Chooses the next tokens. None ends the step with the logits.
         """
         run = self._to_logits if chooser is None else partial(self._to_token, chooser)
         if not self.graphs:

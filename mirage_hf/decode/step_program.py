@@ -1,8 +1,8 @@
 """The step program: a whole step of decoding as one chain of kernels, from embedding to token.
 
 Only the kernels at its two ends are hand-written (kernels/). Those of the layers and of the head
-were searched, proven and tuned for the model's own parts. All are captured in one CUDA graph, in
-which each kernel may begin while the one before it ends.
+were searched, proven and tuned for the model's own parts. All are captured in one CUDA graph. There
+each kernel may begin while the one before it ends (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CHANGED = "the model has changed since optimize()"
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a block's steps read and write besides the block and the model, at fixed addresses.
+    """The memory of a block's steps besides the block and the model, at fixed addresses.
 
     Attributes:
-        embedded: What the layers read besides weights and keys.
-        sampler: What chooses tokens.
+        embedded: The inputs of the layers besides weights and keys.
+        sampler: Chooses tokens.
         cos: Rotary table (tables, capacity, width).
         sin: Likewise.
-        kernels: For each layer what runs its parts.
+        kernels: The kernels of each layer's parts, by role.
         windows: For each layer the index of its window in `embedded`.
     """
 
@@ -138,7 +138,7 @@ class StepProgram(Step):
 def why_no_step_program(
     model_kernels: ModelKernels | None, plan: CallPlan, block: CacheBlock, made_for: object
 ) -> str:
-    """Return why a call's steps must run the model's own forward, "" if they need not.
+    """Return why a call's steps must run the model's own forward, or "" if kernels run them.
 
     Args:
         model_kernels: The model's kernels, if it has any.

@@ -1,9 +1,9 @@
 """The random numbers of calls that sample.
 
 A call takes one uniform number for each row and step: output `step` of Philox with the key (seed,
-row). The seed is the one number that the call draws from torch's generator. So a row's tokens do
-not depend on other rows, on how many steps ran ahead, or on where they were chosen. They are not
-those of stock, which draws from the generator at every step.
+row). The call draws only the seed from torch's generator. So a row's tokens do not depend on other
+rows, on the steps that ran ahead, or on the place where tokens are chosen. Stock chooses other
+tokens, because it draws from the generator at every step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Bits of a uniform number: so few that no rounding of sums of probabilities puts the greatest
-#: number beyond their end.
+#: Bits of a uniform number. They are few enough that the greatest number stays below the sum of all
+#: probabilities, however that is rounded.
 BITS = 40
 
 

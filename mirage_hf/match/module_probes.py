@@ -141,7 +141,7 @@ def _rope_of(cos: Tensor) -> Rope:
 
 
 def make_mlp_stand_in(probes: Probes, mlp: Any, norm: Any) -> MlpStandIn | Rejected:
-    """Return a stand-in for an MLP that runs its own forward. It returns a tensor or a tuple alike.
+    """Return a stand-in for an MLP that runs its own forward. It returns a tuple if the MLP does.
 
     Args:
         probes: The outcomes so far.

@@ -1,6 +1,6 @@
 """The kernel that begins a decoding step.
 
-Embedding and rotary rows of the tokens, and the slots they use.
+It copies the embedding and rotary rows of the tokens, and computes the slots that they use.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _store_bounds(
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingOutput:
-    """What the layers of a step read besides weights and keys, at fixed addresses.
+    """The inputs of a step's layers besides weights and keys, at fixed addresses.
 
     Attributes:
         x: (batch, hidden): embedding rows, multiplied by the model's scale.
@@ -179,8 +179,8 @@ class EmbeddingOutput:
         sin: (tables, batch, width).
         slot: (batch,) int32: the new key's slot in caches that are not rings, equal for all rows.
         end: (batch,) int32: the slot after it.
-        windows: For each kind of layer the number of keys a query sees, its own included; the ring
-            that holds them; or None if a query sees all keys.
+        windows: For each kind of layer the number of keys that a query sees, its own included. If a
+            ring holds the keys, the ring instead. None if a query sees all keys.
         lows: For each kind (batch,) int32: the first slot a row sees. Zeros for rings.
         slots: For each kind the new key's slot: `slot`, or a tensor of its own for rings.
         ends: For each kind the slot after the new key's: `end`, or a tensor of its own for rings.
@@ -290,15 +290,15 @@ def embed(
 ) -> None:
     """Fill `out` for the tokens in `control.ids`, in one launch.
 
-    An id or position outside its table takes the table's nearest row: rows that have ended may be
-    fed any pad token.
+    An id or position outside its table takes the table's nearest row, because rows that have ended
+    may be fed any pad token.
 
     Args:
         control: State of the call.
         embedding: (vocabulary, hidden), contiguous, in the dtype of `out.x`.
         cos: Rotary table (tables, positions, width), contiguous, in the dtype of `out.cos`.
         sin: Rotary table like `cos`.
-        out: What to fill.
+        out: The tensors to fill.
         scale: Factor of the embedding rows, applied in float32.
         by_kernel: Launch the kernel, otherwise run torch.
 

@@ -1,4 +1,4 @@
-"""How the hand-written kernels are launched: by the helper that launches generated kernels."""
+"""Launch hand-written kernels, with the helper that launches generated kernels."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def launch(what: KernelLaunch, tensors: Sequence[Tensor]) -> None:
 def check_tensor(
     name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check what a kernel relies on: it would read or write outside a tensor that does not fit.
+    """Check that a tensor fits a kernel, which would otherwise read or write outside of it.
 
     Raises:
         InputError: The tensor has another shape, dtype or device, or is not contiguous.

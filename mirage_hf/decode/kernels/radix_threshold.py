@@ -1,10 +1,12 @@
 """Top-k and top-p by radix search: which scores of a row stay, found without sorting.
 
 A row's threshold is the least score that stays. It is searched among all float32 numbers, taken as
-integers of the same order (`total_order`), ROUND_BITS bits a launch. In each round every block of a
-row compares its scores with 2 ** ROUND_BITS candidate thresholds at once: it counts the scores
-above each and adds the weights of the others. The last block to arrive adds up the blocks' results
-and takes the first candidate at which a score would stay.
+integers of the same order (`total_order`). A launch is one round, which finds ROUND_BITS bits.
+
+In each round every block of a row compares its scores with 2 ** ROUND_BITS candidate thresholds at
+once. For each candidate it counts the scores above, and adds the weights of the other scores. The
+last block to arrive adds up the blocks' results. It takes the first candidate at which a score
+would stay.
 
 Sums are taken in a fixed order, so the same scores always give the same threshold.
 """
@@ -35,8 +37,8 @@ TILE = 256
 MAX_BLOCKS = 256
 MIN_BLOCK = 1024
 
-#: Columns of the int64 row state, all 0 at the start. Column 0 is the threshold so far as an offset
-#: from INT32_MIN.
+#: Columns of the int64 row state, all 0 at the start. Column 0 is the threshold so far, as an
+#: offset from INT32_MIN.
 ROUNDS_DONE = tl.constexpr(1)
 #: Blocks that are done in this round.
 ARRIVED = tl.constexpr(2)
@@ -331,9 +333,9 @@ def kth_greatest(scores: Tensor, k: Tensor) -> Tensor:
 
 
 def softmax_totals(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what softmax needs: each row's greatest score and the sum of exp(score - greatest).
+    """Return each row's greatest score and the sum of exp(score - greatest), as softmax needs them.
 
-    torch gives a row to one block, these kernels to many.
+    torch gives a row to one block. These kernels give it to many.
 
     Args:
         scores: (batch, vocab) float32.
@@ -368,20 +370,22 @@ def mask_scores(
     *,
     lowest_index_first: bool,
 ) -> Tensor:
-    """Return the scores with `fill` in place of those that neither `keep` nor the weights let stay.
+    """Return the scores with `fill` in place of those that do not stay.
 
-    A score stays if it is among the first `keep` of the ranking, or if its weight and those of all
-    scores after it in the ranking add up to more than `removable`. A score stays, too, if a NaN is
-    among the weights of scores that are equal to it or come after it.
+    A score stays in three cases:
+
+    - It is among the first `keep` scores of the ranking.
+    - Its weight and the weights of all scores after it add up to more than `removable`.
+    - One of the weights of the scores that are equal to it or come after it is a NaN.
 
     Args:
         scores: (batch, vocab) float32.
-        ranking: (batch, vocab) float32: what decides, greatest first.
+        ranking: (batch, vocab) float32: the order of the scores, greatest first.
         weights: (batch, vocab) float32: weight of each score, equal for equal rankings.
         removable: (1,) float32.
         keep: (1,) int64.
         fill: What takes the place of removed scores.
-        lowest_index_first: Among equal rankings the lowest index comes first, and by weight they
+        lowest_index_first: Among equal rankings the lowest index comes first, and weights let them
             stay or go together. Otherwise the highest index comes first, and they go one by one.
 
     Raises:
@@ -410,7 +414,7 @@ def mask_scores(
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """What a search leaves.
+    """The results of a search.
 
     Attributes:
         state: (batch, STATE_COLUMNS) int64, after the last round.

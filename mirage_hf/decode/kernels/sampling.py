@@ -16,7 +16,7 @@ from mirage_hf.decode.kernels.total_order import total_order
 MIN_ARGMAX_BLOCK = 2048
 #: From this size on blocks of `argmax_kernel` grow only if there are more than MAX_PARTIALS.
 LONG_ARGMAX_BLOCK = 8192
-#: Partial results that the last block of `argmax_kernel` should compare, and that it can compare.
+#: How many partial results the last block of `argmax_kernel` should compare, and how many it can.
 #: With 600 to 1000 blocks a launch took 1 to 2 µs longer (H200).
 FEW_PARTIALS, MAX_PARTIALS = 512, 4096
 #: Scores of a row that a block of `sample_kernel` adds up: 16 bytes a thread of 16-bit numbers.
@@ -285,7 +285,7 @@ def _advance(
 
 
 def argmax_block(batch: int, vocab: int) -> int:
-    """Return how many logits of a row a block compares: as few as the number of blocks allows."""
+    """Return how many logits of a row a block compares: as few as the limits on blocks allow."""
     block = MIN_ARGMAX_BLOCK
     while next_power_of_two(batch) * next_power_of_two(-(-vocab // block)) > (
         FEW_PARTIALS if block < LONG_ARGMAX_BLOCK else MAX_PARTIALS

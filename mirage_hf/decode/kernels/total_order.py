@@ -6,7 +6,7 @@ import torch
 
 from mirage_hf.decode.kernels.optional_triton import tl, triton
 
-#: What embeddings, rotary tables, logits and scores may be made of.
+#: The dtypes that embeddings, rotary tables, logits and scores may have.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
