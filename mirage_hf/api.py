@@ -40,7 +40,7 @@ _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 def _locked(model: nn.Module) -> Iterator[None]:
     """Let threads that optimize or restore one model take turns.
 
-    A module that is swapped twice at a time is never quite put back.
+    A module that two threads swap at the same time could not be put back.
     """
     with _one_at_a_time:
         lock = _locks.setdefault(model, threading.RLock())
@@ -64,9 +64,9 @@ def optimize(
 ) -> Any:
     """Make a model's forward and generate use searched kernels, in place.
 
-    `model.mirage.report` then says what was done. If nothing could be done, a warning says why, the
-    model stays as it was, and there is no `model.mirage`. A model that is optimized already is
-    restored first.
+    `model.mirage.report` then says what was done. A model that is optimized already is restored
+    first. If nothing could be done, a warning says why. Then the model stays as it was, and there
+    is no `model.mirage`.
 
     For example::
 
@@ -81,12 +81,12 @@ def optimize(
         batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
         backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
         zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
-        tune: A block without a stored kernel is searched for. On a GPU, "auto" measures the results
-            of the search, "never" trusts the cost model instead, and "full" measures all blocks
-            anew, and more candidates of each.
+        tune: What is measured on a GPU. A block without a stored kernel is searched. "auto"
+            measures the results of the search. "never" measures nothing, and the cost model
+            chooses. "full" measures all blocks again, with more candidates of each.
         verify: Check each swapped module against the one that it replaces.
-        on_unsupported: What to do about a module that looks like a block and cannot be replaced:
-            "skip" nothing, "warn", or "error".
+        on_unsupported: What to do about a module that looks like a block and cannot be replaced.
+            "skip" ignores it, "warn" warns, and "error" raises an `OptimizeError`.
         decode: "graph" replays the steps of generate from CUDA graphs if they can be captured,
             "eager" calls them.
         max_cache_len: The most cache slots, of prompt and new tokens together, that a call of
@@ -99,14 +99,14 @@ def optimize(
         The model, or with `dry_run` the report.
 
     Raises:
-        OptimizeError: The model or an option cannot be taken.
+        OptimizeError: The model cannot be optimized, or an option has an impossible value.
         ZooError: A zoo cannot be read or fetched.
 
-    The model is untouched after an error. If it was optimized before and an option or the zoo is at
-    fault, it stays optimized; after other errors it is as `restore` leaves it.
+    The model is untouched after an error. A model that was optimized before stays optimized if an
+    option or the zoo is at fault. After other errors it is as `restore` leaves it.
 
     Warns:
-        OptimizeWarning: Less was changed than one may expect.
+        OptimizeWarning: Fewer modules were replaced than one may expect.
     """
     names, rows = check_options(
         patterns,
@@ -165,7 +165,7 @@ def _install_decoding(
     mode: str,
     max_cache_len: int | None,
 ) -> None:
-    """Give a model that generates a `generate` of ours. Somebody else's is kept, with a note."""
+    """Give a model that generates our `generate`. A foreign one on it is kept, with a note."""
     inner = generating(model)
     if inner is None:
         return
@@ -211,7 +211,7 @@ def optimized(model: Model, **options: Any) -> Iterator[Model]:
 
     Args:
         model: The model.
-        options: Those of `optimize`.
+        options: The options of `optimize`.
 
     Yields:
         The optimized model.

@@ -1,8 +1,8 @@
 """`attn_implementation="mirage"`: attention that transformers' models ask for by name.
 
-Decoding steps over a static cache run searched kernels. A kernel is found for one size and one set
-of strides of the keys, so it serves caches whose tensors stay as they are (StaticCache). Everything
-else runs in SDPA. torch ops replace SDPA if it would drop an argument. Each reason is counted.
+Decoding steps over a static cache run searched kernels. A kernel is made for one size and one set
+of strides of the keys. So it serves caches whose tensors stay as they are (StaticCache). Everything
+else runs in SDPA, or in torch ops if SDPA would drop an argument. Each reason is counted.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What ran attention in this process for models that asked for it by name.
+    """The calls of attention in this process, by models that asked for it by name.
 
-    What torch runs in compiled graphs is not counted.
+    Calls that torch runs in compiled graphs are not counted.
 
     Attributes:
         kernels: The kernels found so far.

@@ -19,7 +19,7 @@ RUNS = 3
 
 
 def run(loaded: Loaded, tokens: int, seconds: float | None) -> bool:
-    """Show blocks, searches, report, text, and times or what a GPU would run.
+    """Show blocks, searches, report, text, and times. Without a GPU show a preview of one.
 
     Args:
         loaded: The model and its prompt.

@@ -1,4 +1,4 @@
-"""What a GPU would run, shown without one: kernels compiled ahead of time, and predicted times."""
+"""A preview of an H200 without a GPU: kernels compiled ahead of time, and predicted times."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class KernelPreview:
         registers: Registers a thread, of each generated kernel. Empty if they are unknown.
         shared_bytes: Shared memory of a block of threads, of each generated kernel.
         predicted_us: The cost model's estimate.
-        roof_us: The time to move the bytes that must move, at the bandwidth of device memory.
-        failure: Why nothing could be compiled. Empty if all was.
+        roof_us: The time to move the kernels' bytes, at the bandwidth of device memory.
+        failure: Why kernels could not be compiled. Empty if they were.
     """
 
     name: str
@@ -86,7 +86,7 @@ def preview(name: str, ugraph: UGraph) -> KernelPreview:
 
 
 def _registers(cubin: bytes) -> list[int]:
-    """Return the registers a thread of each kernel in a cubin, as cuobjdump, Triton's own, says."""
+    """Return the registers a thread of each kernel in a cubin, by Triton's own cuobjdump."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -24,7 +24,7 @@ EVERY = 5.0
 
 
 class SearchView:
-    """What is known of a search so far.
+    """The state of a search in progress.
 
     Call it as `superoptimize` calls `progress`. `lines` is what a terminal shows.
     """
@@ -42,7 +42,7 @@ class SearchView:
             )
 
     def __call__(self, stage: str, detail: Any = None) -> None:
-        """Take in what was reached."""
+        """Note the stage that was reached, and its detail."""
         self.stage = stage
         match detail:
             case Accepted():

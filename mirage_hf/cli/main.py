@@ -172,7 +172,7 @@ def bench(
 
 
 def _compared(before: float, after: float, device_type: str) -> str:
-    """Return in words how two times compare."""
+    """Return the comparison of two times in words."""
     if before >= after:
         return f"{before / after:.2f} times as fast"
     slower = f"{after / before:.1f} times slower"
@@ -331,9 +331,12 @@ def _write_result(
 def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -> None:
     """Check the files of options before anything is loaded or searched.
 
+    Args:
+        read: The files that the command reads, by a name for messages.
+        written: The files that it writes, by option. None: the option was not given.
+
     Raises:
-        typer.BadParameter: An option's file cannot be written, or is one that is read, or another
-            option's.
+        typer.BadParameter: A file cannot be written, or another argument names it, too.
     """
     taken = {path.resolve(): name for name, path in read.items()}
     for name, path in written.items():

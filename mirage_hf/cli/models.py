@@ -60,10 +60,10 @@ class Loaded:
 
     @property
     def report(self) -> Any:
-        """What optimize() did.
+        """The report of optimize().
 
         Raises:
-            MirageError: It replaced nothing. A warning has said why.
+            MirageError: optimize() replaced nothing. A warning has said why.
         """
         if "mirage" not in self.model.__dict__:
             raise errors.MirageError(
@@ -117,7 +117,7 @@ def _place(device: str | None) -> torch.device:
 
 
 def _of_transformers(name: str, what: str, way_out: str, load: Callable[[], Any]) -> Any:
-    """Return what `load` returns.
+    """Call `load` and return its result.
 
     Raises:
         MirageError: It failed. The message has transformers' reason in one line.
@@ -142,11 +142,11 @@ def load(
         name: A folder or a Hub id.
         prompt: The text that it continues. None: the tokenizer is not loaded.
         batch: How often the prompt is repeated.
-        device: As `--device` says.
+        device: The device, as `--device` takes it.
         dtype: The dtype of weights. None: float32 on a CPU, the checkpoint's own on a GPU.
 
     Raises:
-        MirageError: It cannot be loaded.
+        MirageError: The model cannot be loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

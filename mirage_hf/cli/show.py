@@ -34,7 +34,7 @@ def searching(what: str) -> Iterator[Callable[..., None]]:
     """Show a line while work goes on.
 
     Yields:
-        The function to call with a stage and its detail, see pipeline/windows.py.
+        A `progress` function, to be called with a stage and its detail (see pipeline/windows.py).
     """
     if not console.is_terminal:
         plain(f"{what} …")

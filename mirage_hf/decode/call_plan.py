@@ -88,7 +88,7 @@ class CallPlan:
 
     @property
     def prompt_is_whole(self) -> bool:
-        """Whether the prompt is a whole text of which only the last logits are wanted."""
+        """Whether the prompt is a whole text, and only its last logits are wanted."""
         return self.prompt.counts_from_zero and self.logits_to_keep
 
 

@@ -54,8 +54,8 @@ def capture(
                 # records a graph. A graph of ours that still used it would fail in a later replay.
                 # So it is cleared here, and allocated during the capture in the graph's own pool.
                 # Then it is cleared again so that nothing else uses it. It is not cleared before
-                # the capture. There torch.cuda.graph gives free memory back to the driver, and
-                # another thread may be about to launch a product with its workspace.
+                # the capture, where torch.cuda.graph gives free memory back to the driver. Another
+                # thread may then be about to launch a product with its workspace.
                 torch._C._cuda_clearCublasWorkspaces()
                 run()
                 torch._C._cuda_clearCublasWorkspaces()

@@ -1,7 +1,8 @@
 """What Hugging Face's logits processors compute, with torch ops that never wait for the device.
 
-Each function takes the text so far, float32 scores (batch, vocab), the sizes that a graph is
-captured for, and tensors whose values may change between calls. It returns new scores.
+Each function takes the text so far and float32 scores (batch, vocab), and returns new scores.
+Further arguments are the sizes that a graph is captured for, and tensors whose values may change
+between calls.
 
 Rounding is that of HF's own ops in float32, with two exceptions. Sums may have another order, and
 CUDA may compute a division by a number as a product with its inverse. Where HF sorts a vocabulary,
@@ -43,7 +44,7 @@ class TextSoFar:
         return self.ids.index_select(1, places.clamp(min=0)), places >= 0
 
 
-# -- warpers ------------------------------------------------------------------------------------
+# -- warpers ---------------------------------------------------------------------------------------
 
 
 def temperature(text: TextSoFar, scores: Tensor, value: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ def normalize(text: TextSoFar, scores: Tensor) -> Tensor:
     return _log_softmax(scores)
 
 
-# -- some tokens, at some lengths ---------------------------------------------------------------
+# -- some tokens, at some lengths ------------------------------------------------------------------
 
 
 def suppress(text: TextSoFar, scores: Tensor, tokens: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ def _decay_keeps_infinity() -> bool:
         return not bool(scores.isnan())
 
 
-# -- the text so far ----------------------------------------------------------------------------
+# -- the text so far -------------------------------------------------------------------------------
 
 
 def penalize_repetition(

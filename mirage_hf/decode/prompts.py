@@ -17,7 +17,7 @@ from mirage_hf.layers.row_chunks import MIN_CHUNK_ROWS
 #: longer prompts have fewer row chunks.
 GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
 #: Most tokens of a batch whose prefill is captured. It was measured at 128 tokens only
-#: (Llama-3.2-1B, H200): the kernels take about 2 ms, and the first token takes 9.6 ms without a
+#: (Llama-3.2-1B, H200). The kernels take about 2 ms there. The first token takes 9.6 ms without a
 #: graph and 5.6 ms with one. The number at which the GPU takes as long as the host is an estimate.
 MAX_CAPTURED_TOKENS = 2048
 #: Kernels are compared with HF's forward before they are called. This is the number of tokens of

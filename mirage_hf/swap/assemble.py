@@ -36,13 +36,13 @@ def assemble_model_kernels(
     rows: Sequence[int],
     found: BlockKernels,
 ) -> ModelKernels | Rejected:
-    """Return the kernels of a whole model, for those numbers of rows that every part has.
+    """Return the kernels of a whole model, for the numbers of rows that every part has.
 
     Args:
         causal: The causal LM, or why it has no steps by kernels.
         matches: The matched modules of the model.
-        rows: The numbers of rows that kernels were looked for.
-        found: The kernels.
+        rows: The numbers of rows that were asked for.
+        found: The kernels that were found.
     """
     if isinstance(causal, Rejected):
         return causal
@@ -150,7 +150,7 @@ def _layer_numbers(match: Match) -> Iterator[_Number]:
         for name in CLIPS:
             yield attention.config.__dict__, name, None
     if softcap_of(attention) is not None:
-        # Another attention backend may do something else with the softcap.
+        # Another attention backend may treat the softcap in another way.
         yield from _named(attention.config.__dict__, ("_attn_implementation_internal",))
     for path in dict.fromkeys(path for part in match.parts for path in part.bypassed):
         yield from _floats_of(submodule(match.module, path))

@@ -39,16 +39,16 @@ class Allowance:
 
 MODULE_ALLOWANCE = Allowance(factor=1.25, ulps=1.0)
 
-#: For a layer or its step in float32. Of two right orders of five sums in a row, one is luckier
-#: than the other. Over 72 layers of tiny models the ratio was 2.4 at most for 8 calls, and 0.7 to
-#: 1.6 for 512.
+#: For a layer or its step in float32. Five sums in a row may be taken in two right orders, and one
+#: is nearer to the reference by chance. Over 72 layers of tiny models the ratio was 2.4 at most for
+#: 8 calls, and 0.7 to 1.6 for 512.
 FLOAT32_LAYER_ALLOWANCE = Allowance(factor=4.0, ulps=3.0)
 
 #: How many outputs of a head are computed at a time in the wide dtype.
 SLICE = 8192
 
-#: How many calls are compared for each number of rows. In a small module the largest error of one
-#: call is a matter of luck.
+#: How many calls are compared for each number of rows. In a small module the largest error of a
+#: single call varies much.
 SAMPLES = 8
 
 #: The tokens that the cache holds before the compared call.
@@ -57,7 +57,7 @@ PAST = 5
 
 @dataclass(frozen=True)
 class Checked:
-    """The largest distances from a wide reference. It is in float32, or float64 for float32."""
+    """The largest distances from a reference in float32, or in float64 for float32 modules."""
 
     #: The distance of the kernels, and of the stock module.
     error: float
@@ -150,7 +150,7 @@ def check_head(kernels: ModelKernels, causal: CausalMatch, rows: int) -> Checked
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What the kernels, the stock module and the wide reference give."""
+    """The outputs of the kernels, the stock module and the wide reference."""
 
     ours: Tensor
     stock: Tensor
@@ -186,7 +186,7 @@ def _too_far(checked: Checked, rows: int) -> Rejected:
 
 
 def _could_not_run(error: Exception) -> Rejected:
-    """Reject a module that cannot be checked, whatever its code or its wide twin raises."""
+    """Reject a module whose check raised an error, in its own code or in its wide twin."""
     return Rejected(f"the check could not run ({described(error)})")
 
 

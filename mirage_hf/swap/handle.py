@@ -19,9 +19,7 @@ PUT_BACK = "put back by restore() or optimize() of a part of the model"
 
 
 class Handle:
-    """What optimize() leaves on a model.
-
-    Copies and pickles of the model lack it.
+    """The attribute `model.mirage` of an optimized model. Copies and pickles of the model lack it.
 
     Example:
         >>> optimize(model)
@@ -37,7 +35,7 @@ class Handle:
 
     @property
     def report(self) -> Report:
-        """What was done, with the calls and fallbacks counted so far."""
+        """The report of optimize(), with the calls and fallbacks counted so far."""
         rows = tuple(self._counted(row) for row in self._report.rows)
         if self.runner is None:
             return replace(self._report, rows=rows)
@@ -80,7 +78,7 @@ class Handle:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as None, so that what holds the handle loads without this package."""
+        """Pickle as None, so that an object that holds the handle loads without this package."""
         return type(None), ()
 
 
@@ -99,7 +97,7 @@ def detach(model: nn.Module) -> None:
         handle = module.__dict__.get(HANDLE_NAME)
         if isinstance(handle, Handle):
             handle._ledger.undo()
-        # None is what a copy has. Anything else than None or a handle is the user's.
+        # A copy has None. Anything except None or a handle is the user's.
         if handle is None or isinstance(handle, Handle):
             module.__dict__.pop(HANDLE_NAME, None)
             restore_in_copies(module, HANDLE_NAME)

@@ -28,7 +28,7 @@ class _Resolver:
     zoo: Any
     tune: str
     progress: Callable[..., Any] | None
-    #: How many blocks there are in all, for the progress report.
+    #: The number of blocks, for the progress report.
     total: int
     begun: int = 0
     found: dict[tuple[PatternBlock, int], Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Resolver:
                 self.resolve(for_long_caches(block), rows)
         if not new:
             return
-        # What an earlier layer chose stays.
+        # The kernels that an earlier layer chose stay.
         chain = [
             self.found[b, rows] if b in new else replace(self.found[b, rows], outcome=None)
             for b in available
@@ -94,7 +94,7 @@ def find_kernels(
         backend: "triton" or "cpu".
         zoo: A kernel zoo besides the packaged one, or None.
         tune: As in `optimize`.
-        progress: Called with what was reached, or None.
+        progress: As in `optimize`, or None.
     """
     blocks = dict.fromkeys(part.block for parts in layers for part in parts)
     long = sum(_is_tuned_for_long_caches(block, device) for block in blocks)
@@ -114,5 +114,5 @@ def _is_tuned_for_long_caches(block: PatternBlock, device: torch.device) -> bool
 
 
 def _appends(kernel: Any) -> bool:
-    """Return whether a kernel writes into its inputs. The torch op may not."""
+    """Return whether a kernel writes into its inputs. `torch_op` must not call such a kernel."""
     return any(op.name == APPEND for op in kernel.ugraph.program.ops)

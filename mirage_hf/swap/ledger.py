@@ -42,7 +42,7 @@ class Ledger:
     def undo(self, module: nn.Module | None = None) -> None:
         """Put back one module, or all of them, last first.
 
-        A class that someone else has set since is left alone.
+        A module whose class was changed again since keeps that class.
         """
         for entry in reversed(list(self.entries)):
             if module is None or entry[0] is module:
@@ -51,14 +51,14 @@ class Ledger:
 
 
 def put_back(module: nn.Module, stock: type[nn.Module]) -> None:
-    """Give a module its stock class, and remove what it carries."""
+    """Give a module its stock class, and remove its binding."""
     module.__dict__.pop(BINDING_KEY, None)
     if type(module) is swapped_class(stock):  # type: ignore[arg-type]
         module.__class__ = stock
 
 
 def strays(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
-    """Yield the swapped modules of a model with their stock classes, whoever swapped them."""
+    """Yield all swapped modules of a model with their stock classes, in this ledger or not."""
     for module in model.modules():
         binding = module.__dict__.get(BINDING_KEY)
         if isinstance(binding, Binding):

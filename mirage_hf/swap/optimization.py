@@ -38,7 +38,7 @@ _Outcomes = dict[tuple[str, "int | None"], Checked]
 
 
 class Optimization:
-    """The matches of one model, and what becomes of them."""
+    """One optimize() of a model: it plans, swaps, checks and reports the model's matches."""
 
     def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], matches: Matches):
         """Start with what was found in `model`. Nothing is changed yet."""
@@ -50,7 +50,7 @@ class Optimization:
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
-        """The parts that kernels are wanted for, those of a layer together."""
+        """The parts that need kernels: one tuple for each matched module, and one for the head."""
         head = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
         return [*(match.parts for match in self.matches), *head]
 
@@ -87,10 +87,10 @@ class Optimization:
         return replace(report, notes=(note,))
 
     def complain(self, on_unsupported: str) -> None:
-        """Warn of rejected blocks, or fail, as the user wishes.
+        """Warn of rejected blocks, or raise an error, as `on_unsupported` asks.
 
         Raises:
-            OptimizeError: If there are any and `on_unsupported` is "error".
+            OptimizeError: There are rejected blocks, and `on_unsupported` is "error".
         """
         if not self.rejected or on_unsupported == "skip":
             return
@@ -104,7 +104,7 @@ class Optimization:
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
     def complain_of_unkept(self, found: BlockKernels) -> None:
-        """Warn if kernels that were made could not be kept: the next optimize() takes as long."""
+        """Warn if new kernels could not be stored, so that the next optimize() takes as long."""
         kernels = (kernel for kernel in found.values() if not isinstance(kernel, Rejected))
         unkept = [kernel.unkept for kernel in kernels if kernel.unkept]
         if unkept:
@@ -116,7 +116,7 @@ class Optimization:
             )
 
     def nothing_done(self, on_unsupported: str, report: Report) -> None:
-        """Warn that the model is as it was, or fail, as the user wishes.
+        """Warn that the model is as it was, or raise an error, as `on_unsupported` asks.
 
         Raises:
             OptimizeError: If `on_unsupported` is "error".
@@ -135,7 +135,7 @@ class Optimization:
     # -- swapping
 
     def swap(self, found: BlockKernels, *, verify: bool) -> tuple[Handle | None, Report]:
-        """Swap what has kernels, then check each swapped module.
+        """Swap the modules that have kernels, then check each swapped module.
 
         Args:
             found: The kernels of the wanted parts.
@@ -189,7 +189,7 @@ class Optimization:
     def _assemble_steps(
         self, found: BlockKernels, rows: Sequence[ReportRow], verify: bool
     ) -> tuple[list[ReportRow], tuple[str, ...]]:
-        """Assemble the kernels of whole steps, and check them. Returns the rows and notes."""
+        """Assemble the kernels of whole steps, and check them. Return the rows and notes."""
         kernels = assemble_model_kernels(self.causal, self.matches, self.rows, found)
         outcomes: _Outcomes = {}
         if verify and isinstance(kernels, ModelKernels):
@@ -255,7 +255,7 @@ def _why_nothing(report: Report) -> str:
 def _runs_only_in_steps(row: ReportRow) -> bool:
     """Return whether a row's kernels run only in steps of generate.
 
-    This is so for attention, which is over our caches, and for the head.
+    Attention's kernels do, because they read our caches. The head's do, too.
     """
     return row.module == _HEAD or row.pattern in IN_STEPS
 

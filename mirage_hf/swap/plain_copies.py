@@ -1,7 +1,7 @@
-"""Leave our attributes out of copies and pickles of a model: those are plain stock models.
+"""Leave our attributes out of copies and pickles of a model, which are plain stock models.
 
 `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save` all ask an object for its state by
-`__getstate__`, which they find on the instance before the class.
+`__getstate__`. They find that method on the instance before the class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GETSTATE = "__getstate__"
 
 
 class _PlainState:
-    """The `__getstate__` of one model: what its class gives, without our attributes."""
+    """The `__getstate__` of one model: the state that its class gives, without our attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -31,9 +31,9 @@ class _PlainState:
 
 
 def leave_out_of_copies(model: nn.Module, name: str) -> None:
-    """Let copies and pickles of `model` be without its attribute `name`.
+    """Leave the attribute `name` out of copies and pickles of `model`.
 
-    A model with a `__getstate__` that somebody else put on the instance stays as it is.
+    A model that already has another `__getstate__` on the instance stays as it is.
     """
     present = model.__dict__.setdefault(_GETSTATE, _PlainState(model))
     if isinstance(present, _PlainState):

@@ -1,4 +1,4 @@
-"""What optimize() did, a row for each block and number of rows, and what has happened since."""
+"""The report of optimize(): a row for each block and number of rows, and the calls since."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReportRow:
     kernel: str = ""
     #: Where the kernel comes from: a zoo, the cache or a search.
     source: str = ""
-    #: Why the block is stock, or what is to be said about its kernel.
+    #: Why the block is stock, or a remark about its kernel.
     reason: str = ""
     #: The largest distance from a reference in a wider dtype, and that of the stock module.
     error: float | None = None
@@ -161,7 +161,7 @@ def _table(rows: Iterable[ReportRow]) -> list[str]:
 
 
 def _merge_key(row: ReportRow) -> tuple[str, ...]:
-    """Return what rows of one line have in common: all but the layer's number and the error."""
+    """Return the fields that are equal in rows of one line: not the layer's number and error."""
     line = _line([row])
     numberless = ".".join("*" if part.isdigit() else part for part in row.module.split("."))
     return tuple(vars(replace(line, module=numberless, error="")).values())

@@ -1,6 +1,6 @@
 """The class of a swapped module.
 
-It is a subclass of the stock class whose forward asks the guard first. Copies and pickles of a
+It is a subclass of the stock class. Its forward asks the guard first. Copies and pickles of a
 swapped module are stock modules.
 """
 
@@ -20,7 +20,7 @@ _is_compiling = torch.compiler.is_compiling
 
 @cache
 def swapped_class(stock: Any) -> Any:
-    """Return the one subclass of `stock` that runs kernels if its guard allows.
+    """Return the subclass of `stock` that runs kernels if its guard allows. There is one for each.
 
     It has the names of the stock class.
     """
@@ -74,7 +74,7 @@ def _as_stock(reduced: Any, swapped: type, stock: type) -> Any:
     if isinstance(state, dict):
         state = {key: value for key, value in state.items() if key != BINDING_KEY}
     if make is copyreg.__newobj__ and args == (swapped,):  # type: ignore[attr-defined]
-        # Pickle refuses this maker for an object of another class. The older one does the same
-        # without that check.
+        # Pickle refuses `__newobj__` for an object of another class. The older `_reconstructor`
+        # does the same without that check.
         return (copyreg._reconstructor, (stock, object, None), state, *rest)  # type: ignore[attr-defined]
     return (make, tuple(stock if arg is swapped else arg for arg in args), state, *rest)

@@ -1,9 +1,9 @@
-"""What a swapped module is to torch.compile and torch.export.
+"""The forward of a swapped module that torch.compile and torch.export trace.
 
-It is the same composition, with its kernels as calls of the op `mirage_hf::run`. Whether a graph
-may hold kernels is decided while it is traced, by conditions on the live module that dynamo turns
-into guards. If a condition fails, the stock forward is traced. Nothing is counted, because a
-counter would compile anew at each call.
+It is the same composition, with its kernels as calls of the op `mirage_hf::run`. Conditions on the
+live module decide during the trace whether the graph may hold kernels. Dynamo turns them into
+guards. If a condition fails, the stock forward is traced. Nothing is counted, because a counter
+would cause a new compilation at each call.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def _transform_is_active() -> bool:
 
 
 class TracedModule:
-    """What a kind of swapped module needs while it is traced.
+    """The facts about a kind of swapped module that its trace needs.
 
-    It holds no module and no tensor, and equal modules share one. So dynamo checks its guards on
-    this once a graph, and not once a layer.
+    This holds no module and no tensor, and equal modules share one. So dynamo checks its guards on
+    it once a graph, and not once a layer.
     """
 
     def __init__(self, match: Match, digests: Digests, adapters: Sequence[Any]):
-        """Record what a match relies on.
+        """Record everything that a match relies on.
 
         Args:
             match: The match.
@@ -100,7 +100,7 @@ class TracedModule:
     def over(self, module: nn.Module) -> Composition:
         """Return the composition over a module's weights as they are now.
 
-        torch.export puts other weights in their place while it traces.
+        torch.export puts other weights in the module while it traces.
         """
         return self.composition.over(LiveOperands(module._modules, self.composition.parts))
 
@@ -176,7 +176,7 @@ _lock = threading.Lock()
 
 
 def share(match: Match, digests: Digests, adapters: Sequence[Any]) -> str:
-    """Return the name in `shared` of what a match needs. Equal matches have the same name."""
+    """Return the name in `shared` of a match's traced module. Equal matches have the same name."""
     facts = (
         type(match.module),
         type(match.module).forward,
@@ -212,10 +212,10 @@ def _bypassed(match: Match) -> tuple[Any, ...]:
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a bypassed module must still be.
+    """Return facts about a bypassed module that must not change.
 
     These are its class, that class's forward, its settings, and the parameters that are None. Its
-    sizes are those of its weights.
+    sizes need no record, because its weights have them.
     """
     settings = (
         {}

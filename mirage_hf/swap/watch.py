@@ -1,7 +1,8 @@
-"""What a swapped module's kernels rely on, recorded when they were made and compared at each call.
+"""Records of everything that a swapped module's kernels rely on, compared at each call.
 
-The guard (swap/guard.py) reads these records on every call of a module. They hold instance
-dictionaries, because nn.Module's attribute look-up would cost more than the comparison.
+They are made with the kernels. The guard (swap/guard.py) reads them on every call of a module. They
+hold instance dictionaries, because nn.Module's attribute look-up would cost more than the
+comparison.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class AdapterState:
         return None
 
     def _rewritten(self, scaling: Tensor) -> bool:
-        # A graph cannot ask what a tensor holds. There the adapter runs as stock's.
+        # A traced graph cannot read a tensor's value. There the stock forward of the adapter runs.
         return torch.compiler.is_compiling() or scaling_of(scaling) != self.scaling
 
 
@@ -175,7 +176,7 @@ class WatchedAdapter:
     recorded: AdapterState
     #: The instance dictionary of the linear, or None if it is the swapped module itself.
     state: dict[str, Any] | None
-    #: (name, module) of what holds the adapters' modules by adapter.
+    #: (name, module) of each container of the adapters' modules, such as `lora_A`.
     containers: tuple[tuple[str, Any], ...]
 
     @classmethod
