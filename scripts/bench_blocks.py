@@ -32,7 +32,8 @@ from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
-from mirage_hf.tune.cost import tensor_bytes
+from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.measure import Run
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
@@ -98,16 +99,16 @@ def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> lis
         "ugraph": str(ugraph),
         "kernels": ugraph.num_kernels,
     }
-    return [Entrant(OURS, tuner.run_of(triton.generate(ugraph, schedules)))]
+    return [Entrant(OURS, measure.run_of(triton.generate(ugraph, schedules)))]
 
 
 #: Results of tuning; rows that are refitted from one size share one.
-_tuned: dict[str, tuple[tuner.MeasuredCandidate | None, dict[str, Any]]] = {}
+_tuned: dict[str, tuple[MeasuredCandidate | None, dict[str, Any]]] = {}
 
 
 def tune(
     program: KernelGraph, args: argparse.Namespace
-) -> tuple[tuner.MeasuredCandidate | None, dict[str, Any]]:
+) -> tuple[MeasuredCandidate | None, dict[str, Any]]:
     """Return the fastest searched candidate, or None, and what to record."""
     record: dict[str, Any] = {}
     started = time.perf_counter()

@@ -72,7 +72,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         per_graph=effort.schedules,
         rounds=effort.rounds,
         schedules=restriction.schedules if restriction else permitted(candidates),
-        regroup=restriction is None,
+        resplit=restriction is None,
         progress=(lambda *detail: progress("tune", detail)) if progress else None,
         next_may_launch_early=request.key.next_may_launch_early,
     )

@@ -19,8 +19,8 @@ from mirage_hf.pipeline import counter_labels
 from mirage_hf.render import picture
 from mirage_hf.search.search_report import SearchReport, StopReason
 from mirage_hf.tune import space
+from mirage_hf.tune.candidates import TuneResult
 from mirage_hf.tune.cost import estimate, library_us
-from mirage_hf.tune.tuner import TuneResult
 
 #: Results that are shown with picture and code. All results are in the table.
 MOST_SHOWN = 4

@@ -20,6 +20,7 @@ from mirage_hf.graph.kernel import CUSTOMIZED
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import estimate, library_us
+from mirage_hf.tune.refit import clip
 from mirage_hf.verify.accept import Candidate
 
 #: A dim of at most this size counts rows. Schedules for one row are kept along with those for the
@@ -84,7 +85,7 @@ def _scheduled(
     schedules, us = [], 0.0
     for op, schedule in zip(ugraph.block_ops, kind, strict=True):
         assert op.block is not None
-        schedules.append(space.fitted(schedule, op.block))
+        schedules.append(clip(schedule, op.block))
         try:
             us += estimate(plan_kernel(op, schedules[-1]), device).us
         except errors.CodegenError:

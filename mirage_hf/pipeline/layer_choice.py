@@ -17,7 +17,8 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.resolver import Resolved, kernel_request, resolved
 from mirage_hf.pipeline.results import SEARCHED, NoResults, ZooResults
 from mirage_hf.pipeline.windows import ProgressCallback
-from mirage_hf.tune.tuner import MeasuredCandidate, together
+from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.layer import choose_for_layer
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import target_of
 from mirage_hf.zoo.store import zoo_path
@@ -138,7 +139,7 @@ def _chosen_together(
         return {}
     failed = ""
     try:
-        candidates_chosen, whole = together(list(choices.values()), device=device)
+        candidates_chosen, whole = choose_for_layer(list(choices.values()), device=device)
     except RuntimeError as e:  # out of memory is one
         failed = described(e)
     torch.cuda.empty_cache()  # what was timed is as large as a few layers

@@ -12,8 +12,8 @@ from mirage_hf.pipeline import versions
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_report import SearchReport
+from mirage_hf.tune.candidates import MeasuredCandidate, TuneResult
 from mirage_hf.tune.measure import Timing
-from mirage_hf.tune.tuner import MeasuredCandidate, TuneResult
 from mirage_hf.zoo.entry import Entry, Measurement
 from mirage_hf.zoo.search_record import SearchRecord
 

@@ -19,8 +19,8 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import torch_op
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.pipeline.torch_op import Run
-from mirage_hf.tune import space
-from mirage_hf.tune.tuner import MOST_PARTS
+from mirage_hf.tune.neighbours import MOST_SPLITS
+from mirage_hf.tune.refit import refit
 
 
 def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> Run:
@@ -69,7 +69,7 @@ def cut_to(
     before = place_kernels(ugraph, next_may_launch_early)
     after = place_kernels(resized, next_may_launch_early)
     cut_schedules = [
-        space.recut(schedule, old, new)
+        refit(schedule, old, new)
         for schedule, old, new in zip(schedules, before, after, strict=True)
     ]
     return resized, cut_schedules
@@ -83,7 +83,7 @@ def _with_equal_splits(old: UGraph, new: UGraph) -> UGraph:
             size = _same_block(op.block, new).axis(axis.name).size
             if axis.split_axis is not None and size > axis.size:
                 number = -(-size // op.block.split_size(axis.name))
-                new = symbolic.with_num_splits(new, axis.split_axis, min(MOST_PARTS, number))
+                new = symbolic.with_num_splits(new, axis.split_axis, min(MOST_SPLITS, number))
     return new
 
 

@@ -19,7 +19,7 @@ from mirage_hf.pipeline import html_report, instances, run_ugraph, torch_op
 from mirage_hf.pipeline.instances import Family
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.search.search_report import SearchReport
-from mirage_hf.tune.tuner import TuneResult
+from mirage_hf.tune.candidates import TuneResult
 
 
 class SearchResult(Sequence[UGraph]):

@@ -319,3 +319,9 @@ def time_run(
     """Time `run` over cold sets in a CUDA graph; GLANCE replays if it takes `worth` µs."""
     captured = capture(run, sets)
     return timing(captured.times(replays, worth), captured.calls)
+
+
+def run_of(program: triton.GeneratedProgram) -> Run:
+    """Return the function that runs a generated program."""
+    run: Run = compiler.load(program.source, program.digest).run
+    return run

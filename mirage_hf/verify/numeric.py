@@ -35,7 +35,7 @@ SLACK = 1.25
 #: Results beyond this share of the dtype's largest number may round to infinity or not.
 _IN_RANGE = 0.98
 
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)

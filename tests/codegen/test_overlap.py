@@ -19,7 +19,7 @@ from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.tune.tuner import rank
+from mirage_hf.tune.ranking import rank
 from tests.helpers import kernel_cases
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ import torch
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.tune import measure, space, tuner
+from mirage_hf.tune import measure, space
 from tests.codegen import test_append
 from tests.helpers import kernel_cases
 
@@ -120,7 +120,7 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
     from mirage_hf.codegen import launching
 
     graph_of, program = KINDS[kind]()
-    run = tuner.run_of(program)
+    run = measure.run_of(program)
     source = SLOW + "\n\n" + launching.text(with_counters=False)
     slow = compiler.load(source, triton.GeneratedProgram(source, ()).digest)
     inputs = measure.random_inputs(graph_of, "cuda")
@@ -170,7 +170,7 @@ def test_results_hold_whatever_the_producers_take(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["split", "mma split"])
 def test_shared_loops_on_several_streams_threads_and_graphs_at_once(kind):
     graph_of, program = KINDS[kind]()
-    run = tuner.run_of(program)
+    run = measure.run_of(program)
     inputs = measure.random_inputs(graph_of, "cuda")
     expected = run(inputs)[0].clone()
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -209,7 +209,7 @@ def test_shared_loops_on_several_streams_threads_and_graphs_at_once(kind):
 
 def test_first_in_a_graph_after_a_copy_and_after_another_stream():
     graph_of, program = KINDS["split"]()
-    run = tuner.run_of(program)
+    run = measure.run_of(program)
     inputs = measure.random_inputs(graph_of, "cuda")
     expected, other = run(inputs)[0].clone(), torch.randn_like(inputs[0])
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -244,7 +244,7 @@ def test_outputs_over_inputs(schedule):
     ugraph = kernel_cases.rms_norm_linear(1, 1024, 1024, residual=True)
     program = program_of(ugraph, **schedule)
     assert program.in_place == ((0, 3),)
-    run = tuner.run_of(program)
+    run = measure.run_of(program)
     inputs = measure.random_inputs(ugraph.program, "cuda")
     expected = run(inputs)[0].clone()
     for _ in range(200):
@@ -256,7 +256,7 @@ def test_outputs_over_inputs(schedule):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_on_a_device_that_is_not_the_current_one():
     graph_of, program = KINDS["split"]()
-    run = tuner.run_of(program)
+    run = measure.run_of(program)
     inputs = measure.random_inputs(graph_of, "cuda:0")
     there = [x.to("cuda:1") for x in inputs]
     assert (
@@ -267,7 +267,7 @@ def test_on_a_device_that_is_not_the_current_one():
 def test_a_busy_host_does_not_change_what_is_measured():
     """The tuner measures while its threads compile."""
     ugraph = kernel_cases.rms_norm_linear(1, 4096, 4096)
-    run = tuner.run_of(program_of(ugraph, m=1, n=8, k=1024))
+    run = measure.run_of(program_of(ugraph, m=1, n=8, k=1024))
     sets, stop = measure.cold_inputs(ugraph.program, "cuda"), threading.Event()
 
     def burn():

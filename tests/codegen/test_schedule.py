@@ -11,6 +11,7 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.tune import space
+from mirage_hf.tune.refit import clip
 from tests.helpers import kernel_cases
 
 
@@ -108,7 +109,7 @@ def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
     for k in (8192, 5000, 1100, 1024, 300, 129, 128, 40):
         u = kernel_cases.rms_norm_linear(1, k, 256)
         (op,) = u.block_ops
-        schedule = space.fitted(chosen, op.block)
+        schedule = clip(chosen, op.block)
         plan_kernel(op, schedule)
         triton.generate(u, [schedule])
         shared[k] = schedule.cooperating_blocks

@@ -30,8 +30,9 @@ from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.split_appends import split_appends
-from mirage_hf.tune import space, tuner
+from mirage_hf.tune import ranking, space
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.refit import PIPELINED
 from tests.helpers import triton_interpreter
 
 LONG = 131072
@@ -207,7 +208,7 @@ def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_whe
     p = plan_kernel(place_kernels(ugraph)[0], cut)
     assert (
         p.tiling.is_looped
-        and cut.num_stages == space.PIPELINED
+        and cut.num_stages == PIPELINED
         and estimate(p).shared <= H200.shared_bytes
     )
 
@@ -278,7 +279,7 @@ def test_keys_are_not_prefetched_before_a_block_s_share_is_known():
 
 def test_the_tuner_begins_with_schedules_that_prefetch_caches():
     tuned = symbolic.for_program(found(128, 1), program(attention.LONG_SLOTS, 128))
-    first = next(tuner._scheduled(tuned, H200, space.schedules, False))
+    first = next(ranking._scheduled(tuned, H200, space.schedules, False))
     assert all(s.prefetch_steps for s in first.schedules), first.schedules
 
 

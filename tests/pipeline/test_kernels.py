@@ -28,8 +28,8 @@ from mirage_hf.pipeline import (
     versions,
 )
 from mirage_hf.tune import space
+from mirage_hf.tune.candidates import MEASURED, REJECTED, MeasuredCandidate, TuneResult
 from mirage_hf.tune.measure import timing
-from mirage_hf.tune.tuner import MEASURED, REFUSED, MeasuredCandidate, TuneResult
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.store import packaged_store, user_store
 from tests.helpers import programs
@@ -256,7 +256,7 @@ def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
         for s, t in zip(schedules, us, strict=True)
     )
     theirs = (
-        MeasuredCandidate(library_ugraph(program), (), 1.0, REFUSED, "OutOfMemoryError")
+        MeasuredCandidate(library_ugraph(program), (), 1.0, REJECTED, "OutOfMemoryError")
         if library is None
         else MeasuredCandidate(
             library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1)
@@ -269,11 +269,11 @@ def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
 
 @pytest.fixture
 def offered(monkeypatch):
-    """What `together` is asked to choose among; it takes the last of each."""
+    """Return the choices that `choose_for_layer` gets; it takes the last of each."""
     asked = []
     monkeypatch.setattr(
         layer_choice,
-        "together",
+        "choose_for_layer",
         lambda choices, device: (
             asked.append(choices) or ([c[-1] for c in choices], timing([7.5], 1))
         ),
@@ -342,7 +342,7 @@ def test_a_layer_that_cannot_be_timed_says_so(monkeypatch):
     def full(choices, device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(layer_choice, "together", full)
+    monkeypatch.setattr(layer_choice, "choose_for_layer", full)
     layer = [made(512, 1.0), made(1024, 3.0)]
     for before, after in zip(layer, layer_choice.for_layer(layer, device="cpu"), strict=True):
         assert (

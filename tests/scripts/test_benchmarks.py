@@ -26,7 +26,7 @@ from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.search.lowering import lower
 from mirage_hf.tune import measure
-from mirage_hf.tune.tuner import rank
+from mirage_hf.tune.ranking import rank
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.zoo.entry import Entry

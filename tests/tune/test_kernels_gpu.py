@@ -16,7 +16,8 @@ from mirage_hf.gpus import device_named
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.tune import measure, space, tuner
+from mirage_hf.tune import candidates, measure, space, tuner
+from mirage_hf.tune.layer import choose_for_layer
 from tests.helpers import kernel_cases
 
 pytestmark = pytest.mark.gpu
@@ -88,7 +89,7 @@ class Reference:
 
 
 def run_of(ugraph: UGraph, *schedules: Schedule) -> measure.Run:
-    return tuner.run_of(triton.generate(ugraph, schedules or None))
+    return measure.run_of(triton.generate(ugraph, schedules or None))
 
 
 @pytest.mark.parametrize("name", [c.name for c in kernel_cases.cases()])
@@ -121,7 +122,7 @@ def test_every_schedule_of_the_space(name):
         if isinstance(outcome, Exception):
             continue
         try:
-            run = tuner.run_of(program)
+            run = measure.run_of(program)
             first, second = run(reference.inputs), run(reference.inputs)
             complaint = reference.complaint(first) or (
                 "" if all(map(torch.equal, first, second)) else "two runs differ"
@@ -190,7 +191,7 @@ def test_tuner_measures_and_keeps_the_library_path(name):
     refused = [
         c.reason
         for c in result.candidates
-        if c.status == tuner.REFUSED and not (c.schedules[0].mma and "inf or NaN" in c.reason)
+        if c.status == candidates.REJECTED and not (c.schedules[0].mma and "inf or NaN" in c.reason)
     ]
     assert result.measured and result.library.timing and result.best_searched and not refused, (
         refused
@@ -210,7 +211,7 @@ def test_kernels_of_a_layer_are_chosen_together():
         tuner.tune([SHAPES[name]()], per_graph=4, replays=5, rounds=0)
         for name in ("norm linear 1 row", "lora 1 row")
     ]
-    chosen, layer = tuner.together([r.searched for r in results], device="cuda", replays=5)
+    chosen, layer = choose_for_layer([r.searched for r in results], device="cuda", replays=5)
     assert all(c in r.searched for c, r in zip(chosen, results, strict=True))
     alone = sum(c.timing.us for c in chosen)
     assert 0.5 * alone < layer.us < 1.5 * alone
@@ -229,7 +230,7 @@ def test_the_jit_finds_what_was_compiled_ahead(tmp_path, monkeypatch):
         return len(list(tmp_path.rglob("mirage_0.cubin")))
 
     assert kernels() == 1
-    tuner.run_of(program)(
+    measure.run_of(program)(
         measure.random_inputs(kernel_cases.rms_norm_linear(1, 1024, 320).program, "cuda")
     )
     assert kernels() == 1

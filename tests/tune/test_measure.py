@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from mirage_hf.graph.kernel import new_kernel_graph
-from mirage_hf.tune import tuner
+from mirage_hf.tune import measure, tuner
+from mirage_hf.tune.candidates import MEASURED, REJECTED
+from mirage_hf.tune.ranking import rank
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers.schedule_cases import SPACES
 
 
-def test_a_kernel_whose_results_differ_from_call_to_call_is_refused(monkeypatch):
+def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch):
     """A race that the one check before timing missed."""
     ugraph = SPACES["norm linear"]
-    candidate = next(c for c in tuner.rank([ugraph], per_graph=1) if not c.is_library)
+    candidate = next(c for c in rank([ugraph], per_graph=1) if not c.is_library)
     calls = [0]
 
     def steady(inputs):
@@ -26,34 +28,41 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_refused(monkeypatch)
         return [torch.full((2, 3), float(calls[0] == 7), dtype=torch.float16)]
 
     monkeypatch.setattr(
-        tuner.measure, "time_run", lambda run, sets, replays, worth: tuner.measure.timing([1.0], 1)
+        measure, "time_run", lambda run, sets, replays, worth: measure.timing([1.0], 1)
     )
     check = SimpleNamespace(judge=lambda run: Accepted())
-    for run, status in ((steady, tuner.MEASURED), (racy, tuner.REFUSED)):
+    for run, status in ((steady, MEASURED), (racy, REJECTED)):
         monkeypatch.setattr(
-            tuner.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run)
+            measure.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run)
         )
-        tried = tuner._try(
-            candidate, SimpleNamespace(source="", digest=""), [], check, [[], []], 1, math.inf
+        bench = tuner._Bench(
+            sm=90,
+            check=check,
+            sets=[[], []],
+            chain=None,
+            replays=1,
+            progress=lambda done, total, what: None,
         )
-        assert tried.status == status and ("race" in tried.reason) == (status == tuner.REFUSED)
+        program = SimpleNamespace(source="", digest="")
+        tried = bench.try_one(candidate, program, [], math.inf)
+        assert tried.status == status and ("race" in tried.reason) == (status == REJECTED)
 
 
 @pytest.mark.parametrize("worth, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
 def test_a_slow_candidate_is_not_replayed_to_the_end(worth, replays, monkeypatch):
     """Of the two replays that warm up one was fast enough to be worth more."""
     samples = iter([4.5, 4.0, *[9.0] * 15])
-    monkeypatch.setattr(tuner.measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     event = SimpleNamespace(elapsed_time=lambda end: next(samples) * 1e-3)
-    captured = tuner.measure.Captured(SimpleNamespace(replay=lambda: None), 1, event, None, None)
+    captured = measure.Captured(SimpleNamespace(replay=lambda: None), 1, event, None, None)
     assert captured.times(15, worth) == pytest.approx([9.0] * replays)
 
 
 @pytest.mark.parametrize("us, replays", [(10.0, 15), (100.0, 9), (300.0, 5), (5000.0, 5)])
 def test_long_calls_are_replayed_less_often(us, replays, monkeypatch):
-    monkeypatch.setattr(tuner.measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     event = SimpleNamespace(elapsed_time=lambda end: 10 * us * 1e-3)
-    captured = tuner.measure.Captured(SimpleNamespace(replay=lambda: None), 10, event, None, None)
+    captured = measure.Captured(SimpleNamespace(replay=lambda: None), 10, event, None, None)
     assert len(captured.times(15)) == replays
 
 
@@ -63,16 +72,16 @@ def test_a_chain_links_through_inputs_whose_elements_share_a_place(monkeypatch):
     g.mark_output(g.exp(g.new_input((4, 8), "float32", strides=(0, 1))))
     linked = []
     monkeypatch.setattr(
-        tuner.measure,
+        measure,
         "_link",
         lambda size, x, y: lambda inputs, out: linked.append((size, [t.shape for t in inputs])),
     )
 
     def time_run(run, sets, replays):
         run(sets[0])
-        return tuner.measure.timing([1.0], 1)
+        return measure.timing([1.0], 1)
 
-    monkeypatch.setattr(tuner.measure, "time_run", time_run)
-    chain = tuner.measure.Chain(g, [tuner.measure.random_inputs(g, "cpu")])
+    monkeypatch.setattr(measure, "time_run", time_run)
+    chain = measure.Chain(g, [measure.random_inputs(g, "cpu")])
     assert chain.time(lambda inputs: [inputs[0].exp()]) is not None
     assert linked == [(8, [(8,), (1,)])] * 2

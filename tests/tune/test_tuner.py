@@ -10,12 +10,15 @@ from mirage_hf import errors, gpus
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
-from mirage_hf.tune import space, tuner
+from mirage_hf.tune import layer, measure, space, tuner
+from mirage_hf.tune.candidates import MEASURED
+from mirage_hf.tune.neighbours import neighbours
+from mirage_hf.tune.ranking import rank
 from tests.helpers.schedule_cases import SPACES
 
 
 def test_rank_gives_every_kernel_a_schedule():
-    ranked = [c for c in tuner.rank([SPACES["split"]], per_graph=8) if not c.is_library]
+    ranked = [c for c in rank([SPACES["split"]], per_graph=8) if not c.is_library]
     assert (
         ranked
         and all(len(c.schedules) == 2 for c in ranked)
@@ -46,14 +49,10 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         ugraph = SPACES[name]
         (op,) = place_kernels(ugraph)
         start = next(
-            c
-            for c in tuner.rank([ugraph], per_graph=8)
-            if not c.is_library and c.schedules[0].mma == mma
+            c for c in rank([ugraph], per_graph=8) if not c.is_library and c.schedules[0].mma == mma
         )
         only = [s for s in space.schedules(op) if s.mma == mma]
-        found = tuner._around(
-            [start, start], [start], gpus.H200, lambda op, device, only=only: only
-        )
+        found = neighbours([start, start], [start], gpus.H200, lambda op, device, only=only: only)
         schedules = [c.schedules[0] for c in found]
         assert (
             len(found) > 8
@@ -69,11 +68,7 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
 def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     """The fastest of each alone are not the fastest together."""
     ugraph = SPACES["norm linear"]
-    found = [
-        replace(c, status=tuner.MEASURED)
-        for c in tuner.rank([ugraph], per_graph=3)
-        if not c.is_library
-    ]
+    found = [replace(c, status=MEASURED) for c in rank([ugraph], per_graph=3) if not c.is_library]
     us = {
         (0, 0): 10.0,
         (1, 0): 10.2,
@@ -84,14 +79,14 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
         (2, 2): 9.9,
     }
     numbers = {triton.generate(c.ugraph, c.schedules).digest: n for n, c in enumerate(found)}
-    monkeypatch.setattr(tuner.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(tuner, "run_of", lambda program: numbers[program.digest])
+    monkeypatch.setattr(layer.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "run_of", lambda program: numbers[program.digest])
     monkeypatch.setattr(
-        tuner.measure,
+        measure,
         "Layer",
         lambda programs, device: SimpleNamespace(
-            time=lambda runs, replays, worth: tuner.measure.timing([us.get(tuple(runs), 11.0)], 1)
+            time=lambda runs, replays, worth: measure.timing([us.get(tuple(runs), 11.0)], 1)
         ),
     )
-    chosen, layer = tuner.together([found, found], device="cuda")
-    assert chosen == [found[1], found[1]] and layer.us == 8.0  # (1, 2) gains less than what counts
+    chosen, whole = layer.choose_for_layer([found, found], device="cuda")
+    assert chosen == [found[1], found[1]] and whole.us == 8.0  # (1, 2) gains less than what counts

@@ -22,8 +22,8 @@ from mirage_hf.errors import Rejected
 from mirage_hf.gpus import H200
 from mirage_hf.graph import json_format
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.ranking import rank
 from mirage_hf.tune.space import REGISTER_BUDGET
-from mirage_hf.tune.tuner import rank
 from mirage_hf.zoo import store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement, read_entry
 from mirage_hf.zoo.key import key_of

@@ -1,0 +1,170 @@
+"""List the schedules of a block graph that are worth an estimate: tiles, warps and stages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.graph.block import Axis, BlockGraph, Role
+from mirage_hf.graph.kernel import DTensor, KernelOp
+
+#: Most rows that multiply-adds are tried for.
+FMA_ROWS = 8
+
+#: Most elements of a side of a tensor-core product that several axes share.
+LONGEST_SIDE = 128
+
+#: Tensor-core schedules with the weights second are tried if a tile is at least this long.
+_LONG_TILE = 64
+
+
+def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
+    """Yield every schedule of an op to estimate: of multiply-adds, then of tensor cores."""
+    assert op.block is not None
+    for mma in (False, True) if op.block.contractions else (False,):
+        schedules_with = _tensor_core_schedules if mma else _multiply_add_schedules
+        for tiles in _TileChoices(op, op.block, mma).all():
+            yield from schedules_with(tiles, _walks_loop(op.block, tiles))
+
+
+def _walks_loop(block: BlockGraph, tiles: Mapping[str, int]) -> bool:
+    """Return whether a loop takes more than one step."""
+    return any(tiles[a.name] < block.split_size(a.name) for a in block.named(Role.LOOP))
+
+
+def _multiply_add_schedules(tiles: Mapping[str, int], walks: bool) -> Iterator[Schedule]:
+    stages_to_try, lazy_to_try = ((1, 3), (True, False)) if walks else ((1,), (True,))
+    for warps, stages, lazy in itertools.product((1, 2, 4, 8), stages_to_try, lazy_to_try):
+        yield Schedule(tiles, reduce_after_loop=lazy, num_warps=warps, num_stages=stages)
+
+
+def _tensor_core_schedules(tiles: Mapping[str, int], walks: bool) -> Iterator[Schedule]:
+    for warps, stages in itertools.product((4, 8), (2, 3, 4, 6) if walks else (1,)):
+        yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
+    if max(tiles.values()) >= _LONG_TILE:
+        for warps, stages in ((4, 3), (4, 4), (8, 3)) if walks else ((4, 1), (8, 1)):
+            yield Schedule(tiles, mma=True, weights_first=False, num_warps=warps, num_stages=stages)
+
+
+class _TileChoices:
+    """The tiles to try for a block graph, on tensor cores (`mma`) or not.
+
+    A *side* of a matrix product is the set of axes that only one of its factors has: its rows or
+    its columns.
+    """
+
+    def __init__(self, op: KernelOp, block: BlockGraph, mma: bool):
+        self._block, self._mma = block, mma
+        operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
+        largest = max(
+            block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources)
+        )
+        self._largest_axes = set(largest.axes)
+        self._summed = {c.over for c in block.contractions.values()}
+        self._sides: list[set[str]] = []
+        for c in block.contractions.values():
+            left, right = (set(block.carried[x]) - {c.over} for x in (c.a, c.b))
+            self._sides += [left - right, right - left]
+
+    def all(self) -> Iterator[dict[str, int]]:
+        """Yield a tile for every axis, in all combinations that suit this kind of product."""
+        choices = [self._tiles(a) for a in self._block.axes]
+        names = [a.name for a in self._block.axes]
+        for sizes in itertools.product(*choices):
+            tiles = dict(zip(names, sizes, strict=True))
+            if not self._mma or all(self._fits(side, tiles) for side in self._sides):
+                yield tiles
+
+    def _tiles(self, a: Axis) -> tuple[int, ...]:
+        """Return the tiles to try for one axis; empty if this kind of product does not suit it."""
+        whole = next_power_of_two(self._block.split_size(a.name))
+        if a.role is Role.TILE:
+            if not self._mma or a.size <= 1:
+                return (whole,)
+            return (max(whole, MMA_MIN if a.name in self._summed else self._least(a)),)
+        if a.role is Role.LOOP:
+            return self._loop_tiles(whole)
+        if self._block.axis_split_by(a.name) is not None:
+            return (1,)
+        is_batch = self._sides and not any(a.name in side for side in self._sides)
+        if is_batch:  # on both sides of every product, or on none
+            return (1,)
+        return self._tensor_core_grid_tiles(a, whole) if self._mma else self._grid_tiles(a, whole)
+
+    def _loop_tiles(self, whole: int) -> tuple[int, ...]:
+        longest = 256 if self._mma else 4096
+        shortest = max(whole, MMA_MIN) if self._mma else whole
+        return _powers_of_two(32, min(longest, whole)) or (shortest,)
+
+    def _grid_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
+        if a.name in self._largest_axes:
+            return _powers_of_two(1, min(128, whole))
+        # Rows: one tile of the largest input serves all of them.
+        return (whole,) if whole <= FMA_ROWS else ()
+
+    def _tensor_core_grid_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
+        shares_a_side = any(
+            set(self._own_axes(side)) - {a} for side in self._sides if a.name in side
+        )
+        if shares_a_side:
+            least = self._least(a)
+            return _powers_of_two(least, min(128, max(whole, least)))
+        is_rows = a.name not in self._largest_axes
+        least = MMA_COLUMNS if is_rows and whole < MMA_MIN else MMA_MIN
+        return _powers_of_two(least, min(128, max(whole, MMA_MIN)))
+
+    def _own_axes(self, side: set[str]) -> list[Axis]:
+        """Return the axes of a side that have tiles of their own."""
+        return [
+            x
+            for x in self._block.axes
+            if x.name in side
+            and x.size > 1
+            and x.role is not Role.LOOP
+            and self._block.axis_split_by(x.name) is None
+        ]
+
+    def _least(self, a: Axis) -> int:
+        """Return the smallest tile with which all products of an axis suit tensor cores.
+
+        If all axes of a side are too short, one is padded. This is the last that is held whole, or
+        the last of all if none is.
+        """
+        least = 1
+        for side in self._sides:
+            if a.name not in side:
+                continue
+            axes = list({x.name: x for x in (*self._own_axes(side), a)}.values())
+            axes.sort(key=lambda x: (x.role is Role.TILE, self._block.axes.index(x)))
+            if axes[-1] is a:
+                rest = math.prod(next_power_of_two(x.size) for x in axes[:-1])
+                enough = self._shortest(side)
+                least = max(least, enough // min(enough, rest))
+        return least
+
+    def _shortest(self, side: set[str]) -> int:
+        """Return the fewest elements that a side of a tensor-core product may have.
+
+        Fewer are allowed if the largest input has its rows on the other side.
+        """
+        size = math.prod(next_power_of_two(x.size) for x in self._own_axes(side))
+        if size <= MMA_COLUMNS and not side & self._largest_axes:
+            return MMA_COLUMNS
+        return MMA_MIN
+
+    def _fits(self, side: set[str], tiles: Mapping[str, int]) -> bool:
+        """Return whether a side of several axes is neither too short nor too long."""
+        axes = self._own_axes(side)
+        if len(axes) < 2:
+            return True
+        size = math.prod(tiles[x.name] for x in axes)
+        held = math.prod(tiles[x.name] for x in axes if x.role is Role.TILE)
+        return self._shortest(side) <= size <= max(LONGEST_SIDE, held)
+
+
+def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
+    """Return the powers of two from `least`, which is one, to `most`."""
+    return tuple(1 << n for n in range(least.bit_length() - 1, most.bit_length()))

@@ -1,0 +1,88 @@
+"""Rank the candidates of a program by the cost model alone: searched µGraphs × their schedules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import H200, Device
+from mirage_hf.graph import effects
+from mirage_hf.graph.kernel import KernelGraph, KernelOp
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.tune import space
+from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.cost import estimate, library_us
+
+#: The schedules to try for an op on a GPU, best first.
+Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
+
+#: Candidates estimated to take this many times the best estimate are not tried.
+HOPELESS = 3.0
+
+
+def rank(
+    ugraphs: Sequence[UGraph],
+    gpu: Device = H200,
+    per_graph: int = 32,
+    schedules: Schedules = space.schedules,
+    next_may_launch_early: bool = False,
+) -> list[MeasuredCandidate]:
+    """Return candidates and the library path by the cost model alone, best estimate first.
+
+    Args:
+        ugraphs: µGraphs of the same program.
+        gpu: The GPU to estimate for.
+        per_graph: The most schedules of each µGraph.
+        schedules: The schedules to try for an op, best first. By default the whole space.
+        next_may_launch_early: See `placement.place_kernels`.
+
+    Raises:
+        CodegenError: A block graph has no kernel at all.
+    """
+    found = [_library(ugraphs[0].program, gpu)] if ugraphs else []
+    for ugraph in ugraphs:
+        if ugraph.is_fused:
+            candidates = _scheduled(ugraph, gpu, schedules, next_may_launch_early)
+            found += itertools.islice(candidates, per_graph)
+    best = min((c.estimate_us for c in found if not c.is_library), default=0.0)
+    hopeful = [c for c in found if c.is_library or c.estimate_us <= HOPELESS * best]
+    return sorted(hopeful, key=lambda c: c.estimate_us)
+
+
+def _library(program: KernelGraph, gpu: Device) -> MeasuredCandidate:
+    """Return the library path as a candidate."""
+    library = library_ugraph(program)
+    return MeasuredCandidate(library, (), sum(library_us(op, gpu) for op in library.kernels.ops))
+
+
+def _scheduled(
+    ugraph: UGraph, gpu: Device, schedules: Schedules, next_may_launch_early: bool
+) -> Iterator[MeasuredCandidate]:
+    """Yield a µGraph with the n-th best schedule of every block graph, if all have one."""
+    ops = place_kernels(ugraph, next_may_launch_early)
+    ranked = [schedules(op, gpu) for op in ops]
+    if not all(ranked):
+        return
+    library = _library_part_us(ugraph, gpu)
+    for n in range(max(map(len, ranked))):
+        chosen = tuple(
+            replace(choices[min(n, len(choices) - 1)], trigger_early=op.next_may_launch_early)
+            for choices, op in zip(ranked, ops, strict=True)
+        )
+        own = sum(estimate(plan_kernel(op, s), gpu).us for op, s in zip(ops, chosen, strict=True))
+        yield MeasuredCandidate(
+            ugraph, chosen, own + library, next_may_launch_early=next_may_launch_early
+        )
+
+
+def _library_part_us(ugraph: UGraph, gpu: Device) -> float:
+    """Estimate the library calls of a µGraph, without the appends that generated kernels do."""
+    appends_in_kernels = set(map(id, effects.stored(ugraph.kernels).values()))
+    calls = [
+        op for op in ugraph.kernels.ops if op.block is None and id(op) not in appends_in_kernels
+    ]
+    return sum(library_us(op, gpu) for op in calls)
