@@ -24,10 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY_LLAMA = ROOT / "tests" / "assets" / "tiny_llama"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-#: What a page's names become on a machine without its checkpoint or its GPU.
-STAND_INS = {'"meta-llama/Llama-3.2-1B"': repr(str(TINY_LLAMA))} | (
-    {} if torch.cuda.is_available() else {'"cuda"': '"cpu"', "torch.bfloat16": "torch.float32"}
-)
+#: Names in pages, and what stands for them on a machine without the checkpoint or without a GPU.
+STAND_INS = {
+    '"Qwen/Qwen3-0.6B"': repr(str(TINY_LLAMA)),
+    '"tests/assets/tiny_llama"': repr(str(TINY_LLAMA)),
+}
+if not torch.cuda.is_available():
+    STAND_INS |= {'"cuda"': '"cpu"', "torch.bfloat16": "torch.float32"}
 
 
 @dataclass(frozen=True)
