@@ -149,6 +149,7 @@ def build(
         return g.new_input(dims, dtype, strides, name=name)
 
     def head_normed(x: DTensor, name: str) -> DTensor:
+        """Return x after the norm of its heads."""
         if norm == "rms":
             return normed(g, x, name, eps, offset)
         if norm == "layer":
@@ -182,7 +183,8 @@ def build(
 
     def weights(x: DTensor, mask_name: str) -> DTensor:
         """Return exp(scores) of q with keys x."""
-        scores = g.mul(g.matmul(q, g.permute(x, (*range(last - 1), last, last - 1))), scale)
+        transposed = g.permute(x, (*range(last - 1), last, last - 1))
+        scores = g.mul(g.matmul(q, transposed), scale)
         if softcap is not None:
             scores = g.mul(g.tanh(g.mul(scores, 1 / softcap)), softcap)
         if mask:
@@ -200,11 +202,9 @@ def build(
         old = g.within(old, first_key, last_key, dim=last)
     if several:
         sequences = rows if window else 1
-        first_key, last_key = (
-            query_bound("new_first", sequences),
-            query_bound("new_last", sequences),
-        )
-        new = g.within(new, first_key, last_key, dim=last)
+        first_new = query_bound("new_first", sequences)
+        last_new = query_bound("new_last", sequences)
+        new = g.within(new, first_new, last_new, dim=last)
     summed = g.add(g.matmul(old, values), g.matmul(new, v))
     total = g.add(g.reduction(old, last), g.reduction(new, last))
     if sinks:

@@ -52,17 +52,17 @@ OF_LAYERS = ("num_hidden_layers", "layer_types")
 
 # Further factors and bounds of embeddings and logits. A probe shows whether a model applies them.
 
-#: What embedding classes call the buffer that they multiply their rows by (Gemma).
+#: The name of the buffer by which embedding classes multiply their rows (Gemma).
 EMBEDDING_BUFFER = "embed_scale"
 
-#: What backbones call the number that they multiply embeddings by (Granite).
+#: The name of the number by which backbones multiply embeddings (Granite).
 EMBEDDING_MULTIPLIER = "embedding_multiplier"
 
-#: What configs call the number that logits are divided by (Granite).
+#: The name in configs of the number by which logits are divided (Granite).
 LOGITS_DIVISOR = "logits_scaling"
 
-#: What models call the number that they multiply logits by (Cohere).
+#: The name of the number by which models multiply logits (Cohere).
 LOGITS_MULTIPLIER = "logit_scale"
 
-#: What configs call the bound of logits, cap · tanh(logit / cap) (Gemma2).
+#: The name in configs of the bound of logits, cap · tanh(logit / cap) (Gemma2).
 LOGITS_SOFTCAP = "final_logit_softcapping"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from mirage_hf.patterns.schema import LatentLayout, LayerLayout
 
-#: Where several layouts name all children of a layer, the first that passes the probe is taken.
+#: If several layouts name all children of a layer, the first that passes the probe is taken.
 LAYOUTS = (
     LayerLayout(
         "Llama, Mistral, Qwen2, Qwen3, Granite, Gemma, SmolLM3, GLM, ERNIE 4.5, StarCoder2, "
@@ -134,33 +134,33 @@ LAYOUTS = (
     ),
 )
 
-#: What norm classes call their epsilon. A probe shows whether it is used as one.
+#: The names of the epsilon in norm classes. A probe shows whether it is used as one.
 EPS_NAMES = ("variance_epsilon", "eps")
 
-#: What norm classes may add to their weight (Gemma and Nemotron: 1). A probe shows which one does.
+#: What norm classes may add to their weight (Gemma and Nemotron: 1). A probe shows which it is.
 OFFSETS = (0.0, 1.0)
 
 #: Attributes of layers that choose between layouts. They are compared before every call.
 SWITCHES = ("use_parallel_residual",)
 
-#: Attributes of layers by which they multiply what they add to the residual. A probe shows whether
-#: they do.
+#: Attributes of layers that may be a factor of their additions to the residual. A probe shows
+#: whether they are.
 MULTIPLIERS = ("residual_multiplier",)
 
 #: Attributes of attention that may be a bound of its scores, cap · tanh(score / cap). A probe shows
 #: whether it is used: the SDPA attention of some versions ignores it.
 SOFTCAPS = ("attn_logit_softcapping",)
 
-#: What attention calls the elements of a head.
+#: The names of the number of elements of a head, in attention.
 HEAD_DIMS = ("head_dim", "head_size")
 
-#: What attention calls the logit of each head that takes a part of its softmax and gives nothing
-#: (gpt-oss). A probe shows whether it is used.
+#: The name of the sinks in attention (gpt-oss). A sink is a logit of a head that takes a part of its
+#: softmax and has no value. A probe shows whether it is used.
 SINKS = "sinks"
 
-#: What layers call the cache that they are given.
+#: The names of the cache among the arguments of layers.
 CACHES = ("past_key_values", "layer_past")
 
-#: Attributes of attention, or of its config, that bound what the projections give. No probe surely
-#: reaches a bound, and attention by kernels has none.
+#: Attributes of attention, or of its config, that clip the projections. A probe might not reach the
+#: bound, and attention by kernels does not clip.
 CLIPS = ("clip_qkv",)

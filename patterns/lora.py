@@ -112,7 +112,8 @@ def build_down(
         for i, rank in enumerate(r)
     ]
     x = x if dtype == adapter_dtype else g.cast(x, adapter_dtype)
-    g.mark_output(scaled(g, g.matmul(x, g.concat(each, dim=1) if len(each) > 1 else each[0])))
+    a = g.concat(each, dim=1) if len(each) > 1 else each[0]
+    g.mark_output(scaled(g, g.matmul(x, a)))
     return g
 
 

@@ -153,45 +153,43 @@ def load(
 
     logging.disable_progress_bar()
     place = _place(device)
-    wanted: Any = (
-        table.DTYPES.get(dtype.removeprefix("torch."))
-        if dtype
-        else torch.float32
-        if place.type == "cpu"
-        else "auto"
-    )
-    if wanted is None or (wanted != "auto" and not wanted.is_floating_point):
-        raise errors.MirageError(f"--dtype {dtype}: models are run in float16, bfloat16 or float32")
-    no_model = "cannot be loaded as a causal language model", "give a folder or a Hub id"
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(
-        name
-    ).is_dir():  # no Hub id: its server is not asked
+    wanted = _dtype(dtype, place)
+    looks_like_folder = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_folder and not Path(name).is_dir():  # the Hub's server is not asked
         raise errors.MirageError(
             f"{name}: there is no such folder; give a model's folder or a Hub id (owner/name)"
         )
+    no_model = "cannot be loaded as a causal language model", "give a folder or a Hub id"
     _of_transformers(name, *no_model, lambda: AutoConfig.from_pretrained(name))
-    tokenizer = (
-        None
-        if prompt is None
-        else _of_transformers(
+    tokenizer = None
+    if prompt is not None:
+        tokenizer = _of_transformers(
             name,
             "has no tokenizer that can be loaded",
             "put one beside the model: tokenizer.save_pretrained(FOLDER)",
             lambda: AutoTokenizer.from_pretrained(name),
         )
+    model = _of_transformers(
+        name, *no_model, lambda: AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
     )
-    model = (
-        _of_transformers(
-            name, *no_model, lambda: AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
-        )
-        .to(place)
-        .eval()
-    )
-    inputs = (
-        dict(
-            tokenizer([prompt] * batch, return_tensors="pt", return_token_type_ids=False).to(place)
-        )
-        if tokenizer
-        else {}
-    )
+    model = model.to(place).eval()
+    inputs: dict[str, Any] = {}
+    if tokenizer:
+        prompts = [prompt] * batch
+        tokens = tokenizer(prompts, return_tensors="pt", return_token_type_ids=False)
+        inputs = dict(tokens.to(place))
     return Loaded(model, tokenizer, inputs, prompt or "")
+
+
+def _dtype(name: str | None, place: torch.device) -> Any:
+    """Return the dtype to load weights in. "auto" is the checkpoint's own.
+
+    Raises:
+        MirageError: It is no floating-point dtype of kernels.
+    """
+    if not name:
+        return torch.float32 if place.type == "cpu" else "auto"
+    dtype = table.DTYPES.get(name.removeprefix("torch."))
+    if dtype is None or not dtype.is_floating_point:
+        raise errors.MirageError(f"--dtype {name}: models are run in float16, bfloat16 or float32")
+    return dtype

@@ -271,7 +271,7 @@ def _positional_parameters(stock: Any) -> tuple[str, ...]:
     return _positional[stock]
 
 
-# -- putting it on a model ----------------------------------------------------------------------
+# -- putting it on a model -------------------------------------------------------------------------
 
 
 def install(

@@ -1,4 +1,4 @@
-"""Which masks a model's forward wants."""
+"""The attention masks that a model's forward takes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from mirage_hf.decode.rings import Ring
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """The masks that a model's forward wants: one, or one for each type of layer.
+    """The masks that a model's forward takes: one, or one for each type of layer.
 
-    Windows mean four things. Here: which tokens attention hides from later ones.
-    `CacheBlock.windows`: which keys stock's cache drops, and so ours if it is handed out.
-    `CacheBlock.rings`: which layers have about as many slots as their window, to save memory.
-    `PromptShape.windows`: which windows are shorter than the prompt at hand.
+    Four attributes are about windows:
+
+    - `MaskPlan.windows`: which tokens attention hides from later ones.
+    - `CacheBlock.windows`: which keys stock's cache drops, and ours if the caller will hold it.
+    - `CacheBlock.rings`: which layers have about as many slots as their window, to save memory.
+    - `PromptShape.windows`: which windows are shorter than the prompt.
 
     Attributes:
         windows: Names of the kinds of layers and their windows, None if a query sees all keys

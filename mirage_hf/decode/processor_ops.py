@@ -1,4 +1,4 @@
-"""What Hugging Face's logits processors compute, with torch ops that never wait for the device.
+"""Hugging Face's logits processors as torch ops that never wait for the device.
 
 Each function takes the text so far and float32 scores (batch, vocab), and returns new scores.
 Further arguments are the sizes that a graph is captured for, and tensors whose values may change

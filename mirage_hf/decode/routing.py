@@ -49,7 +49,7 @@ OWN_CACHES = {
 }
 
 
-# -- options and arguments ----------------------------------------------------------------------
+# -- options and arguments -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def effective_options(
     return option
 
 
-# -- models -------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def refused_model(model: Any) -> str | None:
@@ -239,7 +239,7 @@ def _full_name(method: Any) -> str:
     return f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
 
 
-# -- masks --------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
 def refused_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | None]) -> str | None:

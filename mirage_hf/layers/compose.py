@@ -81,7 +81,7 @@ class Composition(PartRunner, ABC):
         """Return the module's output. Roles that `kernels` lacks run stock."""
 
 
-# -- parts of a decoder layer that several forwards share ---------------------------------------
+# -- parts of a decoder layer that several forwards share ------------------------------------------
 
 
 def residual_multiplier(layer: nn.Module) -> float:
@@ -118,7 +118,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-# -- whole modules -------------------------------------------------------------------------------
+# -- whole modules ---------------------------------------------------------------------------------
 
 
 class LayerComposition(Composition):

@@ -142,7 +142,7 @@ def adapter_scales(part: Part, parameters: Sequence[Tensor]) -> Tensor:
     return shared_constant(_scales, each, part.scalings, parameters[-1].device)
 
 
-# -- operands that are no parameters ------------------------------------------------------------
+# -- operands that are no parameters ---------------------------------------------------------------
 
 _shared_constants: dict[tuple[Any, ...], Tensor] = {}
 

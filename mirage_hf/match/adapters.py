@@ -174,7 +174,7 @@ def is_lora(module: nn.Module | None) -> bool:
     return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
 
 
-# -- the state of a PEFT linear ------------------------------------------------------------------
+# -- the state of a PEFT linear --------------------------------------------------------------------
 
 
 def active_adapters(linear: Any) -> list[str]:

@@ -25,7 +25,7 @@ VOCAB = 48
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What a layer of a hollow model was given, and what it gave."""
+    """The inputs and the output of a layer of a hollow model."""
 
     x: Tensor
     cos: Tensor

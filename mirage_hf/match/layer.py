@@ -44,7 +44,7 @@ from mirage_hf.patterns.schema import LayerLayout, MlpLayout
 Parts = tuple[Part, ...]
 
 
-# -- layouts -------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 def layer_layouts(module: nn.Module) -> list[LayerLayout]:
@@ -117,7 +117,7 @@ def missing_part(
     return None
 
 
-# -- the layer -----------------------------------------------------------------------------------
+# -- the layer -------------------------------------------------------------------------------------
 
 
 def match_layer(
@@ -254,7 +254,7 @@ def _insert_attention(candidate: Match, variant: Variant) -> Match:
     return replace(candidate, parts=parts)
 
 
-# -- RoPE ----------------------------------------------------------------------------------------
+# -- RoPE ------------------------------------------------------------------------------------------
 
 
 def layer_rope(
@@ -291,7 +291,7 @@ def _rotary_of(module: nn.Module) -> nn.Module | None:
     return next((child for child in children if child is not None), None)
 
 
-# -- parts ---------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 def _match_qkv(

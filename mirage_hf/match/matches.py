@@ -1,4 +1,4 @@
-"""What matching a model gives: matched modules, rejected ones, and the causal model around them."""
+"""The results of a match: matched modules, rejected ones, and the causal model around them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def library_of(module: nn.Module) -> str:
     return f"{type(module).__module__.split('.')[0]}'s {type(module).__qualname__}"
 
 
-# -- rules ---------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------
 
 
 def _own_forward(m: nn.Module) -> str | None:
@@ -119,7 +119,7 @@ EMBEDDING: tuple[ModuleRule, ...] = (_one_embedding, _own_forward, _hooked, _pla
 ACTIVATION: tuple[ModuleRule, ...] = (*CONTAINER, _no_state)
 
 
-# -- checks --------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_child(parent: nn.Module, name: str, rules: tuple[ModuleRule, ...]) -> Rejected | None:

@@ -120,7 +120,7 @@ def _kernels_by_role(match: Match, rows: int, found: BlockKernels) -> dict[str, 
     return kernels
 
 
-# -- numbers that kernels were made for ----------------------------------------------------------
+# -- numbers that kernels were made for ------------------------------------------------------------
 
 #: Where a number is kept: a dictionary of attributes or buffers, its name there, and its value.
 _Number = tuple[Mapping[str, Any], str, Any]

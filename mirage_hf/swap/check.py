@@ -145,7 +145,7 @@ def check_head(kernels: ModelKernels, causal: CausalMatch, rows: int) -> Checked
     return checked if checked.error <= checked.allowed else _too_far(checked, rows)
 
 
-# -- comparing -----------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,8 @@ def _allowance(match: Match, dtype: torch.dtype) -> Allowance:
 
 def _compare(outputs: _Outputs, dtype: torch.dtype, allowance: Allowance) -> Checked:
     exact = outputs.exact
-    error, stock_error = (
-        float((y.to(exact.dtype) - exact).abs().max()) for y in (outputs.ours, outputs.stock)
-    )
+    distances = [(y.to(exact.dtype) - exact).abs().max() for y in (outputs.ours, outputs.stock)]
+    error, stock_error = map(float, distances)
     largest = float(exact.abs().max())
     ulp = 0.0
     if 0 < largest < math.inf:
@@ -211,7 +210,7 @@ def _with_mlp_stand_in(match: Match) -> Iterator[None]:
         children[name] = own
 
 
-# -- running layers ------------------------------------------------------------------------------
+# -- running layers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,13 +255,9 @@ def _sample(
     cache = ProbeCache()
     stock(prompt.x, **prompt.kwargs(layer, cache))
     wide_call = call.to(wide)
-    return _Sampled(
-        rows,
-        call,
-        cache,
-        stock(call.x, **call.kwargs(layer, cache.to(dtype))),
-        reference.forward(wide_call.x, **wide_call.kwargs(layer, cache.to(wide))),
-    )
+    by_stock = stock(call.x, **call.kwargs(layer, cache.to(dtype)))
+    exact = reference.forward(wide_call.x, **wide_call.kwargs(layer, cache.to(wide)))
+    return _Sampled(rows, call, cache, by_stock, exact)
 
 
 def _layer_outputs(
@@ -299,7 +294,7 @@ def _step_output(
     return layer.step(kernels, call.x[:, 0].contiguous(), inputs)
 
 
-# -- running other modules -----------------------------------------------------------------------
+# -- running other modules -------------------------------------------------------------------------
 
 
 def _module_outputs(
@@ -310,11 +305,8 @@ def _module_outputs(
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(SAMPLES * rows, 1, binding.width, generator=generator)
     x = x.to(device, binding.dtype)
-    return _Outputs(
-        torch.cat([module.forward(sample.clone()) for sample in x.split(rows)]),
-        binding.stock.forward(module, x),
-        reference.forward(x.to(wide)),
-    )
+    ours = torch.cat([module.forward(sample.clone()) for sample in x.split(rows)])
+    return _Outputs(ours, binding.stock.forward(module, x), reference.forward(x.to(wide)))
 
 
 class _InSlices(nn.Module):

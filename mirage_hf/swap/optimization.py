@@ -290,7 +290,7 @@ def _is_fused(resolved: Any) -> bool:
     return not isinstance(resolved, Rejected) and bool(resolved.is_fused)
 
 
-# -- rows of the report --------------------------------------------------------------------------
+# -- rows of the report ----------------------------------------------------------------------------
 
 
 def _row(module: str, part: Part, rows: int, status: str) -> ReportRow:

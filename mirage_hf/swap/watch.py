@@ -118,7 +118,7 @@ def watched_absences(match: Match, children: tuple[WatchedChild, ...]) -> Iterat
                 yield WatchedAbsence(parameters, name, f"{path}.{name}")
 
 
-# -- PEFT ----------------------------------------------------------------------------------------
+# -- PEFT ------------------------------------------------------------------------------------------
 
 
 class AdapterState:

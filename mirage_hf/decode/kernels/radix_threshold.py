@@ -48,7 +48,7 @@ STATE_COLUMNS = 4
 STATE = tl.constexpr(STATE_COLUMNS)
 
 
-# -- kernels ------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def mask_kernel(
     tl.store(out_ptr + row * VOCAB + n, tl.where(stays, score, FILL), mask=n < VOCAB)
 
 
-# -- launches -----------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------
 
 
 def _block(vocab: int) -> int:
@@ -303,7 +303,7 @@ def mask_launch(batch: int, vocab: int, fill: float, lowest_index_first: bool) -
     return KernelLaunch(mask_kernel, batch * _blocks(vocab), constants)
 
 
-# -- what processors call -----------------------------------------------------------------------
+# -- what processors call --------------------------------------------------------------------------
 
 
 def fits(scores: Tensor) -> bool:

@@ -25,7 +25,7 @@ SAMPLE_BLOCK = 1024
 assert MAX_EOS & MAX_EOS - 1 == 0, "the kernels read all stop tokens as one tile"
 
 
-# -- kernels ------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def _advance(
     tl.store(report_ptr + ROWS + m, goes_on.to(tl.int64), mask=m < ROWS)
 
 
-# -- launches -----------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------
 
 
 def argmax_block(batch: int, vocab: int) -> int:
