@@ -154,8 +154,8 @@ SOFTCAPS = ("attn_logit_softcapping",)
 #: The names of the number of elements of a head, in attention.
 HEAD_DIMS = ("head_dim", "head_size")
 
-#: The name of the sinks in attention (gpt-oss). A sink is a logit of a head that takes a part of its
-#: softmax and has no value. A probe shows whether it is used.
+#: The name of the sinks in attention (gpt-oss). A sink is a logit of a head that takes a part of
+#: its softmax and has no value. A probe shows whether it is used.
 SINKS = "sinks"
 
 #: The names of the cache among the arguments of layers.
