@@ -1,8 +1,8 @@
-"""What the values and axes of a customized op's block graph are, for lowering it like any other op.
+"""Define the values and axes of a customized op's block graph, to lower it like any other op.
 
-A block graph is over named axes already, so its ops become terms once its axes have the program's
+A block graph is over named axes already. So its ops become terms once its axes have the program's
 names. A sum over a loop or tile axis is a sum, and a running maximum is the maximum. A sum with a
-shift is the sum itself, because it ends as if the shift had been final from the start.
+shift is the same sum without it, because it ends as if the shift had been final from the start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AxisUse:
 
 
 def definitions(block: BlockGraph) -> dict[str, Definition]:
-    """Return how each value of a block graph is made, by name."""
+    """Return the op or the reduction that makes each value of a block graph, by name."""
     made: dict[str, Definition] = {i.name: i for i in block.inputs}
     for stage in block.stages:
         for op in stage.body:
@@ -52,7 +52,7 @@ def axis_uses(op: KernelOp) -> Iterator[AxisUse]:
     """Yield the dims of a customized op's tensors with the axes that range over them.
 
     Operands come first, then outputs. A dim along which several operands lie end to end is left
-    out, because no single operand has the axis.
+    out, because the axis is longer than the dim of each operand.
     """
     block = op.block
     assert block is not None

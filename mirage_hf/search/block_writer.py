@@ -1,4 +1,4 @@
-"""Write a block graph op by op, each different op once."""
+"""Write a block graph op by op. Equal ops are written once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mirage_hf.graph.kernel import DTensor
 
 
 class EmissionFormError(Exception):
-    """A plan has no block graph in the form that is tried. It may have one in another form."""
+    """An error: a plan has no block graph in the form that is tried. Another form may have one."""
 
 
 class BlockWriter:
     """A block graph that is being written.
 
-    A value that changes along the loop, or that reads a running maximum, is local to its stage.
-    Reading it in a later stage is an error.
+    A value is local to its stage if it changes along the loop or reads a running maximum. Reading
+    it in a later stage is an error.
 
     Raises:
         EmissionFormError: If an op has only numbers as arguments, or reads a local value of an
@@ -40,7 +40,7 @@ class BlockWriter:
         self.operands = list(operands)
         #: The axes of every value, by name.
         self.carried: dict[str, tuple[str, ...]] = {}
-        #: The tensor behind each block input that has a single source.
+        #: The tensor that each block input with a single source reads.
         self.tensor_behind: dict[str, DTensor] = {}
         self._by_name = {a.name: a for a in axes}
         self._inputs: list[BlockInput] = []
@@ -105,7 +105,7 @@ class BlockWriter:
         attrs: tuple[tuple[str, float], ...] = (),
         over: str | None = None,
     ) -> str:
-        """Return the value of an op, with `over` that of a reduction over a tile axis."""
+        """Add an op and return its value. With `over`, it reduces over that tile axis."""
         key = (fn, args, attrs, over)
         if key in self._known:
             return self._known[key]
@@ -125,7 +125,7 @@ class BlockWriter:
         return out
 
     def times(self, a: str | float, b: str | float) -> str | float:
-        """Return a product, without an op if a factor is 1 or both are numbers."""
+        """Return a product. No op is written if a factor is 1 or both are numbers."""
         if isinstance(a, float) and isinstance(b, float):
             return a * b
         if 1.0 in (a, b):
@@ -160,7 +160,7 @@ class BlockWriter:
             raise EmissionFormError("a value that changes along the loop is read after it")
 
     def _reduced(self, axes: Iterable[str], over: str) -> set[str]:
-        """Return what is carried after reducing over an axis: the number of its split, if any."""
+        """Return the axes left after a reduction: `over` gives way to its split axis, if any."""
         split_axis = self._by_name[over].split_axis
         left = set(axes) - {over}
         return left if split_axis is None else left | {split_axis}

@@ -1,4 +1,4 @@
-"""The C++ core's form of a lowered program: nodes, axes and symbols by number."""
+"""Convert a lowered program to the C++ core's form: nodes, axes and symbols by number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CORE_OPS = {
     "max": _core.Op.max,
 }
 
-#: How many candidates the core is asked for if a restriction on maps may leave most of them out.
+#: The number of candidates to ask the core for if a restriction on maps may reject most of them.
 _CANDIDATES_WITH_MAPS = 256
 
 _LIMITS = (
@@ -40,7 +40,7 @@ _LIMITS = (
     "max_forms",
 )
 
-#: What tells symbols apart: an opaque function with its attributes, or the value of a constant.
+#: The key of a symbol: an opaque function with its attributes, or the value of a constant.
 _Symbol = tuple[str, tuple[tuple[str, float], ...], float]
 
 
@@ -56,9 +56,9 @@ def too_large(lowered: LoweredProgram) -> str:
 
 
 def symbols(lowered: LoweredProgram) -> list[Term]:
-    """Return the terms that the core knows by number only, each different one once.
+    """Return the terms that the core knows only by number, without repeats.
 
-    These are opaque functions and the constants that are no small rational.
+    These are opaque functions, and the constants that are no small rational.
     """
     return list(_numbered(lowered).values())
 
@@ -121,10 +121,10 @@ def core_limits(
 
     Args:
         options: The user's limits.
-        roles: Axes by name, with the roles that they must have.
+        roles: Axes by name, each with the role that it must have.
         axes: The program's axes, in the core's order.
-        width: How many monomials a product may be multiplied out to.
-        seconds: Wall time that is left.
+        width: The number of monomials that a product may be multiplied out to.
+        seconds: The wall time that is left.
 
     Raises:
         SearchError: If `roles` names an axis that the program does not have.
@@ -142,7 +142,7 @@ def core_limits(
 
 
 def _gpu_rates(device: Device) -> _core.GpuRates:
-    """Return what a GPU does in a µs, as the core counts it: a multiply-add is one operation."""
+    """Return the rates of a GPU per µs. The core counts a multiply-add as one operation."""
     rates = _core.GpuRates()
     rates.dram_bytes = device.bandwidth / 1e6
     rates.cache_bytes = device.l2_bandwidth / 1e6

@@ -1,9 +1,9 @@
 """Cut a program into windows: ranges of its units that are searched as programs of their own.
 
-Windows lie between *boundaries*. A boundary is where few computed tensors are live, between two
-phases, or next to a unit that stands alone (see `units`). Views at the edges of a window are left
-to torch if the search cannot lower them or if others read them too. They are free there, and the
-window reads or writes the tensor behind the view.
+Windows lie between *boundaries*. There is a boundary where few computed tensors are live, between
+two phases, and next to a unit that stands alone (see `units`). Some views at the edges of a window
+are left to torch: those that the search cannot lower, or that others read too. Torch makes them for
+free, and the window reads or writes the tensor behind the view.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mirage_hf.search.library_cost import VIEWS, copy_us
 from mirage_hf.search.subprogram import subprogram
 from mirage_hf.search.units import EFFECTS, Unit, keeps_axes, order_units
 
-#: Ops of one window, with composites written out and without views. At the sizes of Llama-3.2-1B
-#: every such window of a Llama or Gemma layer was searched to the end in 0.23 s or less on one
-#: core. Two norms around a gated MLP have 18 ops and took 1 to 20 s.
+#: The most ops of one window, with composites written out and without views. At the sizes of
+#: Llama-3.2-1B, one core searched each such window of a Llama or Gemma layer in 0.23 s or less. Two
+#: norms around a gated MLP have 18 ops and took 1 to 20 s.
 MAX_OPS = 14
 
-#: Computed tensors that cross a boundary inside a phase: a residual and the current value. A gated
-#: product has three in between, and a cut there was never the better one in the layers tried.
+#: The most computed tensors that cross a boundary inside a phase: a residual and the current value.
+#: Inside a gated product there are three. A cut there was never better in the layers tried.
 MAX_LIVE = 2
 
 
@@ -43,7 +43,7 @@ class Window:
         reads: The program's tensors that the graph's inputs are, by index.
         writes: The program's tensors that the graph's outputs are, by index.
         after: Views that torch makes after the window.
-        view_us: What the views cost in µs, because later ones must copy.
+        view_us: The cost of the views in µs, which is that of copies by later reshapes.
     """
 
     start: int
@@ -63,7 +63,7 @@ class Cut:
     Attributes:
         program: The program.
         units: Its units, in order.
-        boundaries: Where a window may begin or end, as numbers of units.
+        boundaries: The numbers of the units before which a window may begin or end.
         singles: One window for each unit. Library calls compute them.
         windows: Every range of units that may be searched.
     """
@@ -174,7 +174,7 @@ class _UnitRange:
         self.cutter, self.start, self.stop = cutter, start, stop
         units = cutter.units[start:stop]
         self.ops = list(dict.fromkeys(op for unit in units for op in unit.ops))
-        #: What other units see. Attached layout ops are seen inside their unit only.
+        #: The tensors that other units can read. Only their own unit reads attached layout ops.
         self._visible = {unit.ops[-1].outputs[0].index for unit in units}
         self._readers: dict[int, list[KernelOp]] = {}
         for op in self.ops:
@@ -191,7 +191,7 @@ class _UnitRange:
         )
 
     def _leading_views(self) -> list[KernelOp]:
-        """Return the views that read nothing but what other windows make, or such views."""
+        """Return the views that read only tensors from outside the window, or other such views."""
         made = {t.index for op in self.ops for t in op.outputs}
         leading: list[KernelOp] = []
         available: set[int] = set()
@@ -231,10 +231,10 @@ class _UnitRange:
 
 
 def _view_costs(program: KernelGraph, device: Device) -> dict[int, float]:
-    """Return what views cost as library ops because a reshape after them must copy.
+    """Return the cost in µs of each view that makes a reshape after it copy, by the view's output.
 
-    The cost is that of the permute before the reshape, because a kernel that stores its result
-    permuted saves the copy. Views are given by their output.
+    The copy counts as the cost of the permute before the reshape. A kernel that stores its result
+    permuted saves it.
     """
     made = {t.index: op for op in program.ops for t in op.outputs}
     strides = {t.index: t.strides for t in program.inputs}

@@ -1,4 +1,4 @@
-"""Which dims of a program's tensors must range over the same axis, and what the axes are called."""
+"""Find the dims of a program's tensors that must range over the same axis, and name the axes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mirage_hf.search.lowered_program import NotLowerableError
 #: A dim of a tensor: the tensor's index and the dim.
 _TensorDim = tuple[int, int]
 
-#: Names that readers know, by what an axis is for: k for what a matmul sums over, m for rows and n
-#: for columns of the outputs, b for batches.
+#: The usual names of axes, by their use. A matmul sums over k. Outputs have rows m and columns n.
+#: Batches are b.
 _NAMES = {"sum": "krstuv", "row": "mij", "column": "nopq", "batch": "bhgf"}
 
 
 class DimClasses:
     """Union-find over all dims of all tensors of an expanded program.
 
-    Two dims are in one class if they must range over the same axis, such as the rows of a matmul's
-    left operand and of its result. Each class has the name of an axis. If an index needs an axis
-    twice, as in X·Xᵀ, the second is a copy of the class with a number appended.
+    Two dims are in one class if they must range over the same axis. An example is the rows of a
+    matmul's left operand and of its result. Each class has the name of an axis. An index may need
+    an axis twice, as in X·Xᵀ. The second one is a copy of the class with a number appended.
 
     Raises:
         NotLowerableError: If an op cannot be part of a fused kernel.
@@ -31,7 +31,7 @@ class DimClasses:
 
     def __init__(self, graph: KernelGraph):
         self.graph = graph
-        #: Axes that were handed out, with their sizes.
+        #: The axes that were handed out, with their sizes.
         self.sizes: dict[str, int] = {}
         self._parent: dict[_TensorDim, _TensorDim] = {}
         self._names: dict[_TensorDim, str] = {}
@@ -105,7 +105,7 @@ class DimClasses:
             self._join_from_right(t, out, first=3)
 
     def _unify_all_but_one(self, op: KernelOp) -> None:
-        """Join all dims except the one that is reduced or along which tensors lie end to end."""
+        """Join all dims except the one that a reduction reduces or a concat joins."""
         out = op.outputs[0]
         rank = len(out.dims)
         dim = dict(op.attrs)["dim"] % rank

@@ -1,4 +1,4 @@
-"""From plans to µGraphs: the core's kernels as block graphs, with exponentials kept in range."""
+"""Turn plans into µGraphs: the core's kernels become block graphs with exponentials in range."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def ugraph_of(
 ) -> EmittedUGraph | None:
     """Return the µGraph of a plan.
 
-    The form that keeps exponentials in range is tried first. It exists where each exponential is
-    cancelled inside a kernel or between two.
+    The form that keeps exponentials in range is tried first. It exists if each exponential is
+    cancelled inside a kernel or between two kernels.
 
     Args:
         plan: The core's plan.
         lowered: The program as it was given to the core.
-        functions: What the core knows by number only, as `core_program.symbols` returns it.
+        functions: The terms that the core knows only by number, from `core_program.symbols`.
         program: The program as a kernel graph.
 
     Returns:
-        The µGraph, or None if a kernel would have to store an input, a number, or a value that
-        repeats along an axis.
+        The µGraph. None if a kernel would have to store an input, a number, or a value that repeats
+        along an axis.
     """
     for scaled in (True, False):
         emitted = EmittedPlan(plan, lowered, functions, program, scaled)

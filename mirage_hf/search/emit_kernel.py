@@ -20,12 +20,12 @@ _ROLE_ORDER = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
 
 
 class EmissionError(Exception):
-    """A plan has no block graphs in any form."""
+    """An error: a plan has no block graphs in any form."""
 
 
 @dataclass(frozen=True)
 class _PartialResults:
-    """Results over the splits of an axis that nothing has combined yet."""
+    """Partial results, one for each split of an axis, that nothing has combined yet."""
 
     value: ScaledValue
     axis: str
@@ -33,7 +33,7 @@ class _PartialResults:
 
 
 class KernelEmitter:
-    """One kernel of a plan on its way to a block graph.
+    """Turns one kernel of a plan into a block graph.
 
     Raises:
         EmissionFormError: If the kernel has no block graph in the form that is tried.
@@ -48,7 +48,7 @@ class KernelEmitter:
         operands = plan.inputs if plan.num_kernels == 1 else []
         self.writer = BlockWriter(axes.ordered, axes.loop, operands)
         self.scaled = ScaledArithmetic(self.writer, plan.division)
-        #: Computed and read values.
+        #: The values that were computed or read so far.
         self.values: dict[ValueName, ScaledValue] = {}
         #: Partial results that nothing has read yet.
         self.partial_results: dict[ValueName, _PartialResults] = {}
@@ -109,7 +109,7 @@ class KernelEmitter:
             plain = self.scaled.plain(waiting.value)
             combined = ScaledValue(self.writer.op("max", (plain,), over=waiting.axis))
         if self.writer.loop in self.scaled.axes_of(combined):
-            return combined  # it belongs to one tile of the loop, so it is combined in each pass
+            return combined  # it is local to a tile of the loop, so each pass combines it again
         self.values[name] = combined
         del self.partial_results[name]
         return combined
@@ -244,8 +244,8 @@ class _KernelAxes:
             self.split_axis = _fresh_axis(f"{whole}_split", axes)
             axes[self.split_axis] = Axis(self.split_axis, kernel.parts, Role.GRID)
             axes[whole] = replace(axes[whole], split_axis=self.split_axis)
-        #: The names that this kernel gives to axes of stored partial results, by name and size
-        #: there.
+        #: This kernel's names for the split axes of stored partial results, by the stored name and
+        #: size.
         self._combined: dict[tuple[str, int], str] = {}
         for leaf in kernel.leaves:
             if leaf.partial >= 0:
@@ -256,7 +256,7 @@ class _KernelAxes:
                     axes[name] = Axis(name, there[1], Role.TILE)
         self._of_outputs = [a for output in plan.lowered.outputs for a in output.index if a]
         self._of_program = plan.axes
-        #: The axes by role, then as the program's outputs have them, then as the program does.
+        #: The axes, ordered by role, then as in the program's outputs, then as in the program.
         self.ordered = tuple(sorted(axes.values(), key=self._rank))
 
     def _rank(self, axis: Axis) -> tuple[int, int, int]:
@@ -279,7 +279,7 @@ def _fresh_axis(name: str, axes: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a kernel stores a value: its output, that of its shift, and the shift's origin."""
+    """The outputs in which a kernel stores a value: its mantissa and its shift, if it has one."""
 
     mantissa: int
     shift: int | None = None
@@ -287,12 +287,12 @@ class _Place:
 
 
 class _KernelOutputs:
-    """What a kernel stores: outputs of the program, and values for later kernels."""
+    """The outputs of a kernel: outputs of the program, and values for later kernels."""
 
     def __init__(self, emitter: KernelEmitter):
         self.emitter, self.plan = emitter, emitter.plan
         self.writer, self.scaled = emitter.writer, emitter.scaled
-        #: Each block output with the output of the program that it is, or -1.
+        #: Pairs of a block output and the number of the program's output that it is, or -1.
         self._outputs: list[tuple[BlockOutput, int]] = []
         #: Where each value is stored that later kernels read.
         self._places: dict[ValueName, _Place] = {}
@@ -371,5 +371,5 @@ class _KernelOutputs:
 
 
 def _leading(split: str | None, carried: Sequence[str]) -> tuple[str, ...]:
-    """Return the axis of splits if a value carries it: it is the first dim of its tensor."""
+    """Return the split axis if a value carries it. It is the first dim of the value's tensor."""
     return (split,) if split is not None and split in carried else ()

@@ -1,4 +1,4 @@
-"""A plan of the core on its way to a µGraph: what its kernels share."""
+"""The kernel graph of a plan while its kernels are emitted, and the values that they share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mirage_hf.ops import table
 from mirage_hf.search.core_program import CORE_OPS
 from mirage_hf.search.lowered_program import LoweredProgram, Term
 
-#: How the core names a value: the variant's node that computes it, and 0. If a later pass over a
-#: loop computes the node again, the number of that pass instead of 0.
+#: The core's name of a value: the variant's node that computes it, and a pass. If a later pass over
+#: a loop computes the node again, it is the number of that pass. Otherwise it is 0.
 ValueName = tuple[int, int]
 
 
@@ -30,7 +30,7 @@ class StoredValue:
         axes: The axis of each dim of `mantissa`.
         shift: The tensor of its shift, or None.
         shift_axes: The axis of each dim of `shift`.
-        origin: What the shift is a bound of, as in `Shift.origin`.
+        origin: The nodes that the shift is a bound of, as in `Shift.origin`.
     """
 
     mantissa: DTensor
@@ -71,8 +71,8 @@ class EmittedPlan:
     def layout(self, value: ValueName, axes: Sequence[str]) -> tuple[tuple[str, ...], str]:
         """Return the order of dims and the dtype of a value that later kernels read.
 
-        The dims that they sum over come last. A factor of products with a 16-bit input has the
-        input's dtype, and everything else is float32.
+        The dims that later kernels sum over come last. If later kernels multiply the value with a
+        16-bit input, it has the input's dtype. All other values are float32.
         """
         summed: set[str] = set()
         sources: set[int] = set()

@@ -41,14 +41,14 @@ def search(
 ) -> tuple[list[RankedUGraph], SearchReport]:
     """Search for µGraphs that compute the same as `graph`.
 
-    Widths 1, 2, 4, … are searched in turn until one of them stops early. Each is a step that
-    `journal` keeps once it is searched to the end.
+    Widths 1, 2, 4, … are searched in turn until one of them stops early. Each width is a step.
+    `journal` keeps a step once it is searched to the end.
 
     Args:
         graph: The tensor program.
         options: Limits of the search.
         progress: Called now and then with the counters so far.
-        journal: Steps that it holds are not searched again.
+        journal: Keeps finished steps. A step that it holds already is not searched again.
         lowered: What `lower(graph)` returned, if the caller has called it already.
 
     Returns:
@@ -75,7 +75,7 @@ def search(
 
 
 class _Search:
-    """The widths of one search, and what they have returned so far."""
+    """The search of one program, width by width, with its results so far."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class _Search:
             (ugraph_of(plan, self.lowered, self.functions, self.graph), plan.cost_us)
             for plan in result.candidates
         ]
-        # If some µGraph keeps all exponentials in range, numbers would only reject the others.
+        # If some µGraph keeps all exponentials in range, the numeric check would only reject the
+        # others.
         some_in_range = any(e is not None and e.in_range for e, _ in emitted)
         ranked = tuple(
             RankedUGraph(e.ugraph, cost_us, width)
@@ -152,7 +153,7 @@ class _Search:
 def _forced_roles(options: SearchOptions, lowered: LoweredProgram) -> list[_Roles]:
     """Return the forced roles to search with, in turn.
 
-    The first are those that were asked for. A restriction on maps suggests more.
+    The first are those that the options ask for. A restriction on maps suggests more.
     """
     forced = [options.roles]
     if options.maps is None:

@@ -8,12 +8,13 @@ from typing import Any
 from mirage_hf.errors import SearchError
 from mirage_hf.graph.tiles import GRID_DIMS
 
-#: Sorted pairs of a grid dim (0 for x) and the tensor dim that it cuts. Others are replicas.
+#: Sorted pairs of a grid dim (0 for x) and the tensor dim that it cuts. Other grid dims are
+#: replicas.
 GridMap = tuple[tuple[int, int], ...]
 
 
 def read_grid_maps(name: str, given: Any) -> tuple[GridMap, ...]:
-    """Return a list of imaps or omaps, each different one once.
+    """Return a list of imaps or omaps, without repeats.
 
     Args:
         name: "imaps" or "omaps", for errors.
@@ -35,7 +36,7 @@ def read_loop_dims(name: str, given: Any) -> tuple[int | None, ...]:
 
 
 def maps_text(name: str, allowed: Sequence[Any]) -> str:
-    """Return allowed maps as a reader of the option `name` would write them."""
+    """Return allowed maps as a user would write them for the option `name`."""
     if name == "fmaps":
         return str(list(allowed))
     maps = (", ".join(f"{GRID_DIMS[g]}→{d}" for g, d in m) for m in allowed)

@@ -1,8 +1,8 @@
-"""Join products of one tensor with several weights: q, k and v read their row once.
+"""Join products of one tensor with several weights, so that q, k and v read their row once.
 
 The search takes a concat of inputs as one input with several sources, so no weight moves. The
-results are slices of the joined product, which are views. So this applies to products that a window
-returns and does not use itself. Joining is correct because x·[V W] = [x·V x·W].
+results are slices of the joined product, which are views. So this applies only to products that a
+window returns and does not use itself. Joining is correct because x·[V W] = [x·V x·W].
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JoinedOutput:
 
 @dataclass(frozen=True)
 class JoinedProducts:
-    """A program, and the same with products joined.
+    """A program, and the same program with products joined.
 
     Attributes:
         program: The program as it is.
@@ -91,7 +91,7 @@ def join(graph: KernelGraph) -> JoinedProducts | None:
 
 
 def _products_to_join(graph: KernelGraph) -> list[list[KernelOp]]:
-    """Return the products of one tensor with weights that the graph only returns, two or more."""
+    """Return groups of two or more products of one tensor that the graph only returns."""
     made = {t.index: op for op in graph.ops for t in op.outputs}
     read = {x.index for op in graph.ops for x in tensors_of(op)}
     groups: dict[tuple[int, str], list[KernelOp]] = {}

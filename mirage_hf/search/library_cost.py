@@ -1,4 +1,4 @@
-"""Estimate library calls, at the rates by which the core ranks kernels, so that both compare."""
+"""Estimate library calls, at the rates that the core ranks kernels by, so that both compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BANDWIDTH_SHARE = 0.85
 
 
 def bytes_of(t: DTensor) -> int:
-    """Return the bytes that reading a tensor moves. Dims with stride 0 are read once."""
+    """Return how many bytes a read of a tensor moves. Dims with stride 0 are read once."""
     stored = [size for size, stride in zip(t.dims, t.strides, strict=True) if stride]
     return math.prod(stored) * t.dtype.itemsize
 
@@ -23,8 +23,8 @@ def bytes_of(t: DTensor) -> int:
 def call_us(op: KernelOp, device: Device = H200) -> float:
     """Estimate a library call in µs.
 
-    It is a launch, and the longer of moving its operands and results through memory once and its
-    multiplications. Views are free.
+    The estimate is a launch, and the longer of two times. One is that of moving its operands and
+    results through memory once. The other is that of its multiplications. Views are free.
     """
     if op.name in VIEWS:
         return 0.0

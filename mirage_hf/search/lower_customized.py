@@ -1,4 +1,4 @@
-"""Lower a customized op: what its kernel stores, as if the kernel had been written out."""
+"""Lower a customized op: the values that its kernel stores, as if they were written out in ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mirage_hf.search.terms import TermBuilder
 
 
 class ProgramLowering(Protocol):
-    """What lowers the program around the customized op: `lowering.Lowering`."""
+    """The lowering of the program around the customized op: `lowering.Lowering`."""
 
     classes: DimClasses
     terms: TermBuilder
@@ -34,7 +34,7 @@ def lower_customized(lowering: ProgramLowering, op: KernelOp, t: DTensor, index:
         lowering: The program that the op belongs to.
         op: The customized op.
         t: One of its outputs.
-        index: What the dims of `t` are indexed by.
+        index: The index of `t`.
 
     Raises:
         NotLowerableError: If the kernel does something that terms cannot express.
@@ -48,7 +48,7 @@ def lower_customized(lowering: ProgramLowering, op: KernelOp, t: DTensor, index:
 
 
 class _StoredValue:
-    """One output of a kernel, in the axes of its index and fresh ones for what it reduces."""
+    """One output of a kernel, over the axes of its index and fresh axes for those it reduces."""
 
     def __init__(
         self, lowering: ProgramLowering, op: KernelOp, t: DTensor, index: tuple[str | None, ...]

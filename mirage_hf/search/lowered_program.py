@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-#: Numerators and denominators of exact constants stay below this. It is below the primes of the
-#: proofs, so no such constant is zero there and each has an inverse.
+#: Numerators and denominators of exact constants stay below this. The primes of the proofs are
+#: larger, so no such constant is zero there and each has an inverse.
 _LARGEST_EXACT = 10**9
 
 
 class NotLowerableError(Exception):
-    """A program has an op that cannot be part of a fused kernel. The message says which and why."""
+    """An error: an op cannot be part of a fused kernel. The message says which op, and why."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Term:
     args: tuple[int, ...] = ()
     #: The axes that the value depends on, sorted by name.
     axes: tuple[str, ...] = ()
-    #: Of an input: which of `LoweredProgram.inputs`.
+    #: Of an input: its number among `LoweredProgram.inputs`.
     source: int = -1
     #: Of an input: the axis of each dim, None for a dim of size 1.
     index: tuple[str | None, ...] = ()
@@ -50,8 +50,8 @@ class Term:
 class LoweredInput:
     """A value that is read from device memory.
 
-    It is one graph input, or several that lie end to end along one dim, or the 0/1 mask of two
-    inputs that hold lower and upper bounds.
+    It is one graph input, or several graph inputs that lie end to end along one dim. It may also be
+    a 0/1 mask, made of two inputs that hold lower and upper bounds.
     """
 
     #: The graph inputs, by number: lo and hi for a mask.
@@ -62,14 +62,14 @@ class LoweredInput:
     joined: int | None = None
     #: The size of each source along `joined`.
     sizes: tuple[int, ...] = ()
-    #: Bytes of an element, of lo and hi together for a mask.
+    #: Bytes of an element. For a mask, these are the bytes of lo and hi together.
     itemsize: int = 2
     #: Of a mask: the dim that it bounds, which has size 1 in `dims`.
     bounds: int | None = None
-    #: A dim read with its halves or pairs swapped or signed (RoPE): the dim, how, and how many of
-    #: its first elements (None for all).
+    #: The dim that is read with its halves or pairs swapped or signed (RoPE). With it come one of
+    #: `block_parts.ROTATIONS`, and the number of first elements that have partners (None for all).
     rotation: tuple[int, str, int | None] | None = None
-    #: A dim that is shorter than its axis, and the value read after its end.
+    #: The dim that is shorter than its axis, and the value read after its end.
     padding: tuple[int, float] | None = None
 
 
@@ -102,9 +102,9 @@ class LoweredProgram:
 
 
 def small_rational(value: float) -> Fraction | None:
-    """Return the exact value of a constant as a small fraction, or None if it has none.
+    """Return the exact value of a constant as a small fraction, or None if there is none.
 
-    A float that a simple fraction rounds to, such as 0.1, stands for that fraction.
+    If a simple fraction rounds to the float, as 1/10 does to 0.1, the float stands for it.
     """
     if not math.isfinite(value):
         return None

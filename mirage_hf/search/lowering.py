@@ -42,7 +42,7 @@ def lower(graph: KernelGraph) -> LoweredProgram | Rejected:
 
     Returns:
         The program over named axes, or the reason why an op of it cannot be part of a fused kernel.
-        Such a program, or that part of it, is left to library calls.
+        Then library calls run the program, or that part of it.
     """
     try:
         return Lowering(expand(graph)).run()
@@ -51,7 +51,7 @@ def lower(graph: KernelGraph) -> LoweredProgram | Rejected:
 
 
 class Lowering:
-    """An expanded program on its way to terms.
+    """Lowers an expanded program to terms.
 
     Raises:
         NotLowerableError: If an op cannot be part of a fused kernel.
@@ -66,7 +66,7 @@ class Lowering:
         self._lowered: dict[tuple[int, Index], int] = {}
 
     def run(self) -> LoweredProgram:
-        """Lower the outputs, and all that they need."""
+        """Lower the outputs and all ops that they need."""
         outputs = []
         for t in self.graph.outputs:
             index: list[str | None] = []
@@ -161,7 +161,7 @@ class Lowering:
     def _rope(self, op: KernelOp, index: Index) -> int:
         """Return x · cos + swapped x · signed sin.
 
-        If cos and sin are narrower than x, the cosine goes on as 1 and the sine as 0.
+        If cos and sin are narrower than x, cos is padded with 1 and sin with 0.
         """
         x, cos, sin = tensors_of(op)
         interleaved = dict(op.attrs)["interleaved"]
@@ -186,7 +186,7 @@ class Lowering:
         axis = index[dim]
         if axis is not None and not isinstance(axis, str):
             raise NotLowerableError("bounds along the dim that rope rotates end a kernel")
-        bounded_dim = dim - (len(index) - len(lo.dims))  # of lo and hi, negative if they lack it
+        bounded_dim = dim - (len(index) - len(lo.dims))  # a dim of lo, negative if lo lacks it
         value = self.tensor(x, index)
         mask = self._mask(lo, hi, aligned(index, lo.dims), axis, bounded_dim)
         return self.terms.op("mul", value, mask)
@@ -256,7 +256,7 @@ class Lowering:
         return self.terms.read(source, tuple(source_index))
 
     def _input_behind(self, t: DTensor) -> tuple[DTensor, tuple[int, ...]]:
-        """Return the graph input that permutes make `t` of, and which of its dims each dim is."""
+        """Return the graph input that `t` permutes, and the input's dim for each dim of `t`."""
         order = tuple(range(len(t.dims)))
         while (op := self._made.get(t.index)) is not None:
             if op.name != "permute":

@@ -1,9 +1,9 @@
 """Restrict how kernels cut their tensors: allowed imaps, omaps and fmaps.
 
 The maps are those of Mirage (arXiv 2405.05751, section 4.3). An imap or omap sends the grid dims x,
-y and z to tensor dims. Our grid axes have no order. So a kernel keeps to a restriction if its grid
-axes can be called x, y and z such that every tensor it reads has one of the imaps and every tensor
-it stores has one of the omaps.
+y and z to tensor dims. Our grid axes have no order, so some assignment of x, y and z to them must
+keep to the restriction. Then every tensor that the kernel reads has one of the imaps, and every
+tensor that it stores has one of the omaps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from mirage_hf.search.grid_maps import GridMap, maps_text, read_grid_maps, read_
 from mirage_hf.search.lowered_program import LoweredProgram
 from mirage_hf.search.search_report import StopReason
 
-#: Elements of a value that a block may hold along its tile axes. tests/core keeps it the core's.
+#: The most elements of a value that a block may hold along its tile axes. tests/core checks that it
+#: equals the core's.
 LARGEST_TILE = 16384
 
 
@@ -35,7 +36,7 @@ class MapRestriction:
     Attributes:
         imaps: Allowed maps of the tensors that a kernel reads, or None for any.
         omaps: Allowed maps of the tensors that it stores, or None for any.
-        fmaps: Tensor dims that the loop may walk, None among them for a replica; or None for any.
+        fmaps: Tensor dims that the loop may walk, with None for a replica. Or None for any.
     """
 
     imaps: tuple[GridMap, ...] | None = None
@@ -114,9 +115,9 @@ class MapRestriction:
         )
 
     def roles(self, lowered: LoweredProgram) -> list[tuple[tuple[str, Role], ...]]:
-        """Return the roles to force, in turn, so that the search meets every allowed loop.
+        """Return the roles to force, in turn, so that the search finds every allowed loop.
 
-        The core keeps only the cheapest loops of each kernel, so each loop that a single kernel may
+        The core keeps only the cheapest loops of each kernel. So each loop that a single kernel may
         have is searched by itself. Grid axes need no forcing, see `_with_fewer_blocks`.
         """
         if self.fmaps is None:
@@ -165,7 +166,7 @@ def _loop_dim(m: TensorMap) -> int | None:
 
 
 def _namings(grid: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Yield every way to call grid axes x, y, z (as 0, 1, 2)."""
+    """Yield every assignment of x, y and z (as 0, 1 and 2) to grid axes."""
     numbers = range(max(len(GRID_DIMS), len(grid)))
     for order in itertools.permutations(numbers, len(grid)):
         yield dict(zip(grid, order, strict=True))
@@ -174,7 +175,7 @@ def _namings(grid: Sequence[str]) -> Iterator[dict[str, int]]:
 def _all_among(
     maps: Sequence[TensorMap], allowed: tuple[GridMap, ...] | None, names: Mapping[str, int]
 ) -> bool:
-    """True if every map is allowed when the grid axes are called as `names` says."""
+    """Return True if every map is allowed when the grid axes have the names in `names`."""
     if allowed is None:
         return True
     for m in maps:
@@ -187,8 +188,8 @@ def _all_among(
 def _with_fewer_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
     """Yield the block graph as it is, then with grid axes held whole, as few as possible.
 
-    The search cuts every axis that it may. A grid dim of one block is the same as none, so what it
-    finds stands for these block graphs as well.
+    The search cuts every axis that it may. A grid dim of one block is the same as none. So a block
+    graph that the search finds stands for these block graphs too.
     """
     numbers = {a.split_axis for a in block.axes}
     free = [a for a in block.named(Role.GRID) if a.name not in numbers]

@@ -1,8 +1,8 @@
-"""Group a product of three the other way: (x · γ) · W as x · (γ · W).
+"""Regroup a product of three factors: (x · γ) · W becomes x · (γ · W).
 
-Factors of tensor-core products are rounded to the run dtype. x · γ leaves the range of float16 for
-inputs on which the stock module does not, because the module divides x by its norm first. x alone
-and γ · W stay in range.
+Factors of tensor-core products are rounded to the dtype of the run. The stock module divides x by
+its norm before it multiplies by γ, so its values stay in range. Without that division, x · γ may
+leave the range of float16. The factors x and γ · W stay in range.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Regrouping:
     def _moved_in(self, stage: Stage) -> dict[str, tuple[BlockOp, BlockOp]]:
         """Return the new factor and the new product for each product of a stage that changes.
 
-        Only products that have a factor of the same stage change.
+        A product changes only if the same stage computes one of its factors.
         """
         made = {op.out for op in stage.body}
         moved = {}

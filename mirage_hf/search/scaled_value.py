@@ -1,22 +1,23 @@
 """Values as mantissa · e^shift, so that exponentials stay in range.
 
-A plan is exact algebra and knows no rounding. An exponential that a later division cancels, as in
-softmax, is emitted as a *scaled value*: a mantissa and a shift that stand for mantissa · e^shift.
+A plan is exact algebra and ignores rounding. An exponential that a later division cancels, as in
+softmax, is emitted as a *scaled value*. It is a mantissa and a shift, and means mantissa · e^shift.
 
-- exp(s) is the mantissa 1 with shift s. Products add shifts, divisions subtract them, and a
-  division of two values of the same shift has none left.
-- A sum over an axis that the shift carries first takes the maximum of the shift over that axis,
-  over the loop a running one. The mantissa takes up the difference, which is at most e^0 = 1.
+- exp(s) is the mantissa 1 with shift s. Products add shifts, and divisions subtract them. If two
+  values have the same shift, their quotient has none.
+- A sum over an axis that the shift carries first takes the maximum of the shift over that axis.
+  Over the loop it is a running maximum. The mantissa is multiplied by e^(shift − maximum), which is
+  at most 1.
 - Values of different shifts are added at the larger shift.
 
 So online softmax and the combination of split attention need no rule of their own. A program that
-writes out its own shift by a maximum gets the same kernels as one that does not.
+subtracts a maximum itself gets the same kernels as one that does not.
 
-Masks are 0/1 values of bounds. A scaled value keeps them beside its mantissa through products, in
-whatever order the algebra gives them. `select` applies them where a sum over their axis takes the
-value up, or where it is stored. They are applied to the exponential if there is one, so that a
-multiplication with it stays a matrix product, and the maximum of the shift is taken of the scores
-inside the bounds only. So nothing outside the bounds, not even NaN, reaches a result.
+Masks are 0/1 values of bounds. A scaled value keeps its masks apart from its mantissa through
+products, in whatever order the algebra has them. `select` applies them where the value is summed
+over their axis, or where it is stored. If there is an exponential, they are applied to it, so that
+a multiplication with it stays a matrix product. The maximum of the shift is taken only over the
+scores inside the bounds. So nothing outside the bounds, not even NaN, reaches a result.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from dataclasses import dataclass, replace
 
 from mirage_hf.search.block_writer import BlockWriter, EmissionFormError
 
-#: The maximum of no scores at all. It is finite, so rows without any score have a finite shift, and
-#: it is below any score that matters.
+#: The maximum of no scores at all. It is finite, so that rows without a score have a finite shift.
+#: It is below any score that matters.
 FLOOR = -1e30
 
 
@@ -36,10 +37,10 @@ class Shift:
     """A value of the block graph that is an exponent.
 
     Attributes:
-        name: The value.
-        origin: The nodes of the program that it is a bound of.
-        is_max: True if it is the maximum of its origin over an axis.
-        over: The shifts of which it is the larger one.
+        name: The name of the value.
+        origin: The nodes of the program that the shift is a bound of.
+        is_max: True if the shift is the maximum of its origin over an axis.
+        over: The two shifts that it is the larger one of, if any.
     """
 
     name: str
@@ -66,12 +67,12 @@ class ScaledValue:
 
     @property
     def has_shift(self) -> bool:
-        """True unless the value is its mantissa, apart from masks."""
+        """True if the value has an exponent, so that it is not just its mantissa and masks."""
         return bool(self.plus or self.minus)
 
     @property
     def is_plain(self) -> bool:
-        """True if the value is its mantissa."""
+        """True if the value is just its mantissa, without an exponent or masks."""
         return not self.has_shift and not self.masks
 
     @property
@@ -81,7 +82,7 @@ class ScaledValue:
 
 
 class ScaledArithmetic:
-    """Ops on scaled values, written into a block graph.
+    """Writes ops on scaled values into a block graph.
 
     Raises:
         EmissionFormError: If a value would leave the range of floats because nothing cancels its
@@ -92,7 +93,7 @@ class ScaledArithmetic:
         self.writer = writer
         #: "div", or "ratio" if a division by 0 gives 0.
         self.division = division
-        #: The nodes of the program that each mask is, by the mask's name.
+        #: The node of the program that each mask stands for, by the mask's name.
         self.mask_origin: dict[str, object] = {}
 
     def axes_of(self, x: ScaledValue) -> set[str]:
@@ -102,7 +103,7 @@ class ScaledArithmetic:
     # -- shifts ------------------------------------------------------------------------------------
 
     def exponent(self, x: ScaledValue) -> Shift:
-        """Return the shift of a value as one value."""
+        """Return the whole exponent of a value as one shift."""
         if len(x.plus) == 1 and not x.minus:
             return x.plus[0]
         if not x.plus:
@@ -117,13 +118,13 @@ class ScaledArithmetic:
         return Shift(name, (*up, "-", *down))
 
     def is_at_most_one(self, x: ScaledValue) -> bool:
-        """True if e^shift is at most 1: the shift is an exponent minus its maximum."""
+        """Return True if e^shift is at most 1, because it is an exponent minus its maximum."""
         if len(x.plus) != 1 or len(x.minus) != 1:
             return False
         return self._is_at_least(x.minus[0], x.plus[0], x.masks)
 
     def _is_at_least(self, high: Shift, low: Shift, masks: Sequence[str]) -> bool:
-        """True if `high` is known to be at least `low` wherever the masks are 1."""
+        """Return True if `high` is known to be at least `low` wherever the masks are 1."""
         if high.name == low.name:
             return True
         carried = self.writer.carried
@@ -139,7 +140,7 @@ class ScaledArithmetic:
         return bool(low.over) and all(self._is_at_least(high, s, masks) for s in low.over)
 
     def _inside(self, shift: Shift, masks: Sequence[str]) -> Shift:
-        """Return a shift whose maximum is that of the scores inside the bounds."""
+        """Return a shift to take the maximum of: the shift inside the bounds, FLOOR outside."""
         if not masks:
             return shift
         name = str(self.writer.select(masks, shift.name, FLOOR))
@@ -191,7 +192,7 @@ class ScaledArithmetic:
         shift = self.exponent(x)
         inside = self._inside(shift, masks)
         top = Shift(self.writer.accumulate("max", inside.name), inside.origin, True)
-        # The terms read the running maximum, so they hold in this stage only.
+        # The terms read the running maximum, so they are valid only in this stage.
         terms = self._at_shift(shift, top, masks, x.mantissa)
         total = self.writer.accumulate("sum", terms, top.name)
         return ScaledValue(total, (top,), masks=x.masks)
@@ -218,7 +219,7 @@ class ScaledArithmetic:
 
     def quotient(self, a: ScaledValue, b: ScaledValue) -> ScaledValue:
         """Return a / b."""
-        b = self.unmasked(b)  # outside its bounds b is 0, and a ratio with it is 0
+        b = self.unmasked(b)  # outside its bounds b is 0, and so is the ratio
         mantissa = a.mantissa
         if b.mantissa != 1.0:
             mantissa = self.writer.op(self.division, (a.mantissa, b.mantissa))

@@ -1,4 +1,4 @@
-"""Finished steps of a search, as plain data, so that a search that was stopped can go on."""
+"""Keep the finished steps of a search as plain data, so that a stopped search can go on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def step_to_dict(step: SearchStep) -> dict[str, Any]:
 
 
 def step_from_dict(data: dict[str, Any], graph: KernelGraph) -> SearchStep:
-    """Return the step that `step_to_dict` wrote, its µGraphs for `graph`."""
+    """Return the step that `step_to_dict` wrote. Its µGraphs compute `graph`."""
     ranked = tuple(
         RankedUGraph(
             UGraph(graph, json_format.graph_from_dict(entry["kernels"], "checkpoint")),

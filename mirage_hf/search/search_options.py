@@ -1,4 +1,4 @@
-"""What limits a search."""
+"""The limits and restrictions of a search."""
 
 from __future__ import annotations
 

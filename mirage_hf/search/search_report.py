@@ -1,4 +1,4 @@
-"""What a search did and why it stopped."""
+"""The report of a search: what it did, and why it stopped."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class StopReason(str, Enum):
 class Counters:
     """Counts of one search, summed over all widths unless a field says otherwise.
 
-    The search first derives values (distinct intermediate results of the program's algebra), then
-    variants (complete ways to compute the program), then plans (variants cut into kernels).
+    The search first derives values, the distinct intermediate results of the program's algebra. It
+    combines them into variants, the complete ways to compute the program. It then cuts variants
+    into kernels, which gives plans.
     """
 
     #: Distinct values that were kept.
@@ -132,9 +133,9 @@ class SearchReport:
     stop: StopReason
     #: More about why it stopped, or why nothing was found; empty if there is nothing to add.
     reason: str = ""
-    #: The number of candidates that were accepted.
+    #: The number of candidates that verification accepted.
     found: int = 0
-    #: The candidates that were rejected, each with its reason.
+    #: The candidates that verification rejected, each with its reason.
     rejected: tuple[RejectedCandidate, ...] = ()
     #: The largest error bound among the accepted candidates' proofs, or None if none was accepted.
     error_bound: float | None = None

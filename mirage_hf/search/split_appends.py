@@ -1,11 +1,11 @@
 """Take the cache appends out of a program, so that the search sees only what it computes.
 
 The program without appends returns the rows that it would append. Once kernels are found for it,
-the appends are put back, and the kernel that computes the rows may store them into the cache
+the appends are put back. Then the kernel that computes the rows may store them into the cache
 itself.
 
-This needs that the program does not read the slots it writes (see `written_slots`). Appends for
-which that does not hold stay library calls, in the program's order.
+This works only if the program does not read the slots that it writes (see `written_slots`). Other
+appends stay library calls, in the program's order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Result:
     """An output of the program.
 
     Attributes:
-        append: The append that it is the result of, or None.
-        output: The output of the program without appends that it is, or that holds the appended
-            rows. None if the rows are an input.
+        append: The append that returns this output, or None.
+        output: The number of the same output in the program without appends. For an append, it is
+            the number of the output that holds the rows, or None if the rows are an input.
     """
 
     append: KernelOp | None
@@ -38,7 +38,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class SplitAppends:
-    """A program, and the same without its appends.
+    """A program, and the same program without its appends.
 
     Attributes:
         program: The program as it is.
@@ -71,7 +71,7 @@ class SplitAppends:
         return UGraph(self.program, kernels)
 
     def _appended_inputs(self) -> list[int]:
-        """Return the inputs, by number, that are appended as they are."""
+        """Return the inputs, by number, that the program appends unchanged."""
         rows = {
             parts_of(result.append)[1].index
             for result in self.results
@@ -84,8 +84,8 @@ def split_appends(program: KernelGraph) -> SplitAppends | None:
     """Take the appends out of a program.
 
     Returns:
-        The program with and without appends, or None if it has no appends, if one of them must stay
-        where it is, or if nothing else is left.
+        The program with and without appends. None if it has no appends, if an append must stay
+        where it is, or if the program has no other ops.
     """
     appends = [op for op in program.ops if op.name == APPEND]
     if not appends or not _may_be_split(program, appends):
@@ -116,7 +116,7 @@ def split_appends(program: KernelGraph) -> SplitAppends | None:
 
 
 def _may_be_split(program: KernelGraph, appends: Sequence[KernelOp]) -> bool:
-    """True if no result of the program depends on when its appends happen."""
+    """Return True if no result of the program depends on when its appends happen."""
     caches = [parts_of(op)[0].index for op in appends]
     if len(set(caches)) < len(caches) or any(op.block is not None for op in program.ops):
         return False
@@ -133,15 +133,15 @@ def _may_be_split(program: KernelGraph, appends: Sequence[KernelOp]) -> bool:
 
 
 def _with_copies(kernels: KernelGraph, wanted: Sequence[int]) -> tuple[KernelGraph, dict[int, int]]:
-    """Let kernels also store inputs that they hold in registers anyway.
+    """Return kernels that also store some inputs, which they hold in registers anyway.
 
     Args:
         kernels: A kernel graph.
         wanted: The inputs to store, by number.
 
     Returns:
-        The kernel graph with more outputs, and which output holds each input. An input that no
-        kernel holds outside of its loop is missing there.
+        The kernel graph with more outputs, and the output that holds each input. An input is
+        missing if no kernel holds it outside of its loop.
     """
     copies: dict[int, int] = {}
     if not wanted:
@@ -175,7 +175,7 @@ def _last_owner(kernels: KernelGraph, t: DTensor) -> int | None:
 
 
 def _as_output(op: KernelOp, t: DTensor) -> BlockOutput | None:
-    """Return an input of a kernel as one more output, or None if it is read in the loop only."""
+    """Return an input of a kernel as one more output, or None if only the loop reads it."""
     block = op.block
     if block is None:
         return None

@@ -1,4 +1,4 @@
-"""Some ops of a program as a program of their own."""
+"""Make a program of some ops of another program."""
 
 from __future__ import annotations
 

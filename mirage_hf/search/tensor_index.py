@@ -1,4 +1,4 @@
-"""What the dims of a tensor are indexed by while a program is lowered."""
+"""The index of a tensor while a program is lowered: the axis of each dim, and how it is read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mirage_hf.search.lowered_program import NotLowerableError
 
 @dataclass(frozen=True)
 class PaddedAxis:
-    """A dim that is read along a longer axis: `value` is read after its end."""
+    """A dim that is read along a longer axis. Past the end of the dim, `value` is read."""
 
     inner: str | Rotation
     value: float
 
 
-#: The index of one dim: an axis, an axis along which partners are swapped or signed, a longer axis,
-#: or None for a dim of size 1.
+#: The index of one dim: an axis, a rotated axis, or an axis that is longer than the dim. None: the
+#: dim has size 1.
 Place = str | Rotation | PaddedAxis | None
 
 #: The index of a tensor: one place for each dim.
@@ -43,7 +43,7 @@ def aligned(index: Index, dims: Sequence[int]) -> Index:
 
 
 def rotated(place: Place, how: str, width: int | None) -> Rotation:
-    """Return an axis along which the first `width` elements (None: all) are swapped or signed.
+    """Return the rotation of a place: its first `width` elements (None: all) have partners.
 
     Raises:
         NotLowerableError: If the dim has no axis, or is rotated or padded already.
@@ -54,10 +54,11 @@ def rotated(place: Place, how: str, width: int | None) -> Rotation:
 
 
 def only_inputs_have(place: Place) -> bool:
-    """True if only an input may be read so, because an op does not commute with reading it so.
+    """Return True if a computed tensor cannot be read at this place, only an input.
 
-    exp of padding is not the padding, and exp of a negated value is not the negated exp. A swap
-    only moves elements, so any elementwise op commutes with it.
+    Ops do not commute with padding and signs. The exp of padding is not the padding, and the exp of
+    a negated value is not the negated exp. Elementwise ops commute with a swap, which only moves
+    elements.
     """
     signed = isinstance(place, Rotation) and not place.swaps
     return signed or isinstance(place, PaddedAxis)

@@ -1,4 +1,4 @@
-"""Build the terms of a lowered program, each different one once."""
+"""Build the terms of a lowered program. Equal terms are built once."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TermBuilder:
     def reduce(self, kind: str, arg: int, axis: str) -> int:
         """Return the "sum" or "max" of a term over an axis.
 
-        If `arg` holds one partial result for each split of another axis, and `axis` numbers the
-        splits, this is the reduction over that whole other axis.
+        `arg` may hold partial results, one for each split of another axis. If `axis` numbers these
+        splits, the result is the reduction over that whole other axis.
         """
         term = self.terms[arg]
         if term.op == "partial" and term.fn == kind and term.index[0] == axis:
@@ -69,7 +69,7 @@ class TermBuilder:
         )
 
     def read(self, source: LoweredInput, index: Index) -> int:
-        """Return a value of device memory under an index.
+        """Return the term that reads an input under an index.
 
         Raises:
             NotLowerableError: If one input would be rotated or padded along two dims, or along the

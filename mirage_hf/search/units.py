@@ -1,13 +1,13 @@
-"""The units of a program: ops that no window cuts apart, with neighbours kernels can hold together.
+"""The units of a program: ops that no window cuts apart, in an order that suits windows.
 
 A unit is an op with the layout ops between it and the program's inputs. A concat of weights belongs
-to each matmul that reads it. What the search cannot lower, such as a concat of computed tensors, is
-a unit that stands alone.
+to each matmul that reads it. An op that the search cannot lower, such as a concat of computed
+tensors, is a unit that stands alone.
 
-Units are ordered in phases. Each unit is as early as the units that stand alone before it allow, so
-the projections of q, k and v come together although reshapes lie between them in the program.
-Inside a phase the order is depth first. Operands of commutative ops are visited in the order of
-their structure, not in the order in which they were written.
+Units are ordered in phases. Each unit is in the earliest phase that the units standing alone before
+it allow. So the projections of q, k and v come together although reshapes lie between them in the
+program. Inside a phase the order is depth first. Operands of commutative ops are visited in the
+order of their structure, not as they were written.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ EFFECTS = ("cache_append",)
 
 _COMMUTATIVE = ("add", "mul", "max", "min")
 
-#: How many ops back operands are compared. Gate and up of an MLP differ in the first one.
-#: Projections differ in none, and keep the order in which they were written.
+#: The number of ops before an operand that its structure includes. Gate and up of an MLP differ in
+#: the first op. Projections differ in none, and keep the order in which they were written.
 _DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Ops that no window cuts apart, the last one the op proper.
+    """Ops that no window cuts apart: one op, and the layout ops before it.
 
     Attributes:
-        ops: The layout ops before the op proper, then the op.
-        alone: Why no kernel of ours computes it, or "" if one may.
+        ops: The layout ops, then the op that they belong to.
+        alone: Why no generated kernel computes the op, or "" if one may.
         size: The number of ops that compute, with composites written out.
     """
 
@@ -74,7 +74,7 @@ def order_units(program: KernelGraph) -> OrderedUnits:
 
 
 def keeps_axes(view: KernelOp) -> bool:
-    """True for a view that the search lowers: it only permutes dims, or adds or drops dims of 1."""
+    """Return True if the search lowers a view: it permutes dims, or adds or drops dims of 1."""
     if view.name == "reshape":
         (x,) = tensors_of(view)
         return [d for d in x.dims if d > 1] == [d for d in view.outputs[0].dims if d > 1]
@@ -92,7 +92,7 @@ class _UnitOrder:
         self._find_leaves()
         self.before = _effect_order(program)
         self.structure = _structure(program)
-        # All by the first output of the unit's op.
+        # The keys are the first outputs of units' ops.
         self._units: dict[int, Unit] = {}
         self._phases: dict[int, int] = {}
 
@@ -126,7 +126,7 @@ class _UnitOrder:
                 stack += [(t, False) for t in reversed(needs)]
 
     def _needs(self, op: KernelOp) -> list[int]:
-        """Return the tensors that must be there before an op's unit."""
+        """Return the tensors that an op's unit needs, and those it must wait for."""
         unit = self._unit(op)
         inside = {t.index for o in unit.ops for t in o.outputs}
         needs = [x.index for o in unit.ops for x in tensors_of(o) if x.index not in inside]
@@ -189,7 +189,7 @@ class _UnitOrder:
 def _structure(program: KernelGraph) -> dict[int, str]:
     """Describe every tensor by the ops just before it.
 
-    The description does not depend on the order of a commutative op's operands, and is the same in
+    The description does not depend on the order of a commutative op's operands. It is the same in
     every layer of a model.
     """
     tensors = [*program.inputs, *(t for op in program.ops for t in op.outputs)]
@@ -206,12 +206,12 @@ def _structure(program: KernelGraph) -> dict[int, str]:
 
 
 def _effect_order(program: KernelGraph) -> dict[int, list[int]]:
-    """Return what must come before each op so that reads stay on their side of a write in place.
+    """Return the ops that must come before each op, so that no read moves across a write in place.
 
-    Both are given by the ops' first outputs.
+    Ops are given by their first outputs.
     """
     buffers: dict[int, int] = {}  # the tensor whose memory a view or a written tensor shares
-    uses: dict[int, list[tuple[int, bool]]] = {}  # of a buffer: the op, and whether it writes
+    uses: dict[int, list[tuple[int, bool]]] = {}  # by buffer: the op, and whether it writes
     before: dict[int, list[int]] = {}
     for op in program.ops:
         first, tensors = op.outputs[0].index, tensors_of(op)

@@ -1,8 +1,8 @@
-"""Whether a program's results can depend on the cache slots that it writes.
+"""Decide whether a program's results can depend on the cache slots that it writes.
 
-A decoding step appends a row to a cache and reads the cache within bounds that end where the append
-begins. Then it does not matter whether the row is there yet. This module follows each cache through
-the program, dim by dim, to see that every use of it is bounded so.
+A decoding step appends a row to a cache. It reads the cache within bounds that end where the append
+begins, so it does not matter whether the row is there yet. This module follows each cache through
+the program, dim by dim, to check that every read has such bounds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NONE: _Pairs = frozenset()
 
 @dataclass(frozen=True)
 class _Marks:
-    """What is known about the dims of one tensor.
+    """The known properties of the dims of one tensor.
 
     Attributes:
-        reads: (cache, dim): along this dim the tensor depends on the slots of the cache, among them
-            those that are written.
-        zero: (position, dim): along this dim the tensor is 0 from that position on.
+        reads: Pairs (cache, dim). Along this dim the tensor depends on the slots of the cache,
+            also on those that are written.
+        zero: Pairs (position, dim). Along this dim the tensor is 0 from that position on.
     """
 
     reads: _Pairs = _NONE
@@ -48,7 +48,7 @@ class WrittenSlots:
         self._marks: dict[int, _Marks] = {}
 
     def are_unread(self) -> bool:
-        """True if no output of the program depends on a slot that it writes."""
+        """Return True if no output of the program depends on a slot that it writes."""
         for t in self.program.inputs:
             is_cache = t.index in self.ends
             slots = frozenset([(t.index, len(t.dims) - 2)]) if is_cache else _NONE
@@ -81,7 +81,8 @@ class WrittenSlots:
     def _renamed(self, t: DTensor, dims: Mapping[int, int]) -> _Marks | None:
         """Return a tensor's marks with its dims renamed.
 
-        A dim that is not in `dims` ends here. None if the tensor reads written slots along it.
+        `dims` maps old dims to new ones. The result is None if the tensor reads written slots along
+        a dim that is not in `dims`.
         """
         marks = self._marks[t.index]
         for cache, dim in marks.reads:
@@ -149,7 +150,7 @@ class WrittenSlots:
         return _Marks(reads)
 
     def _along_last(self, op: KernelOp, tensors: Sequence[DTensor], rank: int) -> _Marks | None:
-        """Norms and rope, which mix the elements of the last dim."""
+        """Return the marks of a norm or rope, which mix the elements of the last dim."""
         x, *others = tensors
         mixed = any(d == rank - 1 for _, d in self._reads(x))
         if mixed or any(self._reads(t) for t in others):
