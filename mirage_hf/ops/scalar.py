@@ -1,7 +1,7 @@
 """Scalar programs: the body of an elementwise op, traced once and evaluated under several algebras.
 
 A body is an ordinary Python function of `Scalar`s. Tracing it gives a `ScalarProgram` over
-`PRIMITIVES`. An algebra maps each primitive to a callable, so one body runs on torch tensors and on
+`PRIMITIVES`. An algebra maps each primitive to a callable. So one body runs on torch tensors and on
 elements of finite fields, and prints as Triton or CUDA text.
 """
 
@@ -51,9 +51,9 @@ class ScalarProgram:
         """Evaluate the program under an algebra.
 
         Args:
-            algebra: What each primitive does to elements.
+            algebra: The callable of each primitive.
             args: One element per argument.
-            const: Makes an element of a Python number.
+            const: Converts a Python number to an element.
 
         Returns:
             The element that is the result.
@@ -70,7 +70,7 @@ class ScalarProgram:
 
 
 class Scalar:
-    """A scalar that records what is computed with it: + - * / and the functions of this module."""
+    """A scalar that records the ops on it: + - * / and the functions of this module."""
 
     def __init__(self, trace: list[tuple[Any, ...]], index: int):
         self._trace, self._index = trace, index

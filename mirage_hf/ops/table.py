@@ -1,16 +1,16 @@
 """The op table: every op of tensor programs, declared once.
 
-A row says the op's name, kind, shape rule, what it computes, and an independently written torch
-oracle. Search, verification, code generation and the methods of graphs all read this table. An
-elementwise op is added by one row:
+A row has the op's name, kind, shape rule and scalar body or expansion, and an independently written
+torch oracle. Search, verification, code generation and the methods of graphs all read this table.
+One row adds an elementwise op:
 
     _elementwise(
         "softsign", "x / (1 + |x|)", lambda x: x / (1.0 + scalar.maximum(x, -x)), F.softsign
     )
 
-The row's name is then a method of kernel graphs and block graphs, and kernels are found and
-generated for it. A row with `activation=True` is also recognised as the activation of an MLP in a
-model.
+The row's name is then a method of kernel graphs and block graphs. The search and the code
+generators handle the op like any other. If the row has `activation=True`, a model's MLP may have
+the op as its activation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Op:
 
     name: str
 
-    #: What sort of op it is:
+    #: The sort of op:
     #:
     #: - "elementwise": computes `body` for each element, with broadcasting.
     #: - "contract": multiplies and sums (matmul).
@@ -61,7 +61,7 @@ class Op:
     #: - "layout": moves elements without computing, except rope.
     #: - "bounds": keeps what is inside [lo, hi) along a dim; operands 1 and 2 are int32 tensors lo,
     #:   hi.
-    #: - "composite": is computed by other rows, see `expand`.
+    #: - "composite": is built from other rows, see `expand`.
     #: - "effect": writes into its first operand.
     kind: str
 
@@ -71,10 +71,10 @@ class Op:
     #: Shape rule: dims of the operands, then attributes by name, to dims of the result.
     infer: shapes.ShapeRule
 
-    #: The op by torch, in the dtype of its inputs, as an eager model would compute it.
+    #: Computes the op with torch, in the dtype of its inputs, as an eager model would.
     oracle: Callable[..., torch.Tensor]
 
-    #: Attributes by name, with their defaults. None: must be given.
+    #: Attributes by name, with their defaults. An attribute with the default None must be given.
     attrs: dict[str, Any] = field(default_factory=dict)
 
     #: Least and largest number of operands.
@@ -90,15 +90,14 @@ class Op:
     #: Composites: builds the op from other rows, given a graph, operands and attributes.
     expand: Callable[..., Any] | None = None
 
-    #: The result's dtype from operands and attributes, if it is not that of the operands.
+    #: Returns the result's dtype from operands and attributes. None: it is that of the operands.
     out_dtype: Callable[..., torch.dtype] | None = None
 
-    #: Elementwise ops: the result in terms of the operands as `body` names them, for `help()`.
+    #: Elementwise ops: the result as a formula of the operands as `body` names them, for `help()`.
     formula: str = ""
 
     #: The op as torch code for generated files: {0}, {1}, … are operands, other names in braces are
-    #: attributes. Empty if the oracle is a function of torch or one with a name, which is called
-    #: then.
+    #: attributes. Empty: the oracle is called, which must be a function of torch or have a name.
     torch_form: str = ""
 
     #: True for functions of one operand that models use as the activation of an MLP.
@@ -163,8 +162,8 @@ def activations() -> tuple[str, ...]:
 def add_methods(graph: type, apply: str) -> None:
     """Give the class `graph` a method for each elementwise op that it does not define itself.
 
-    The method calls `self.<apply>(name, *operands, **attrs)`. Its signature and docstring say what
-    `help()` should show: the operands' names and the formula.
+    The method calls `self.<apply>(name, *operands, **attrs)`. Its signature and docstring let
+    `help()` show the operands' names and the formula.
     """
     for row in OPS.values():
         if row.kind == "elementwise" and not hasattr(graph, row.name):
@@ -211,7 +210,7 @@ def _all_ints(least: int) -> Callable[[Any], bool]:
     return holds
 
 
-#: What an attribute of this name must be, in words and as a test. Any other attribute is a number.
+#: The type of attributes by their name, in words and as a test. Any other attribute is a number.
 _ATTRS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dim": ("an integer", is_int),
     "start": ("an integer", is_int),
@@ -374,8 +373,8 @@ def _expand_layer_norm(
 
 
 def _expand_softmax(g: Any, x: Any, lo: Any = None, hi: Any = None, dim: int = -1) -> Any:
-    # In exact arithmetic the shift by the maximum cancels. Whether a candidate may leave it out is
-    # decided by the numeric check.
+    # In exact arithmetic the shift by the maximum cancels. The numeric check decides whether a
+    # candidate may leave it out.
     e = g.exp(x)
     if lo is None:
         return g.div(e, g.reduction(e, dim))

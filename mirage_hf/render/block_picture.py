@@ -29,20 +29,20 @@ _RUNNING, _RESCALED = "running maximum", "rescaled as {} grows"
 
 
 def block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
-    """Return the drawing of a kernel's block graph.
+    """Return a panel with the drawing of a kernel's block graph.
 
     Args:
         number: The kernel's number.
         op: The op that runs the block graph.
-        schedule: The codegen schedule of the kernel, or None. With one, trips of the loop are
-            known.
+        schedule: The codegen schedule of the kernel, or None. With one, the number of trips of the
+            loop is shown.
     """
     assert op.block is not None
     return _BlockPicture(number, op, op.block, schedule).panel
 
 
 class _BlockPicture:
-    """Draws a block graph from top to bottom: stage after stage, then what is stored."""
+    """Draws a block graph from top to bottom: stage after stage, then the outputs."""
 
     def __init__(self, number: int, op: KernelOp, block: BlockGraph, schedule: Any) -> None:
         self.op, self.block, self.schedule = op, block, schedule
@@ -51,7 +51,7 @@ class _BlockPicture:
         self.readers = _readers(block)
         #: The box that holds each value.
         self.node: dict[str, str] = {}
-        #: Inputs whose tensors are drawn.
+        #: The tensors of inputs that are drawn already.
         self.sources: set[str] = set()
         #: The next free layer.
         self.layer = 0
@@ -68,7 +68,7 @@ class _BlockPicture:
             self._draw_load(number, i, source_layer, first)
         boxes = _StageBoxes(self, number, stage, first if inputs else first - 1)
         last = boxes.draw()
-        if last >= first:  # a stage may do nothing
+        if last >= first:  # a stage may be empty
             lines = _frame_lines(self.block, stage, self.schedule)
             self.panel.frames.append(LayerFrame(first, last, lines))
         self.layer = last + 1
@@ -135,7 +135,7 @@ class _StageBoxes:
 
     def _add_op(self, op: BlockOp) -> None:
         values = [a for a in op.args if isinstance(a, str)]
-        for a in values:  # a running maximum stands above what reads it
+        for a in values:  # a running maximum stands above the ops that read it
             if a in self.running and not self._has(self.running[a]):
                 self._add_accumulator(self.running[a])
         if op.over is not None:
@@ -195,7 +195,7 @@ class _StageBoxes:
         self.node[made.out] = key
 
     def _append(self, key: str, values: Sequence[str], op: BlockOp) -> None:
-        """Add a line to a box: what alone reads its result goes into the same one."""
+        """Add an op as a line to the box `key`, if nothing else reads the result of that box."""
         read = [self.node[v] for v in values if v in self.node]
         for k in dict.fromkeys(k for k in read if k not in self.layer):
             if (k, key) not in self.edges:
@@ -204,11 +204,11 @@ class _StageBoxes:
         self.axes[key], self.node[op.out] = op.axes, key
 
 
-# -- what is read where ----------------------------------------------------------------------------
+# -- readers of values -----------------------------------------------------------------------------
 
 
 def _loads(b: BlockGraph) -> list[tuple[Stage, list[BlockInput]]]:
-    """Return each stage with the inputs that it reads; the first one has unread ones too."""
+    """Return each stage with the inputs that it reads. The first stage has unread inputs too."""
     stages = b.stages or (Stage(None, ()),)
     reads = [
         {a for op in s.body for a in op.args} | {acc.arg for acc in s.accumulators} for s in stages

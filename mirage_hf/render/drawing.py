@@ -1,4 +1,4 @@
-"""Panels of boxes and arrows as SVG text. `render/picture.py` says what is drawn."""
+"""Draw panels of boxes and arrows as SVG text. `render/picture.py` decides what they show."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ _MARGIN = 20.0
 #: Pixels inside a panel, beside and below its drawing.
 _INSET = 22.0
 
-#: Width by height that a page of panels comes near to.
+#: The ratio of width to height that a page of panels aims at.
 _ASPECT = 1.5
 
-#: Height of a page's title and of a panel's title, and least width of a page, in pixels.
+#: Height of a title, and least width of a page, in pixels.
 _HEADER, _LEAST_WIDTH = 46.0, 640.0
 
 
 def width(text: str, kind: str) -> float:
-    """Return the pixels that a text takes. East Asian wide characters take two columns."""
+    """Return the width of a text in pixels. East Asian wide characters take two columns."""
     return ADVANCE[kind] * sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -131,7 +131,7 @@ class Panel:
 
     nodes: list[Node] = field(default_factory=list)
 
-    #: Lines of text before an edge's head, by its ends.
+    #: Lines of text at an edge's head, by the keys of the edge's two boxes.
     edges: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
     frames: list[LayerFrame] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Panel:
 
 
 def label_width(lines: Sequence[str]) -> float:
-    """Return the pixels that an edge's label takes."""
+    """Return the width of an edge's label in pixels."""
     return max((width(line, "small") for line in lines), default=0.0) + 8
 
 
@@ -196,7 +196,7 @@ def page(title: str, panels: Sequence[Panel]) -> str:
 
 
 def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Return panels in columns, in order, so that the page comes near to _ASPECT.
+    """Return panels in columns, in order, so that the shape of the page is close to _ASPECT.
 
     The height of every run of panels is tried as the height of the columns.
     """
@@ -222,7 +222,7 @@ def _columns(sizes: Sequence[tuple[float, float]]) -> list[list[int]]:
 
 
 def _legend(styles: set[str], room: float) -> tuple[list[str], int]:
-    """Return boxes with their meaning, and how many rows they take."""
+    """Return the legend: a box of each style with its meaning, and the number of rows it takes."""
     entries = [(name, meaning) for name, (_, _, meaning) in STYLES.items() if name in styles]
     if "load" in styles:
         entries.append(("", "x→0: axis x cuts dim 0;  x→φ: the same for all of x"))
@@ -260,7 +260,7 @@ class _PanelDrawing:
         head = max([width(panel.title, "title"), *(width(f, "small") for f in panel.facts)]) + 36
         self.width = max(self.placed.width + 2 * _INSET + self.gutter, head)
         self.height = self.top + self.placed.layers[-1][1] + _INSET
-        #: What is added to an x of the placement.
+        #: The offset from an x of the placement to an x of the panel.
         self.shift = self.gutter + (self.width - self.gutter - self.placed.width) / 2
 
     def drawing(self) -> _Drawing:
@@ -311,7 +311,8 @@ class _PanelDrawing:
     def _arrow(self, points: Sequence[tuple[float, float]]) -> list[str]:
         """Return an edge: a line that leaves and arrives downwards, and its head.
 
-        The head is a path of its own, because a marker would need an id.
+        The head is a path of its own, because a marker would need an id. Ids of several pictures
+        in one page could clash.
         """
         (x, y), *rest = [(x + self.shift, y + self.top) for x, y in points]
         text = f"M{x:.1f},{y:.1f}"

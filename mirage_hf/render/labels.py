@@ -1,4 +1,4 @@
-"""Texts in pictures."""
+"""Format tensors and numbers for pictures."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def tensor_type(t: DTensor) -> str:
 
 
 def number_text(x: object) -> str:
-    """Return a number with four digits at most, or anything else as it prints."""
+    """Return a number with at most four digits, or the text of anything else."""
     return f"{x:.4g}" if isinstance(x, float) else str(x)

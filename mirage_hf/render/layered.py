@@ -1,7 +1,7 @@
-"""Layered drawings of graphs: where boxes go if every edge points down.
+"""Lay out a graph in layers, so that every edge points down.
 
-The method is that of Sugiyama, Tagawa and Toda (1981): order the boxes of each layer so that few
-edges cross, then choose positions so that edges are straight.
+The method is that of Sugiyama, Tagawa and Toda (1981). It orders the boxes of each layer so that
+few edges cross. Then it chooses positions so that edges are straight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ORDER_SWEEPS = 12
 #: Sweeps over all layers that move boxes sideways.
 _SPREAD_SWEEPS = 60
 
-#: How much farther than to the mean of its neighbours a box moves (successive over-relaxation).
-#: With less, long chains stay slanted. The last sweeps move boxes to the mean itself.
+#: The factor by which a box moves past the mean of its neighbours (successive over-relaxation).
+#: With a smaller factor, long chains stay slanted. The last sweeps move boxes to the mean itself.
 _OVERSHOOT = 1.7
 _SWEEPS_WITHOUT_OVERSHOOT = 8
 
-#: Width of the invisible box that a long edge passes in each layer between, in pixels.
+#: Width of the invisible box ("ghost") of a long edge in each layer that it passes, in pixels.
 _GHOST_WIDTH = 4.0
 
 
@@ -45,13 +45,13 @@ class Box:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything goes, in pixels."""
+    """The positions of boxes and edges, in pixels."""
 
     #: The centre of each box.
     centres: Mapping[str, tuple[float, float]]
 
     #: The points that each edge passes, from the lower side of one box to the upper side of the
-    #: other. An edge runs straight through layers and changes its x between layers only.
+    #: other. An edge runs straight down through layers and changes its x only between layers.
     routes: Mapping[tuple[str, str], Sequence[tuple[float, float]]]
 
     #: Top and bottom of each layer.
@@ -85,7 +85,7 @@ def place(
 
     Args:
         boxes: The boxes.
-        edges: Pairs of keys. They lead to a later layer.
+        edges: Pairs of keys. Each edge leads to a later layer.
         above: Extra pixels before a layer.
         gap: Pixels between layers.
     """
@@ -153,7 +153,7 @@ def _layer_extents(
 def _order(graph: _Rows) -> None:
     """Order each layer by the mean position of its boxes' neighbours, sweeping down and up.
 
-    The order with the fewest crossings stays.
+    The order with the fewest crossings is kept.
     """
     rows = graph.rows
     best, fewest = [list(row) for row in rows], _crossings(graph)
@@ -201,19 +201,21 @@ def _crossings(graph: _Rows) -> int:
 def _spread(graph: _Rows) -> dict[str, float]:
     """Return the x of each box.
 
-    The squared sideways steps of the edges are least, for the given order and with GAP kept.
+    They minimise the sum of squared sideways steps of the edges, for the given order and with GAP
+    kept.
     """
     x: dict[str, float] = {}
 
     def pull(a: str, b: str) -> float:
-        # It is the same at both ends, or the drawing would drift. Long edges are straightened more.
+        # The pull must be the same at both ends, or the drawing would drift. It is stronger for
+        # long edges, so that they are straighter.
         return (2.0 if a in graph.ghosts else 1.0) * (2.0 if b in graph.ghosts else 1.0)
 
     def mean(key: str, among: Collection[str]) -> float:
         pulls = [(pull(key, n), x[n]) for n in graph.neighbours[key] if n in among]
         if not pulls:
             return x.get(key, 0.0)
-        # `sum` rounds floats in another way since Python 3.12, so `fsum`
+        # `fsum`, because `sum` rounds floats in another way since Python 3.12
         return math.fsum(w * at for w, at in pulls) / math.fsum(w for w, _ in pulls)
 
     def settle(row: Sequence[str], wishes: Sequence[float]) -> None:
@@ -221,7 +223,7 @@ def _spread(graph: _Rows) -> dict[str, float]:
         widths = [graph.width[k] for k in row]
         x.update(zip(row, _nearest(widths, weights, wishes), strict=True))
 
-    # A first guess: each row below (or above) the one before it on the way.
+    # First guess: in each sweep, a row is placed by the row before it.
     for way in (graph.rows, graph.rows[::-1], graph.rows):
         before: Sequence[str] = ()
         for row in way:
@@ -249,7 +251,7 @@ def _nearest(
 ) -> list[float]:
     """Return the positions nearest to `wishes` that keep the order and GAP.
 
-    The weighted sum of squared differences is least. Neighbours that would overlap are pooled.
+    They minimise the weighted sum of squared differences. Neighbours that would overlap are pooled.
     """
     offsets: list[float] = []
     offset = 0.0

@@ -1,7 +1,7 @@
-"""µGraphs as pictures in plain SVG.
+"""Draw µGraphs as plain SVG.
 
-A picture shows the kernels and the tensors between them, then the block graph of each kernel with
-its maps on the edges.
+A picture shows the kernels and the tensors between them. Below, it shows the block graph of each
+kernel with its maps on the edges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN_ROLES = (Role.GRID, Role.LOOP)
 #: Library ops that move no data.
 _VIEWS = ("permute", "reshape", "slice")
 
-#: Characters after which a list of operands goes on in the next line.
+#: Characters after which a list of operands continues in the next line.
 _WRAP = 44
 
 
@@ -56,7 +56,7 @@ def write_svg(ugraph: UGraph, path: str | Path) -> Path:
 def svg(ugraph: UGraph) -> str:
     """Return the picture of a µGraph as text.
 
-    It can stand in an HTML page: it names nothing outside itself and has no ids.
+    It can be put into an HTML page, because it refers to nothing outside itself and has no ids.
     """
     schedules: Sequence[Any] = ugraph.schedules or (None,) * len(ugraph.block_ops)
     blocks = [
