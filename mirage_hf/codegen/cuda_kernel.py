@@ -1,8 +1,7 @@
 """Write one block graph as a CUDA kernel: a thread block per tile of the grid axes.
 
 Stages become nests of loops (cuda_nests.py). A value is staged in shared memory if it is read more
-than once per element, or by a later stage. In a reduction, each thread owns some elements of the
-result and a share of the reduced axis.
+than once per element, or by a later stage. cuda_reductions.py writes sums and maxima.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from mirage_hf import errors
 from mirage_hf.codegen.cuda_math import TYPES
-from mirage_hf.codegen.cuda_nests import Nest, Nests, Operand
-from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
+from mirage_hf.codegen.cuda_nests import Operand
+from mirage_hf.codegen.cuda_reductions import THREADS, ReductionWriter
+from mirage_hf.graph.block import BlockGraph, BlockInput, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
-THREADS = 256
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
 #: sm_100 (CUDA programming guide).
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
@@ -142,7 +140,7 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
     return tiles
 
 
-class _Writer(Nests):
+class _Writer(ReductionWriter):
     """Writes the text of one kernel, top to bottom."""
 
     def kernel(self) -> CudaKernel:
@@ -161,41 +159,20 @@ class _Writer(Nests):
         )
 
     def head(self) -> list[str]:
-        """Return everything before the kernel's body."""
+        """Return everything before the kernel's body. The body must have been written."""
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
+        arrays = self._shared_arrays()
         lines = [
             *(f"// {line}" for line in graph),
             f"namespace {self.name} {{",
             "",
             f"constexpr int threads = {THREADS};",
+            *self._sizes(),
         ]
-        body = set(re.findall(r"\w+", "\n".join(self.lines))) | {
-            f"{a.name}_tile" for a in self.block.axes if self.trips(a.name) > 1
-        }
-        sizes = {f"{a.name}_size": a.size for a in self.block.axes} | {
-            f"{a}_tile": tile for a, tile in self.tile.items()
-        }
-        lines += [
-            f"constexpr int {name} = {value};" for name, value in sizes.items() if name in body
-        ]
-        arrays = [
-            f"  alignas(16) {a.ctype} {a.name}[{a.elements}];  // [{', '.join(a.axes)}]"
-            for a in self.arrays.values()
-        ]
-        arrays += [f"  alignas(16) float partial[{self.partial}];"] if self.partial else []
         lines += ["", "struct Shared {", *arrays, "};"] if arrays else []
-        parameters = [
-            f"const {TYPES[self.operands[s].dtype]}* __restrict__ {self.pointer(i, k)}"
-            for i in self.block.inputs
-            for k, s in enumerate(i.sources)
-        ]
-        parameters += [
-            f"{TYPES[t.dtype]}* __restrict__ {self.var(o.value)}_out{n}"
-            for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))
-        ]
         lines += [
             "",
-            f"__global__ void __launch_bounds__(threads) run({', '.join(parameters)}) {{",
+            f"__global__ void __launch_bounds__(threads) run({self._parameters()}) {{",
             "  const int tid = threadIdx.x;",
         ]
         if arrays:
@@ -203,13 +180,46 @@ class _Writer(Nests):
                 "  extern __shared__ __align__(16) unsigned char memory[];",
                 "  Shared& shared = *reinterpret_cast<Shared*>(memory);",
             ]
+        lines += self._block_coordinates()
+        return lines + ["  " + self.address(i) for i in self.block.inputs]
+
+    def _sizes(self) -> list[str]:
+        """Return definitions of the sizes and tiles of axes that the body reads."""
+        read = set(re.findall(r"\w+", "\n".join(self.lines)))
+        read |= {f"{a.name}_tile" for a in self.block.axes if self.trips(a.name) > 1}
+        sizes = {f"{a.name}_size": a.size for a in self.block.axes}
+        sizes |= {f"{a}_tile": tile for a, tile in self.tile.items()}
+        return [f"constexpr int {name} = {value};" for name, value in sizes.items() if name in read]
+
+    def _shared_arrays(self) -> list[str]:
+        """Return the members of the struct of shared memory."""
+        arrays = [
+            f"  alignas(16) {a.ctype} {a.name}[{a.elements}];  // [{', '.join(a.axes)}]"
+            for a in self.arrays.values()
+        ]
+        return arrays + ([f"  alignas(16) float partial[{self.partial}];"] if self.partial else [])
+
+    def _parameters(self) -> str:
+        """Return the kernel's parameters: a pointer for each source and each output."""
+        sources = [
+            f"const {TYPES[self.operands[s].dtype]}* __restrict__ {self.pointer(i, k)}"
+            for i in self.block.inputs
+            for k, s in enumerate(i.sources)
+        ]
+        outputs = [
+            f"{TYPES[t.dtype]}* __restrict__ {self.var(o.value)}_out{n}"
+            for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))
+        ]
+        return ", ".join([*sources, *outputs])
+
+    def _block_coordinates(self) -> list[str]:
+        """Return definitions of where the block's tile begins on each grid axis."""
         cut = [a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1]
-        if cut:
-            lines.append("  int block = blockIdx.x;")
+        lines = ["  int block = blockIdx.x;"] if cut else []
         for a in reversed(cut):
             lines.append(f"  const int {a}_0 = block % {self.trips(a)} * {a}_tile;")
             lines += [f"  block /= {self.trips(a)};"] if a != cut[0] else []
-        return lines + ["  " + self.address(i) for i in self.block.inputs]
+        return lines
 
     def address(self, i: BlockInput) -> str:
         """Return a C++ lambda from coordinates to the address of an input's element."""
@@ -255,7 +265,7 @@ class _Writer(Nests):
         for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
             self.declare(a.out, a.kind, nest, lanes)
         with self.scope(f"for (int {loop}_0 = 0; {loop}_0 < {loop}_size; {loop}_0 += {loop}_tile)"):
-            if self.ragged(loop):
+            if self.has_partial_tile(loop):
                 self.put(f"const int {loop}_count = min({loop}_tile, {loop}_size - {loop}_0);")
             before = len(self.lines)
             self.prepare(stage, [v for v in wanted if walks(v)], inside=True)
@@ -327,181 +337,6 @@ class _Writer(Nests):
             visit(str(arg), self.block.carried[str(arg)])
         return found
 
-    # -- reductions -------------------------------------------------------------------------------
-
-    def reduce(self, op: BlockOp) -> None:
-        """Write a sum or maximum over a tile axis."""
-        arg = str(op.args[0])
-        with self.scope(""):
-            nest, lanes = self.reduce_plan(op.out, arg, str(op.over))
-            self.declare(op.out, op.fn, nest, lanes)
-            self.accumulate(op.out, arg, op.fn, nest, lanes)
-            self.combine(op.out, op.fn, nest, lanes)
-
-    def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
-        """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
-        nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
-        inner = nest.fast == over
-        units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
-        step = nest.vector if inner else 1
-        if (
-            not inner
-            and nest.fast is None
-            and self.tile[over] % 4 == 0
-            and self.size[over] % 4 == 0
-        ):
-            step = 4  # everything is staged, so read 4 neighbours at once
-        steps = max(1, self.tile[over] // step)
-        if inner:
-            across = min(max(32, THREADS // _pow2(units)), _pow2(steps), THREADS)
-        elif nest.fast is None:
-            # Each thread owns up to 8 elements, so one read serves several.
-            across = min(THREADS // min(THREADS, max(32, _pow2(units) // 8)), _pow2(steps))
-        else:
-            across = THREADS // min(THREADS, _pow2(units))
-        own = THREADS // across
-        return nest, _Lanes(own, across, -(-units // own), units, inner, step)
-
-    def declare(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
-        """Declare and clear a thread's accumulators."""
-        slots = lanes.rounds * (1 if lanes.inner else nest.vector)
-        self.put(f"float {self.var(out)}_acc[{slots}];")
-        with self.repeat("r", slots):
-            self.put(f"{self.var(out)}_acc[{'r' if slots > 1 else 0}] = {_OPS[kind]}::zero();")
-
-    def owned(self, nest: Nest, lanes: _Lanes) -> str:
-        """Return the element that a thread owns in round r."""
-        text = lanes.element + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
-        return f"min({text}, {lanes.units - 1})" if lanes.rounds * lanes.own > lanes.units else text
-
-    def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
-        """Write the loop in which each lane reduces its part."""
-        over, name = str(nest.over), self.var(out)
-        nest.known, nest.vectors = {}, []
-        width = lanes.step
-        end = (
-            f"{over}_count"
-            if self.block.role(over) is Role.LOOP and self.ragged(over)
-            else str(self.tile[over])
-        )
-        start = lanes.lane + (f" * {width}" if width > 1 else "")
-        self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
-        walker = f"{'j' if width > 1 else 'i'}_{over}"
-        step = lanes.across * width
-        with self.scope(f"for (int {walker} = {start}; {walker} < {end}; {walker} += {step})"):
-            if width == 1:
-                self.global_coordinate_over(over)
-            with self.repeat("r", lanes.rounds):
-                self.put(f"const int e = {self.owned(nest, lanes)};")
-                self.coordinates(nest, "e", clamp=True)
-                self.load_vectors(nest, arg, clamp=True)
-                along = over if lanes.step > 1 else str(nest.fast)
-                with self.repeat("v", max(lanes.step, nest.vector)):
-                    if max(lanes.step, nest.vector) > 1:
-                        self.put(f"const int i_{along} = j_{along} + v;")
-                        self.global_coordinate(along, "i", along != over, 1)
-                    slot = lanes.slot(1 if lanes.inner else nest.vector)
-                    value = self.ref(nest, arg)
-                    self.put(
-                        f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});"
-                    )
-
-    def global_coordinate_over(self, over: str) -> None:
-        """Define the coordinate of the reduced axis in the tensor."""
-        base = f"{over}_0 + " if self.block.role(over) is Role.LOOP else ""
-        self.put(f"const int at_{over} = {base}i_{over};")
-
-    def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
-        """Combine the lanes' partial results and keep the result in shared memory."""
-        name, op = self.var(out), _OPS[kind]
-        array = self.keep(out, "float", self.block.carried[out])
-        shuffled = min(lanes.across, 32) if lanes.inner else 1
-        groups = lanes.across // shuffled
-        total = self.extent(nest.axes)
-        width = 1 if lanes.inner else nest.vector
-        if groups > 1:
-            self.partial = max(self.partial, groups * total)
-        with self.scope(""), self.repeat("r", lanes.rounds):
-            self.put(
-                f"const int e = {lanes.element}"
-                + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
-                + ";"
-            )
-            with self.repeat("v", width):
-                part = f"{name}_acc[{lanes.slot(width)}]"
-                joined = f"join_lanes<{op}, {shuffled}>({part})" if shuffled > 1 else part
-                self.put(f"const float joined = {joined};")
-                guards = [f"e < {lanes.units}"] if lanes.rounds * lanes.own > lanes.units else []
-                guards += (
-                    [f"{lanes.lane} == 0" if groups == 1 else f"{lanes.lane} % {shuffled} == 0"]
-                    if shuffled > 1
-                    else []
-                )
-                linear = f"(e * {width} + v)" if width > 1 else "e"
-                with self.scope(f"if ({' && '.join(guards)})") if guards else nullcontext():
-                    if groups > 1:
-                        group = f"{lanes.lane} / {shuffled}" if shuffled > 1 else lanes.lane
-                        self.put(f"shared.partial[{group} * {total} + {linear}] = joined;")
-                    else:
-                        self.coordinates(Nest(nest.axes, None, 1), linear, clamp=False)
-                        self.put(f"{array.at()} = joined;")
-        self.put("__syncthreads();")
-        if groups > 1:
-            with self.scope(f"for (int e = tid; e < {total}; e += threads)"):
-                self.coordinates(Nest(nest.axes, None, 1), "e", clamp=False)
-                self.put(
-                    "float joined = shared.partial[e];",
-                    f"for (int g = 1; g < {groups}; ++g) "
-                    f"joined = {op}::join(joined, shared.partial[g * {total} + e]);",
-                    f"{array.at()} = joined;",
-                )
-            self.put("__syncthreads();")
-        self.staged[out] = array
-
-
-@dataclass(frozen=True)
-class _Lanes:
-    """How threads share a reduction.
-
-    Attributes:
-        own: Number of threads that own different elements.
-        across: Number of threads that share the reduced axis.
-        rounds: Number of elements that one thread owns.
-        units: Number of elements in all.
-        inner: True if the threads that share the reduced axis are neighbours.
-        step: Elements of the reduced axis that a thread takes at a time.
-    """
-
-    own: int
-    across: int
-    rounds: int
-    units: int
-    inner: bool
-    step: int
-
-    @property
-    def element(self) -> str:
-        """The first element that a thread owns."""
-        if self.across == 1:
-            return "tid"
-        return f"tid / {self.across}" if self.inner else f"tid % {self.own}"
-
-    @property
-    def lane(self) -> str:
-        """A thread's lane along the reduced axis."""
-        if self.across == 1:
-            return "0"
-        return f"tid % {self.across}" if self.inner else f"tid / {self.own}"
-
-    def slot(self, width: int) -> str:
-        """Return which of a thread's registers holds the current element."""
-        if self.rounds == 1:
-            return "v" if width > 1 else "0"
-        return f"r * {width} + v" if width > 1 else "r"
-
-
-_OPS = {"sum": "Sum", "max": "Max"}
-
 
 def _used(lines: Sequence[str]) -> list[str]:
     """Return the lines without the coordinates that nothing in their scope reads."""
@@ -525,8 +360,3 @@ def _used(lines: Sequence[str]) -> list[str]:
         names[-1] |= set(re.findall(r"[A-Za-z_]\w*", defined.group(2) if defined else line))
         kept.append(line)
     return kept[::-1]
-
-
-def _pow2(n: int) -> int:
-    """Return the next power of two."""
-    return 1 << max(0, n - 1).bit_length()

@@ -106,8 +106,8 @@ class Nest:
     vectors: list[str] = field(default_factory=list)
 
 
-class Nests:
-    """A kernel's text so far, its shared memory, and the nests that fill it and store outputs."""
+class NestWriter:
+    """Writes nests. It holds the kernel's text so far, and its arrays in shared memory."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Nests:
         """Return how many tiles an axis has."""
         return -(-self.size[axis] // self.tile[axis])
 
-    def ragged(self, axis: str) -> bool:
+    def has_partial_tile(self, axis: str) -> bool:
         """Return whether the last tile of an axis is partial."""
         return self.size[axis] % self.tile[axis] != 0
 
@@ -290,7 +290,7 @@ class Nests:
         base = f"{a}_0" if self.block.role(a) is not Role.TILE and self.trips(a) > 1 else ""
         inner = f"{local}_{a}" if self.tile[a] > 1 else ""
         text = " + ".join(t for t in (base, inner) if t) or "0"
-        if clamp and self.block.role(a) is not Role.TILE and self.ragged(a):
+        if clamp and self.block.role(a) is not Role.TILE and self.has_partial_tile(a):
             text = f"min({text}, {a}_size - {width})"
         self.put(f"const int at_{a} = {text};")
 
@@ -351,7 +351,7 @@ class Nests:
             beyond = [
                 f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {a}_size - {a}_0"
                 for a in nest.axes
-                if self.block.role(a) is not Role.TILE and self.ragged(a)
+                if self.block.role(a) is not Role.TILE and self.has_partial_tile(a)
             ]
             if beyond:
                 self.put(f"if ({' || '.join(beyond)}) continue;")

@@ -13,7 +13,7 @@ from mirage_hf.codegen.triton_names import KernelNames, slot_pointer
 from mirage_hf.graph.block import Axis, BlockInput, Role
 
 #: Offsets from here on do not fit in 32 bits.
-_FAR = 2**31
+FAR = 2**31
 
 
 def triton_dtype(dtype: torch.dtype) -> str:
@@ -263,7 +263,7 @@ class TileWriter:
             rotated: The input that is read, if its rotation may swap partners.
         """
         pairs = list(zip(axes, strides, strict=True))
-        is_far = sum(self.masks.largest_index(a) * s for a, s in pairs if a) >= _FAR
+        is_far = sum(self.masks.largest_index(a) * s for a, s in pairs if a) >= FAR
         terms = [pointer]
         for a, stride in pairs:
             if a is None or self.is_fixed(a, stride):

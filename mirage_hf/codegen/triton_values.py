@@ -10,8 +10,8 @@ import torch
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.plan.layout import Dot
-from mirage_hf.codegen.triton_loads import LoadWriter
 from mirage_hf.codegen.triton_math import Expr
+from mirage_hf.codegen.triton_prefetches import PrefetchWriter
 from mirage_hf.codegen.triton_tiles import triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockOp, Stage
 
@@ -21,7 +21,7 @@ NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
 _WARP = 32
 
 
-class ValueWriter(LoadWriter):
+class ValueWriter(PrefetchWriter):
     """Writes the code that computes on tiles in registers."""
 
     #: The running maxima of the current stage: maxima that its body reads while they grow.

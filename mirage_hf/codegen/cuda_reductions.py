@@ -1,0 +1,200 @@
+"""Write reductions as CUDA text: threads share a sum or maximum, then combine their results.
+
+Each thread owns some elements of the result and a share of the reduced axis.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from mirage_hf.codegen.cuda_nests import Array, Nest, NestWriter
+from mirage_hf.graph.block import BlockOp, Role
+
+#: Threads of a block.
+THREADS = 256
+
+#: The C++ type of each kind of reduction.
+_OPS = {"sum": "Sum", "max": "Max"}
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """How threads share a reduction.
+
+    Attributes:
+        own: Number of threads that own different elements.
+        across: Number of threads that share the reduced axis.
+        rounds: Number of elements that one thread owns.
+        units: Number of elements in all.
+        inner: True if the threads that share the reduced axis are neighbours.
+        step: Elements of the reduced axis that a thread takes at a time.
+    """
+
+    own: int
+    across: int
+    rounds: int
+    units: int
+    inner: bool
+    step: int
+
+    @property
+    def element(self) -> str:
+        """The first element that a thread owns."""
+        if self.across == 1:
+            return "tid"
+        return f"tid / {self.across}" if self.inner else f"tid % {self.own}"
+
+    @property
+    def lane(self) -> str:
+        """A thread's lane along the reduced axis."""
+        if self.across == 1:
+            return "0"
+        return f"tid % {self.across}" if self.inner else f"tid / {self.own}"
+
+    def slot(self, width: int) -> str:
+        """Return which of a thread's registers holds the current element."""
+        if self.rounds == 1:
+            return "v" if width > 1 else "0"
+        return f"r * {width} + v" if width > 1 else "r"
+
+
+class ReductionWriter(NestWriter):
+    """Writes the reductions of a kernel."""
+
+    def reduce(self, op: BlockOp) -> None:
+        """Write a sum or maximum over a tile axis."""
+        arg = str(op.args[0])
+        with self.scope(""):
+            nest, lanes = self.reduce_plan(op.out, arg, str(op.over))
+            self.declare(op.out, op.fn, nest, lanes)
+            self.accumulate(op.out, arg, op.fn, nest, lanes)
+            self.combine(op.out, op.fn, nest, lanes)
+
+    def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
+        """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
+        nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
+        inner = nest.fast == over
+        units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
+        step = nest.vector if inner else 1
+        is_all_staged = not inner and nest.fast is None
+        if is_all_staged and self.tile[over] % 4 == 0 and self.size[over] % 4 == 0:
+            step = 4  # read 4 neighbours at once
+        steps = max(1, self.tile[over] // step)
+        if inner:
+            across = min(max(32, THREADS // _pow2(units)), _pow2(steps), THREADS)
+        elif nest.fast is None:
+            # Each thread owns up to 8 elements, so one read serves several.
+            across = min(THREADS // min(THREADS, max(32, _pow2(units) // 8)), _pow2(steps))
+        else:
+            across = THREADS // min(THREADS, _pow2(units))
+        own = THREADS // across
+        return nest, _Lanes(own, across, -(-units // own), units, inner, step)
+
+    def declare(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+        """Declare and clear a thread's accumulators."""
+        slots = lanes.rounds * (1 if lanes.inner else nest.vector)
+        self.put(f"float {self.var(out)}_acc[{slots}];")
+        with self.repeat("r", slots):
+            self.put(f"{self.var(out)}_acc[{'r' if slots > 1 else 0}] = {_OPS[kind]}::zero();")
+
+    def owned(self, nest: Nest, lanes: _Lanes) -> str:
+        """Return the element that a thread owns in round r."""
+        text = lanes.element + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
+        return f"min({text}, {lanes.units - 1})" if lanes.rounds * lanes.own > lanes.units else text
+
+    def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+        """Write the loop in which each lane reduces its part."""
+        over, name = str(nest.over), self.var(out)
+        nest.known, nest.vectors = {}, []
+        width = lanes.step
+        end = (
+            f"{over}_count"
+            if self.block.role(over) is Role.LOOP and self.has_partial_tile(over)
+            else str(self.tile[over])
+        )
+        start = lanes.lane + (f" * {width}" if width > 1 else "")
+        self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
+        walker = f"{'j' if width > 1 else 'i'}_{over}"
+        step = lanes.across * width
+        with self.scope(f"for (int {walker} = {start}; {walker} < {end}; {walker} += {step})"):
+            if width == 1:
+                self.global_coordinate_over(over)
+            with self.repeat("r", lanes.rounds):
+                self.put(f"const int e = {self.owned(nest, lanes)};")
+                self.coordinates(nest, "e", clamp=True)
+                self.load_vectors(nest, arg, clamp=True)
+                along = over if lanes.step > 1 else str(nest.fast)
+                with self.repeat("v", max(lanes.step, nest.vector)):
+                    if max(lanes.step, nest.vector) > 1:
+                        self.put(f"const int i_{along} = j_{along} + v;")
+                        self.global_coordinate(along, "i", along != over, 1)
+                    slot = lanes.slot(1 if lanes.inner else nest.vector)
+                    value = self.ref(nest, arg)
+                    self.put(
+                        f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});"
+                    )
+
+    def global_coordinate_over(self, over: str) -> None:
+        """Define the coordinate of the reduced axis in the tensor."""
+        base = f"{over}_0 + " if self.block.role(over) is Role.LOOP else ""
+        self.put(f"const int at_{over} = {base}i_{over};")
+
+    def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+        """Combine the lanes' partial results and keep the result in shared memory."""
+        array = self.keep(out, "float", self.block.carried[out])
+        shuffled = min(lanes.across, 32) if lanes.inner else 1
+        groups = lanes.across // shuffled
+        if groups > 1:
+            self.partial = max(self.partial, groups * self.extent(nest.axes))
+        self._join_lanes(out, kind, nest, lanes, array)
+        self.put("__syncthreads();")
+        if groups > 1:
+            self._join_groups(kind, nest, groups, array)
+            self.put("__syncthreads();")
+        self.staged[out] = array
+
+    def _join_lanes(self, out: str, kind: str, nest: Nest, lanes: _Lanes, array: Array) -> None:
+        """Join the results of neighbouring lanes by shuffles, and store what each group holds.
+
+        A single group stores the result. Several groups store partial results.
+        """
+        total, width = self.extent(nest.axes), 1 if lanes.inner else nest.vector
+        shuffled = min(lanes.across, 32) if lanes.inner else 1
+        groups = lanes.across // shuffled
+        guards = [f"e < {lanes.units}"] if lanes.rounds * lanes.own > lanes.units else []
+        if shuffled > 1:
+            first = f"{lanes.lane} == 0" if groups == 1 else f"{lanes.lane} % {shuffled} == 0"
+            guards.append(first)
+        linear = f"(e * {width} + v)" if width > 1 else "e"
+        with self.scope(""), self.repeat("r", lanes.rounds):
+            in_round = f" + r * {lanes.own}" if lanes.rounds > 1 else ""
+            self.put(f"const int e = {lanes.element}{in_round};")
+            with self.repeat("v", width):
+                part = f"{self.var(out)}_acc[{lanes.slot(width)}]"
+                joined = f"join_lanes<{_OPS[kind]}, {shuffled}>({part})" if shuffled > 1 else part
+                self.put(f"const float joined = {joined};")
+                with self.scope(f"if ({' && '.join(guards)})") if guards else nullcontext():
+                    if groups > 1:
+                        group = f"{lanes.lane} / {shuffled}" if shuffled > 1 else lanes.lane
+                        self.put(f"shared.partial[{group} * {total} + {linear}] = joined;")
+                    else:
+                        self.coordinates(Nest(nest.axes, None, 1), linear, clamp=False)
+                        self.put(f"{array.at()} = joined;")
+
+    def _join_groups(self, kind: str, nest: Nest, groups: int, array: Array) -> None:
+        """Join the partial results of all groups of lanes."""
+        total = self.extent(nest.axes)
+        with self.scope(f"for (int e = tid; e < {total}; e += threads)"):
+            self.coordinates(Nest(nest.axes, None, 1), "e", clamp=False)
+            self.put(
+                "float joined = shared.partial[e];",
+                f"for (int g = 1; g < {groups}; ++g) "
+                f"joined = {_OPS[kind]}::join(joined, shared.partial[g * {total} + e]);",
+                f"{array.at()} = joined;",
+            )
+
+
+def _pow2(n: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(0, n - 1).bit_length()

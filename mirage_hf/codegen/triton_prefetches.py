@@ -1,0 +1,113 @@
+"""Prefetches of tiles into the L2 as Triton text."""
+
+from __future__ import annotations
+
+from mirage_hf.codegen.schedule import next_power_of_two
+from mirage_hf.codegen.triton_loads import LoadWriter
+from mirage_hf.codegen.triton_tiles import FAR
+from mirage_hf.graph.block import BlockInput, Role
+
+#: Bytes that one prefetch brings into the L2.
+LINE_BYTES = 128
+
+
+class PrefetchWriter(LoadWriter):
+    """Writes prefetches of the tiles that the first loop steps read."""
+
+    def prefetch(self, i: BlockInput) -> list[str]:
+        """Return a line that prefetches the tiles of an input that the first loop steps read.
+
+        It has one address per cache line. There is no line if the addresses are known only inside
+        the loop.
+        """
+        joined = i.joined if len(i.sources) > 1 else None
+        if not self._can_be_prefetched(i, joined):
+            return []
+        strides = {
+            a: s
+            for a, s in zip(i.axes, self.tiling.operands[i.sources[0]].strides, strict=True)
+            if a and not self.is_fixed(a, s)
+        }
+        bounds = self._scalar_bounds(i)
+        indices: dict[str, tuple[str, int]] = {}
+        for a, stride in strides.items():
+            is_contiguous = stride == 1 and a != joined
+            every = LINE_BYTES // self.tiling.dtype(i).itemsize if is_contiguous else 1
+            if a == self.tiling.loop and self.tiling.is_looped:
+                indices[a] = self._lines_of_first_steps(a, every)
+            elif every > 1 and self.tiling.tile(a) > 1:
+                indices[a] = self._lines_of_tile(a, every)
+            else:
+                indices[a] = self._clamped(i, a, bounds, a == joined), self.tiling.tile(a)
+        dims = [a for a in self.layout.order if a in indices and indices[a][1] > 1]
+        is_far = sum(self.masks.largest_index(a) * s for a, s in strides.items()) >= FAR
+        terms = [f"{self.value[i.name]}_ptr"]
+        for a, (index, count) in indices.items():
+            term = self.spread(index, [a], dims) if count > 1 else index
+            term += ".to(tl.int64)" if is_far and index != "(0)" else ""
+            terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
+        return [f"prefetch({' + '.join(terms)})"] if dims else []
+
+    def _can_be_prefetched(self, i: BlockInput, joined: str | None) -> bool:
+        """Return True if the addresses of an input's first tiles are known before the loop."""
+        if joined is not None:
+            is_selected_once = self.is_selected(i) and self.block.role(joined) is Role.GRID
+            if not is_selected_once:
+                return False
+        is_unrolled = bool(self.layout.unrolled) and self.layout.unrolled in i.axes
+        return not is_unrolled and i.rotation is None and i.padding is None
+
+    def _scalar_bounds(self, i: BlockInput) -> BlockInput | None:
+        """Return the effective bounds of an input if they are scalars that were already read."""
+        bounds = self.effective_bounds(i)
+        if bounds is None:
+            return None
+        have_dims = self.layout.dims([a for a in bounds.axes if a])
+        were_read = self.plan.op.readable_before_wait.issuperset(bounds.sources)
+        return None if have_dims or not were_read else bounds
+
+    def _lines_of_first_steps(self, axis: str, every: int) -> tuple[str, int]:
+        """Return every `every`-th index of the first loop steps as text, and how many there are."""
+        steps_per_block = self.cooperation.steps_per_block
+        steps = min(self.plan.schedule.prefetch_steps, next_power_of_two(steps_per_block))
+        last = str(self.block.axis(axis).size - 1)
+        if self.trimmed is not None:
+            last = f"tl.maximum({self.axis[axis]}_last - 1, 0)"
+        may_pass_end = steps > steps_per_block or self.masks.needed(axis)
+        clamps = may_pass_end or self.trimmed is not None
+        start = " + ".join(self.loop_starts())
+        return self._lines(start, self.tiling.tile(axis) * steps, every, last if clamps else None)
+
+    def _lines_of_tile(self, axis: str, every: int) -> tuple[str, int]:
+        """Return every `every`-th index of a tile as text, and how many there are."""
+        start = ""
+        if self.tiling.split_axis(axis):
+            start = f"{self.axis[axis]}_start"
+        elif self.tiling.trips(axis) > 1:
+            start = f"{self.axis[axis]}0"
+        last = str(self.block.axis(axis).size - 1) if self.masks.needed(axis) else None
+        return self._lines(start, self.tiling.tile(axis), every, last)
+
+    def _lines(self, start: str, count: int, every: int, last: str | None) -> tuple[str, int]:
+        """Return every `every`-th of `count` indices from `start`, at most `last`."""
+        count = max(1, count // every)
+        index = f"tl.arange(0, {count})" if count > 1 else ""
+        index += f" * {every}" if index and every > 1 else ""
+        index = " + ".join(x for x in (start, index) if x) or "0"
+        if last is not None and index != "0":
+            return f"tl.minimum({index}, {last})", count
+        return f"({index})", count
+
+    def _clamped(self, i: BlockInput, axis: str, bounds: BlockInput | None, joined: bool) -> str:
+        """Return the indices of a tile along an axis, clamped to the axis and its bounds."""
+        at = f"{self.value[i.name]}_at" if joined else self.axis[axis]
+        last = str(self.block.axis(axis).size - 1)
+        if bounds is not None and axis == bounds.bounds:
+            lo, hi = (f"{self.value[bounds.name]}_{end}" for end in ("lo", "hi"))
+            inside = f"tl.minimum(tl.maximum({at}, {lo}), {hi} - 1)"
+            return f"tl.minimum(tl.maximum({inside}, 0), {last})"
+        if not self.masks.needed(axis):
+            return at
+        if joined:  # only the last source has an end inside a tile
+            return f"({at} - tl.maximum({self.axis[axis]} - {last}, 0))"
+        return f"tl.minimum({at}, {last})"
