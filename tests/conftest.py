@@ -42,6 +42,8 @@ LONGEST = (
     "codegen/test_random.py",
     "codegen/test_append.py",
     "decode/test_step.py",
+    "decode/test_step_changes.py",
+    "decode/test_step_own_forward.py",
     "swap/test_traced.py",
     "pipeline/test_kernels.py",
     "api/test_optimize.py",

@@ -1,0 +1,310 @@
+"""Prompts that run while the host still compares the model with its fingerprint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mirage_hf.decode import call_plan, generate, install, prefill, session
+from mirage_hf.decode import runner as decode_runner
+from tests.helpers.generate_comparison import assert_same, prompt, tiny
+from tests.helpers.prompt_pairs import FULL, agree, optimized
+
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("captures")]
+
+
+#: By name: whether all that a captured prompt reads is still in its place, and the change.
+CHANGES: dict[str, tuple[bool, Any]] = {
+    "nothing": (True, lambda model: None),
+    "a config's number": (True, lambda model: setattr(model.config, "initializer_range", 0.5)),
+    "a weight in place": (True, lambda model: model.model.norm.weight.data.mul_(1.5)),
+    "a norm's number": (
+        False,
+        lambda model: setattr(
+            model.model.layers[1].post_attention_layernorm, "variance_epsilon", 0.5
+        ),
+    ),
+    "an own forward": (True, lambda model: setattr(model.model.norm, "forward", lambda x: 2 * x)),
+    "a hook": (
+        True,
+        lambda model: model.model.layers[0].mlp.register_forward_hook(lambda m, args, y: 2 * y),
+    ),
+    "a weight replaced": (
+        True,
+        lambda model: setattr(
+            model.model.norm, "weight", torch.nn.Parameter(3 * model.model.norm.weight.data)
+        ),
+    ),
+    "a weight elsewhere": (
+        False,
+        lambda model: setattr(model.model.norm.weight, "data", 3 * model.model.norm.weight.data),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("depth", "streams"),
+    [
+        (0, False),
+        (2, True),
+        *(pytest.param(*both, marks=pytest.mark.thorough) for both in ((0, True), (2, False))),
+    ],
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_fingerprint_is_taken_while_the_prompt_runs(
+    change: str,
+    streams: bool,
+    depth: int,
+    captures: list[str],
+    resolved: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, ours = optimized("llama", {})
+    ours.generate.runner.depth = depth
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    (early, alter), runner = CHANGES[change], ours.generate.runner
+    for model in (stock, ours):
+        alter(model)
+    events, before = [], dict(runner.prefills)
+    look, replay, enqueue = (
+        session.take_fingerprint,
+        prefill.PrefillGraph.run,
+        session.Session.enqueue_step,
+    )
+    for module in (call_plan, session):
+        monkeypatch.setattr(
+            module, "take_fingerprint", lambda model: events.append("look") or look(model)
+        )
+    monkeypatch.setattr(
+        session.Session, "enqueue_step", lambda self: events.append("step") or enqueue(self)
+    )
+    monkeypatch.setattr(
+        prefill.PrefillGraph, "run", lambda self, *of: events.append("prompt") or replay(self, *of)
+    )
+
+    class Seen(list[Any]):
+        def put(self, tokens: torch.Tensor) -> None:
+            events.append("token" if self else "text")  # the text comes first, as stock's does
+            self.extend(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            events.append("end")
+
+    given: dict[str, Any] = {"inputs": prompt(1, 10, seed=1), **FULL}
+    seen = Seen()
+    got = ours.generate(**given, **({"streamer": seen} if streams else {}))
+    told = list(events)
+    assert_same(stock.generate(**given), got)
+    assert not streams or (seen == got.sequences[0].tolist() and told.count("end") == 1)
+    same = change in ("nothing", "a weight in place")
+    assert (
+        told[: told.index("look")]
+        == ["text"] * streams + (["prompt", *["step"] * depth] if early else [])
+        and told.count("look") == 1
+    )
+    assert not streams or told.index("look") < told.index("token")
+    if same:  # one prompt, and it counts
+        assert (
+            told.count("prompt") == 1
+            and runner.prefills["captured, by kernels"] == before["captured, by kernels"] + 1
+        )
+    else:  # what ran too early counts for nothing, and the next call finds the model as it is
+        assert runner.prefills["captured, by kernels"] == before["captured, by kernels"]
+    agree(stock, ours, 1, 11)
+
+
+def test_the_first_prompts_of_a_model_are_not_early(
+    captures: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same holds without kernels for steps, or if an obstacle is known beforehand."""
+    stock, ours = optimized("llama", {})
+    seen = []
+    plan_call = generate.plan_call
+    monkeypatch.setattr(
+        generate,
+        "plan_call",
+        lambda *a, **k: seen.append(k["expected"] is not None) or plan_call(*a, **k),
+    )
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    with torch.autocast("cpu"):
+        ours.generate(prompt(1, 9), max_new_tokens=3)
+    agree(stock, ours, 1, 9)
+    install(plain := tiny("llama"))
+    for _ in range(3):
+        plain.generate(prompt(1, 9), max_new_tokens=3)
+    assert seen == [False, True, True, False, True] + [False] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", [c for c in CHANGES if c != "a hook"]
+)  # with which calls are stock's
+def test_an_early_prompt_that_is_dropped_draws_no_random_numbers(
+    change: str, captures: list[str], resolved: list[Any]
+) -> None:
+    """Calls that sample take one seed of the generator each, and choose the same tokens by it."""
+    stock, ours = optimized("llama", {})
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    CHANGES[change][1](ours)
+    seen = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        tokens = ours.generate(prompt(1, 10), do_sample=True, max_new_tokens=12)
+        seen.append((tokens.tolist(), torch.get_rng_state().tolist()))
+    assert seen[0] == seen[1] == seen[2]
+
+
+#: Options with a way to choose tokens for which no step was captured yet.
+OTHER: dict[str, Any] = {**FULL, "repetition_penalty": 1.3}
+
+
+def ahead_of_the_look(depth: int = 2) -> tuple[Any, Any]:
+    """Return a model and its optimized twin whose next prompt starts early.
+
+    It starts before the host looks at the model, and so do as many steps as on a GPU.
+    """
+    stock, ours = optimized("llama", {})
+    ours.generate.runner.depth = depth
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+    return stock, ours
+
+
+def test_no_module_runs_before_the_fingerprint_is_taken(
+    captures: list[str], resolved: list[Any]
+) -> None:
+    """A step that is captured asks the model's own RoPE for its tables.
+
+    A hook there is called as often as by stock.
+    """
+    models, seen = ahead_of_the_look(), ([], [])
+    for model, calls in zip(models, seen, strict=True):
+        model.model.rotary_emb.register_forward_hook(
+            lambda m, args, y, calls=calls: calls.append(1)
+        )
+    given = {"inputs": prompt(1, 10), **OTHER}
+    assert_same(*(model.generate(**given) for model in models))
+    assert seen[0] == seen[1]
+
+
+def test_no_step_is_captured_for_a_model_that_is_not_there(
+    captures: list[str], resolved: list[Any]
+) -> None:
+    """It would be kept for when that model is there again, with what was read of the other."""
+    stock, ours = ahead_of_the_look()
+    rotary, given = ours.model.rotary_emb, {"inputs": prompt(1, 10), **OTHER}
+    frequencies = rotary.inv_freq
+    rotary.inv_freq = 3 * frequencies
+    hook = ours.model.norm.register_forward_hook(
+        lambda m, args, y: None
+    )  # stock's, so that the block's graphs stay as they are
+    ours.generate(**given)
+    rotary.inv_freq = frequencies
+    hook.remove()
+    assert_same(stock.generate(**given), ours.generate(**given))
+
+
+def test_an_early_failure_counts_only_for_the_present_model(
+    captures: list[str], resolved: list[Any]
+) -> None:
+    models = ahead_of_the_look()
+    for model in models:
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        weight.data = weight.data.t()  # where it was, and for kernels that read it otherwise
+    given = {"inputs": prompt(1, 10), **OTHER}
+    assert_same(*(model.generate(**given) for model in models))
+
+
+@pytest.mark.parametrize("how", ["", "a hook", "a hook of the backbone"])
+def test_tokens_that_the_kernels_have_no_row_for(
+    how: str, captures: list[str], resolved: list[Any]
+) -> None:
+    """A table with more rows replaced the captured one, or a hook changes the row of a token."""
+    models = ahead_of_the_look()
+    table = models[0].model.embed_tokens
+    larger = torch.nn.Embedding.from_pretrained(
+        torch.cat([table.weight.data, 2 * table.weight.data[:8]])
+    )
+    for model in models:
+        if how == "a hook":
+            model.model.embed_tokens.register_forward_pre_hook(
+                lambda m, args: (args[0] % m.num_embeddings,)
+            )
+        elif how:
+            model.model.register_forward_pre_hook(
+                lambda m, args, kwargs: (
+                    args,
+                    {**kwargs, "input_ids": kwargs["input_ids"] % m.vocab_size},
+                ),
+                with_kwargs=True,
+            )
+        else:
+            model.model.embed_tokens = larger
+    given = {"inputs": prompt(1, 10), **FULL}
+    given["inputs"][0, 3] = table.num_embeddings + 2
+    assert_same(*(model.generate(**given) for model in models))
+
+
+def test_a_call_that_stock_serves_starts_early_only_once(
+    captures: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ours = ahead_of_the_look()
+    begun, replay = [], prefill.PrefillGraph.run
+    monkeypatch.setattr(
+        prefill.PrefillGraph, "run", lambda self, *of: begun.append(1) or replay(self, *of)
+    )
+    hook = ours.model.norm.register_forward_hook(lambda m, args, y: None)
+    for _ in range(3):
+        agree(stock, ours, 1, 10)
+    assert len(begun) == 1
+    hook.remove()
+    for _ in range(3):
+        agree(stock, ours, 1, 10)
+    assert (
+        len(begun) == 1 + 3
+        and sum(n for what, n in ours.generate.runner.counts.items() if what.startswith("stock"))
+        == 3
+    )
+
+
+def test_each_call_has_its_own_fingerprint() -> None:
+    """Two threads call. One may expect the earlier model while the other knows the present one."""
+
+    class Raced(decode_runner.DecodeRunner):
+        _graph_key = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
+
+    given: Any = SimpleNamespace(fingerprint=SimpleNamespace(graph_facts="expected"), masks=None)
+    assert Raced().graph_key_of(given) == ("expected", None)
+
+
+def test_no_prompt_is_captured_before_the_fingerprint_is_taken(
+    captures: list[str], resolved: list[Any]
+) -> None:
+    """A number that kernels were made for has changed, so their graph is gone.
+
+    What takes its place runs the model's own forward.
+    """
+    stock, ours = models = ahead_of_the_look()
+    seen: tuple[list[int], list[int]] = ([], [])
+    numbers = [model.model.layers[1].post_attention_layernorm.__dict__ for model in models]
+    hooks = [
+        model.model.norm.register_forward_hook(lambda m, args, y, calls=calls: calls.append(1))
+        for model, calls in zip(models, seen, strict=True)
+    ]
+    before = numbers[0]["variance_epsilon"]
+    for number in numbers:
+        number["variance_epsilon"] = 0.5
+    agree(stock, ours, 1, 10)
+    assert seen[0] == seen[1] and captures.count("prefill") == 1
+    for hook in hooks:
+        hook.remove()
+    for number in numbers:
+        number["variance_epsilon"] = before
+    agree(stock, ours, 1, 10)
