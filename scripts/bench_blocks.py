@@ -32,7 +32,7 @@ from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
-from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.measure import Run
 from mirage_hf.verify.case_inputs import make_inputs
@@ -103,12 +103,12 @@ def find_ours(row: Row, args: argparse.Namespace, record: dict[str, Any]) -> lis
 
 
 #: Results of tuning; rows that are refitted from one size share one.
-_tuned: dict[str, tuple[MeasuredCandidate | None, dict[str, Any]]] = {}
+_tuned: dict[str, tuple[ScheduledCandidate | None, dict[str, Any]]] = {}
 
 
 def tune(
     program: KernelGraph, args: argparse.Namespace
-) -> tuple[MeasuredCandidate | None, dict[str, Any]]:
+) -> tuple[ScheduledCandidate | None, dict[str, Any]]:
     """Return the fastest searched candidate, or None, and what to record."""
     record: dict[str, Any] = {}
     started = time.perf_counter()

@@ -17,7 +17,7 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.resolver import Resolved, kernel_request, resolved
 from mirage_hf.pipeline.results import SEARCHED, NoResults, ZooResults
 from mirage_hf.pipeline.windows import ProgressCallback
-from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.layer import choose_for_layer
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import target_of
@@ -130,7 +130,7 @@ def _chosen_together(
 
     Parts that run the library are left out. Returns nothing if there is no choice.
     """
-    choices: dict[int, tuple[MeasuredCandidate, ...]] = {}
+    choices: dict[int, tuple[ScheduledCandidate, ...]] = {}
     for n, part in enumerate(parts):
         candidates = part.contenders() if isinstance(part, Outcome) else only_choice(part)
         if candidates:
@@ -153,10 +153,10 @@ def _chosen_together(
     return entries
 
 
-def only_choice(entry: Entry) -> tuple[MeasuredCandidate, ...]:
+def only_choice(entry: Entry) -> tuple[ScheduledCandidate, ...]:
     """Return the kernel of an entry as the only choice; nothing if the library runs."""
     runs_kernel = entry.ugraph.is_fused and entry.timings and not library_wins(entry)
     if not runs_kernel:
         return ()
     early = entry.key.next_may_launch_early
-    return (MeasuredCandidate(entry.ugraph, entry.schedules, 0.0, next_may_launch_early=early),)
+    return (ScheduledCandidate(entry.ugraph, entry.schedules, 0.0, next_may_launch_early=early),)

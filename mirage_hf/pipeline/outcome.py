@@ -12,7 +12,7 @@ from mirage_hf.pipeline import versions
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_report import SearchReport
-from mirage_hf.tune.candidates import MeasuredCandidate, TuneResult
+from mirage_hf.tune.candidates import ScheduledCandidate, TuneResult
 from mirage_hf.tune.measure import Timing
 from mirage_hf.zoo.entry import Entry, Measurement
 from mirage_hf.zoo.search_record import SearchRecord
@@ -49,11 +49,11 @@ class Outcome:
         return self.verified.report
 
     @property
-    def measured(self) -> tuple[MeasuredCandidate, ...]:
+    def measured(self) -> tuple[ScheduledCandidate, ...]:
         """The searched candidates that were measured, best first."""
         return self.tuned.searched if self.tuned else ()
 
-    def contenders(self) -> tuple[MeasuredCandidate, ...]:
+    def contenders(self) -> tuple[ScheduledCandidate, ...]:
         """Return the measured candidates that are faster than the library, best first.
 
         A candidate is compared by its time in a chain if both have one, else by calls on their own.
@@ -80,7 +80,7 @@ class Outcome:
         return self.entry()
 
     def entry(
-        self, chosen: MeasuredCandidate | None = None, layer_us: float | None = None
+        self, chosen: ScheduledCandidate | None = None, layer_us: float | None = None
     ) -> Entry:
         """Return the entry for one kernel: the chosen candidate, or the best.
 
@@ -126,7 +126,7 @@ class Outcome:
             record=record if self.request.all_candidates else None,
         )
 
-    def _library(self) -> MeasuredCandidate | None:
+    def _library(self) -> ScheduledCandidate | None:
         return self.tuned.library if self.tuned and self.tuned.searched else None
 
     def _statistics(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _is_slower(mine: Timing | None, theirs: Timing | None) -> bool:
     return mine is not None and theirs is not None and mine.us > theirs.us
 
 
-def _measurements(name: str, candidate: MeasuredCandidate) -> list[Measurement]:
+def _measurements(name: str, candidate: ScheduledCandidate) -> list[Measurement]:
     """Return the timings that there are. The library path may have failed for want of memory."""
     timings = (("", candidate.timing), (CHAINED, candidate.chain))
     return [

@@ -17,7 +17,17 @@ FMA_ROWS = 8
 #: Most elements of a side of a tensor-core product that several axes share.
 LONGEST_SIDE = 128
 
-#: Tensor-core schedules with the weights second are tried if a tile is at least this long.
+#: Warps to try with multiply-adds.
+_FMA_WARPS = (1, 2, 4, 8)
+
+#: Pairs of warps and stages to try on tensor cores, if loops take several steps or are held whole.
+_WALKED_MMA_LAUNCHES = tuple(itertools.product((4, 8), (2, 3, 4, 6)))
+_HELD_MMA_LAUNCHES = ((4, 1), (8, 1))
+
+#: The same with the weights as the second factor, tried if a tile has at least `_LONG_TILE`
+#: elements.
+_WALKED_WEIGHTS_SECOND = ((4, 3), (4, 4), (8, 3))
+_HELD_WEIGHTS_SECOND = ((4, 1), (8, 1))
 _LONG_TILE = 64
 
 
@@ -37,15 +47,15 @@ def _walks_loop(block: BlockGraph, tiles: Mapping[str, int]) -> bool:
 
 def _multiply_add_schedules(tiles: Mapping[str, int], walks: bool) -> Iterator[Schedule]:
     stages_to_try, lazy_to_try = ((1, 3), (True, False)) if walks else ((1,), (True,))
-    for warps, stages, lazy in itertools.product((1, 2, 4, 8), stages_to_try, lazy_to_try):
+    for warps, stages, lazy in itertools.product(_FMA_WARPS, stages_to_try, lazy_to_try):
         yield Schedule(tiles, reduce_after_loop=lazy, num_warps=warps, num_stages=stages)
 
 
 def _tensor_core_schedules(tiles: Mapping[str, int], walks: bool) -> Iterator[Schedule]:
-    for warps, stages in itertools.product((4, 8), (2, 3, 4, 6) if walks else (1,)):
+    for warps, stages in _WALKED_MMA_LAUNCHES if walks else _HELD_MMA_LAUNCHES:
         yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
     if max(tiles.values()) >= _LONG_TILE:
-        for warps, stages in ((4, 3), (4, 4), (8, 3)) if walks else ((4, 1), (8, 1)):
+        for warps, stages in _WALKED_WEIGHTS_SECOND if walks else _HELD_WEIGHTS_SECOND:
             yield Schedule(tiles, mma=True, weights_first=False, num_warps=warps, num_stages=stages)
 
 

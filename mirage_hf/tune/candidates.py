@@ -17,8 +17,8 @@ RANKED, MEASURED, REJECTED = "ranked", "measured", "rejected"
 
 
 @dataclass(frozen=True)
-class MeasuredCandidate:
-    """A µGraph with a schedule for each of its block graphs, and what measuring it gave.
+class ScheduledCandidate:
+    """A µGraph with a schedule for each of its block graphs, estimated and perhaps measured.
 
     Attributes:
         ugraph: The µGraph.
@@ -50,7 +50,7 @@ class MeasuredCandidate:
             self.ugraph, self.schedules, next_may_launch_early=self.next_may_launch_early
         )
 
-    def rejected(self, reason: str) -> MeasuredCandidate:
+    def rejected(self, reason: str) -> ScheduledCandidate:
         """Return the candidate as rejected for this reason."""
         return replace(self, status=REJECTED, reason=reason)
 
@@ -97,13 +97,13 @@ class TuneResult:
     """
 
     device: str
-    best: MeasuredCandidate
-    best_searched: MeasuredCandidate | None
-    library: MeasuredCandidate
-    candidates: tuple[MeasuredCandidate, ...]
+    best: ScheduledCandidate
+    best_searched: ScheduledCandidate | None
+    library: ScheduledCandidate
+    candidates: tuple[ScheduledCandidate, ...]
 
     @staticmethod
-    def of(device: str, candidates: Sequence[MeasuredCandidate]) -> TuneResult:
+    def of(device: str, candidates: Sequence[ScheduledCandidate]) -> TuneResult:
         """Sort candidates and name the best ones.
 
         Measured candidates come first, those in a chain before others. Then come those that were
@@ -122,7 +122,7 @@ class TuneResult:
         return self.best.timing is not None
 
     @property
-    def searched(self) -> tuple[MeasuredCandidate, ...]:
+    def searched(self) -> tuple[ScheduledCandidate, ...]:
         """Measured candidates with generated kernels."""
         return tuple(c for c in self.candidates if c.status == MEASURED and not c.is_library)
 
@@ -152,7 +152,7 @@ class TuneResult:
         }
 
 
-def fastest(candidates: Sequence[MeasuredCandidate], count: int) -> list[MeasuredCandidate]:
+def fastest(candidates: Sequence[ScheduledCandidate], count: int) -> list[ScheduledCandidate]:
     """Return the fastest candidates that were measured and have generated kernels."""
     searched = [c for c in candidates if c.status == MEASURED and not c.is_library]
     return sorted(searched, key=lambda c: c.us)[:count]

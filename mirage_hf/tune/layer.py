@@ -12,7 +12,7 @@ import torch
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.tune import measure
-from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.measure import Timing
 
 #: The most candidates of each program to try.
@@ -29,8 +29,8 @@ SLOW = 1.02
 
 
 def choose_for_layer(
-    choices: Sequence[Sequence[MeasuredCandidate]], *, device: torch.device | str, replays: int = 7
-) -> tuple[list[MeasuredCandidate], Timing]:
+    choices: Sequence[Sequence[ScheduledCandidate]], *, device: torch.device | str, replays: int = 7
+) -> tuple[list[ScheduledCandidate], Timing]:
     """Choose one candidate of each program by the time of all programs run as one layer.
 
     The choice starts with the first candidate of each program. Then the candidates of two
@@ -92,7 +92,7 @@ def _with_pair(chosen: Sequence[int], pair: Sequence[int], both: Sequence[int]) 
     return tuple(other)
 
 
-def _diverse(found: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
+def _diverse(found: Sequence[ScheduledCandidate]) -> list[ScheduledCandidate]:
     """Return the first of every µGraph and set of tiles, then others.
 
     Tiles affect neighbours most.

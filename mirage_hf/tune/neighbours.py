@@ -17,7 +17,7 @@ from mirage_hf.gpus import Device
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cost import Cost, estimate
 from mirage_hf.tune.ranking import Schedules
 from mirage_hf.tune.refit import refit
@@ -31,12 +31,12 @@ _MOST_WARPS = 16
 
 
 def neighbours(
-    starts: Sequence[MeasuredCandidate],
-    tried: Sequence[MeasuredCandidate],
+    starts: Sequence[ScheduledCandidate],
+    tried: Sequence[ScheduledCandidate],
     gpu: Device,
     schedules: Schedules,
     resplit: bool = True,
-) -> list[MeasuredCandidate]:
+) -> list[ScheduledCandidate]:
     """Return untried candidates one step away from `starts`.
 
     Args:
@@ -51,8 +51,8 @@ def neighbours(
 
 
 def _with_other_splits(
-    starts: Sequence[MeasuredCandidate], tried: Sequence[MeasuredCandidate], gpu: Device
-) -> list[MeasuredCandidate]:
+    starts: Sequence[ScheduledCandidate], tried: Sequence[ScheduledCandidate], gpu: Device
+) -> list[ScheduledCandidate]:
     """Return candidates with half or twice as many splits, whose kernels were not tried."""
     known = {str(c.ugraph.kernels) for c in tried if c.ugraph.is_fused}
     found = []
@@ -66,11 +66,11 @@ def _with_other_splits(
             planned = _planned(place_kernels(ugraph, early), schedules, gpu)
             if planned is not None and _all_fit(planned, gpu):
                 us = sum(cost.us for _, cost in planned)
-                found.append(MeasuredCandidate(ugraph, schedules, us, next_may_launch_early=early))
+                found.append(ScheduledCandidate(ugraph, schedules, us, next_may_launch_early=early))
     return found
 
 
-def _other_splits(start: MeasuredCandidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
+def _other_splits(start: ScheduledCandidate) -> Iterator[tuple[UGraph, tuple[Schedule, ...]]]:
     """Yield a µGraph with half or twice as many splits of an axis, and its schedules refitted."""
     num_splits = {
         a.name: a.size
@@ -99,11 +99,11 @@ def _other_splits(start: MeasuredCandidate) -> Iterator[tuple[UGraph, tuple[Sche
 
 
 def _with_other_schedules(
-    starts: Sequence[MeasuredCandidate],
-    tried: Sequence[MeasuredCandidate],
+    starts: Sequence[ScheduledCandidate],
+    tried: Sequence[ScheduledCandidate],
     gpu: Device,
     schedules: Schedules,
-) -> list[MeasuredCandidate]:
+) -> list[ScheduledCandidate]:
     """Return untried candidates whose schedules differ in one choice of one kernel."""
     known = {(id(c.ugraph), c.schedules) for c in tried}
     found = []
@@ -126,13 +126,13 @@ def _with_other_schedules(
             known.add((id(start.ugraph), chosen))
             us = sum(cost.us for _, cost in planned) + library
             early = start.next_may_launch_early
-            candidate = MeasuredCandidate(start.ugraph, chosen, us, next_may_launch_early=early)
+            candidate = ScheduledCandidate(start.ugraph, chosen, us, next_may_launch_early=early)
             found.append(candidate)
     return found
 
 
 def _other_schedules(
-    start: MeasuredCandidate, ops: Sequence[PlacedOp]
+    start: ScheduledCandidate, ops: Sequence[PlacedOp]
 ) -> Iterator[tuple[Schedule, ...]]:
     """Yield a candidate's schedules with one choice of one kernel changed."""
     for n, (schedule, op) in enumerate(zip(start.schedules, ops, strict=True)):

@@ -14,7 +14,7 @@ from mirage_hf.graph import effects
 from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.tune import space
-from mirage_hf.tune.candidates import MeasuredCandidate
+from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cost import estimate, library_us
 
 #: The schedules to try for an op on a GPU, best first.
@@ -24,13 +24,13 @@ Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
 HOPELESS = 3.0
 
 
-def rank(
+def rank_by_estimate(
     ugraphs: Sequence[UGraph],
     gpu: Device = H200,
     per_graph: int = 32,
     schedules: Schedules = space.schedules,
     next_may_launch_early: bool = False,
-) -> list[MeasuredCandidate]:
+) -> list[ScheduledCandidate]:
     """Return candidates and the library path by the cost model alone, best estimate first.
 
     Args:
@@ -53,15 +53,15 @@ def rank(
     return sorted(hopeful, key=lambda c: c.estimate_us)
 
 
-def _library(program: KernelGraph, gpu: Device) -> MeasuredCandidate:
+def _library(program: KernelGraph, gpu: Device) -> ScheduledCandidate:
     """Return the library path as a candidate."""
     library = library_ugraph(program)
-    return MeasuredCandidate(library, (), sum(library_us(op, gpu) for op in library.kernels.ops))
+    return ScheduledCandidate(library, (), sum(library_us(op, gpu) for op in library.kernels.ops))
 
 
 def _scheduled(
     ugraph: UGraph, gpu: Device, schedules: Schedules, next_may_launch_early: bool
-) -> Iterator[MeasuredCandidate]:
+) -> Iterator[ScheduledCandidate]:
     """Yield a µGraph with the n-th best schedule of every block graph, if all have one."""
     ops = place_kernels(ugraph, next_may_launch_early)
     ranked = [schedules(op, gpu) for op in ops]
@@ -74,7 +74,7 @@ def _scheduled(
             for choices, op in zip(ranked, ops, strict=True)
         )
         own = sum(estimate(plan_kernel(op, s), gpu).us for op, s in zip(ops, chosen, strict=True))
-        yield MeasuredCandidate(
+        yield ScheduledCandidate(
             ugraph, chosen, own + library, next_may_launch_early=next_may_launch_early
         )
 

@@ -19,10 +19,10 @@ from mirage_hf.errors import Rejected
 from mirage_hf.gpus import device_named
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import measure, space
-from mirage_hf.tune.candidates import MEASURED, MeasuredCandidate, TuneResult, fastest
+from mirage_hf.tune.candidates import MEASURED, ScheduledCandidate, TuneResult, fastest
 from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
-from mirage_hf.tune.ranking import Schedules, rank
+from mirage_hf.tune.ranking import Schedules, rank_by_estimate
 from mirage_hf.verify.numeric import NumericCheck
 
 #: Called as progress(done, total, what).
@@ -85,7 +85,7 @@ def tune(
     early = next_may_launch_early
     device = torch.device(device)
     if device.type != "cuda":
-        candidates = rank(
+        candidates = rank_by_estimate(
             ugraphs, per_graph=per_graph, schedules=schedules, next_may_launch_early=early
         )
         return TuneResult.of("cost model (no GPU)", candidates)
@@ -93,7 +93,7 @@ def tune(
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         gpu = device_named(properties.name, sm)
-        candidates = rank(ugraphs, gpu, per_graph, schedules, early)
+        candidates = rank_by_estimate(ugraphs, gpu, per_graph, schedules, early)
         program = candidates[0].ugraph.program
         cold = measure.cold_inputs(program, device)
         bench = _Bench(
@@ -114,7 +114,7 @@ def tune(
         return TuneResult.of(properties.name, bench.chained(tried))
 
 
-def _best_us(candidates: Sequence[MeasuredCandidate]) -> float:
+def _best_us(candidates: Sequence[ScheduledCandidate]) -> float:
     """Return the time of the fastest generated kernels, or infinity if none were measured."""
     return min((c.us for c in fastest(candidates, 1)), default=math.inf)
 
@@ -140,8 +140,8 @@ class _Bench:
     progress: TuneProgress
 
     def measure(
-        self, candidates: Sequence[MeasuredCandidate], patience: int, known_us: float = math.inf
-    ) -> list[MeasuredCandidate]:
+        self, candidates: Sequence[ScheduledCandidate], patience: int, known_us: float = math.inf
+    ) -> list[ScheduledCandidate]:
         """Check and time candidates in order while later ones compile.
 
         Args:
@@ -150,7 +150,7 @@ class _Bench:
             known_us: The fastest other time.
         """
         programs = [c.generate() for c in candidates]
-        tried: list[MeasuredCandidate] = []
+        tried: list[ScheduledCandidate] = []
         best_us, since_best = math.inf, 0
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.progress(n, len(candidates), "measuring")
@@ -171,11 +171,11 @@ class _Bench:
 
     def try_one(
         self,
-        candidate: MeasuredCandidate,
+        candidate: ScheduledCandidate,
         program: triton.GeneratedProgram,
         outcome: Any,
         slow_us: float,
-    ) -> MeasuredCandidate:
+    ) -> ScheduledCandidate:
         """Check and time one compiled candidate.
 
         Args:
@@ -204,7 +204,7 @@ class _Bench:
             torch.cuda.synchronize()
             return candidate.rejected(errors.described(e))
 
-    def chained(self, candidates: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
+    def chained(self, candidates: Sequence[ScheduledCandidate]) -> list[ScheduledCandidate]:
         """Return all candidates, the fastest few and the library measured in a chain as well."""
         fast = fastest(candidates, CHAINED)
         fast = [c for c in fast if c.us <= NEARLY * fast[0].us]

@@ -19,7 +19,7 @@ from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.tune.ranking import rank
+from mirage_hf.tune.ranking import rank_by_estimate
 from tests.helpers import kernel_cases
 
 pytest.importorskip("triton")
@@ -174,7 +174,7 @@ def test_the_last_kernel_triggers_early_only_with_the_promise_that_it_may(promis
     for u in (next(u for u in ugraphs if u.num_kernels == n) for n in (1, 2)):
         ops = place_kernels(u, promised)
         assert [op.next_may_launch_early for op in ops] == [True] * (len(ops) - 1) + [promised]
-        ranked = rank([u], H200, 1, next_may_launch_early=promised)
+        ranked = rank_by_estimate([u], H200, 1, next_may_launch_early=promised)
         first = next(c for c in ranked if not c.is_library)
         assert [s.trigger_early for s in first.schedules] == [
             op.next_may_launch_early for op in ops

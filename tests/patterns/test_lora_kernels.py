@@ -22,7 +22,7 @@ from mirage_hf.patterns import GATED_MLP, LINEAR_RESIDUAL, RMS_NORM_LINEAR
 from mirage_hf.patterns.lora import LORA_DOWN, BlockAdapters
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.gpus import H200
-from mirage_hf.tune.ranking import rank
+from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.case_inputs import copied, make_inputs
@@ -61,7 +61,7 @@ for name, block in blocks.items():
             c.ugraph
             for c in promising(search_and_verify(g, SearchOptions(time_limit=20)).candidates)
         ][:2]
-        tried = [c for c in rank(ugraphs, H200, 6) if not c.is_library]
+        tried = [c for c in rank_by_estimate(ugraphs, H200, 6) if not c.is_library]
         picked = {any(s.mma for s in c.schedules): c for c in reversed(tried)}
         inputs = make_inputs(g, Case("random"), seed=rows)
         want = run_kernel_graph(g, [x.double() for x in inputs], torch.float64)[0]

@@ -28,7 +28,7 @@ from mirage_hf.pipeline import (
     versions,
 )
 from mirage_hf.tune import space
-from mirage_hf.tune.candidates import MEASURED, REJECTED, MeasuredCandidate, TuneResult
+from mirage_hf.tune.candidates import MEASURED, REJECTED, ScheduledCandidate, TuneResult
 from mirage_hf.tune.measure import timing
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.store import packaged_store, user_store
@@ -252,13 +252,13 @@ def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
     (op,) = ugraph.block_ops
     schedules = space.schedules(op, limit=len(us))
     tuned = tuple(
-        MeasuredCandidate(ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
+        ScheduledCandidate(ugraph, (s,), 1.0, MEASURED, timing=timing([t], 1))
         for s, t in zip(schedules, us, strict=True)
     )
     theirs = (
-        MeasuredCandidate(library_ugraph(program), (), 1.0, REJECTED, "OutOfMemoryError")
+        ScheduledCandidate(library_ugraph(program), (), 1.0, REJECTED, "OutOfMemoryError")
         if library is None
-        else MeasuredCandidate(
+        else ScheduledCandidate(
             library_ugraph(program), (), 1.0, MEASURED, timing=timing([library], 1)
         )
     )

@@ -26,7 +26,7 @@ from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.search.lowering import lower
 from mirage_hf.tune import measure
-from mirage_hf.tune.ranking import rank
+from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.zoo.entry import Entry
@@ -648,7 +648,7 @@ def test_attention_of_one_row_behind_norms_is_tried_with_keys_read_once():
     """
     program = bench_blocks.ROWS["qk_norm_attention:8"].program()
     found = bench_blocks.search_and_verify(program, bench_blocks.SearchOptions(time_limit=60))
-    ranked = rank(
+    ranked = rank_by_estimate(
         [c.ugraph for c in bench_blocks.promising(found.candidates)[:4]], H200, per_graph=12
     )
     first = next(c for c in ranked if not c.is_library)

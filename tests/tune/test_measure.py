@@ -9,7 +9,7 @@ import torch
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.candidates import MEASURED, REJECTED
-from mirage_hf.tune.ranking import rank
+from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers.schedule_cases import SPACES
 
@@ -17,7 +17,7 @@ from tests.helpers.schedule_cases import SPACES
 def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch):
     """A race that the one check before timing missed."""
     ugraph = SPACES["norm linear"]
-    candidate = next(c for c in rank([ugraph], per_graph=1) if not c.is_library)
+    candidate = next(c for c in rank_by_estimate([ugraph], per_graph=1) if not c.is_library)
     calls = [0]
 
     def steady(inputs):

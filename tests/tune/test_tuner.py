@@ -13,12 +13,12 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.tune import layer, measure, space, tuner
 from mirage_hf.tune.candidates import MEASURED
 from mirage_hf.tune.neighbours import neighbours
-from mirage_hf.tune.ranking import rank
+from mirage_hf.tune.ranking import rank_by_estimate
 from tests.helpers.schedule_cases import SPACES
 
 
 def test_rank_gives_every_kernel_a_schedule():
-    ranked = [c for c in rank([SPACES["split"]], per_graph=8) if not c.is_library]
+    ranked = [c for c in rank_by_estimate([SPACES["split"]], per_graph=8) if not c.is_library]
     assert (
         ranked
         and all(len(c.schedules) == 2 for c in ranked)
@@ -49,7 +49,9 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         ugraph = SPACES[name]
         (op,) = place_kernels(ugraph)
         start = next(
-            c for c in rank([ugraph], per_graph=8) if not c.is_library and c.schedules[0].mma == mma
+            c
+            for c in rank_by_estimate([ugraph], per_graph=8)
+            if not c.is_library and c.schedules[0].mma == mma
         )
         only = [s for s in space.schedules(op) if s.mma == mma]
         found = neighbours([start, start], [start], gpus.H200, lambda op, device, only=only: only)
@@ -68,7 +70,11 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
 def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     """The fastest of each alone are not the fastest together."""
     ugraph = SPACES["norm linear"]
-    found = [replace(c, status=MEASURED) for c in rank([ugraph], per_graph=3) if not c.is_library]
+    found = [
+        replace(c, status=MEASURED)
+        for c in rank_by_estimate([ugraph], per_graph=3)
+        if not c.is_library
+    ]
     us = {
         (0, 0): 10.0,
         (1, 0): 10.2,

@@ -22,7 +22,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.gpus import H200
 from mirage_hf.graph import json_format
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.ranking import rank
+from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.tune.space import REGISTER_BUDGET
 from mirage_hf.zoo import store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement, read_entry
@@ -194,7 +194,7 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
         ), e.folder
         if e.pattern == "attention":  # the caches that it appends to are read once, and not written
             us = next(t.median_us for t in e.timings if t.name == "searched kernel")
-            best = next(c for c in rank([e.ugraph], H200) if not c.is_library)
+            best = next(c for c in rank_by_estimate([e.ugraph], H200) if not c.is_library)
             assert us / 2 < best.estimate_us < 2 * us and sum(x.us for x in estimates) < 2 * us, (
                 e.folder,
                 us,
