@@ -127,9 +127,9 @@ def shape(dims: Sequence[int]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known names that are close. Empty if none is."""
+    """Return " (did you mean …?)" with the known names that are close. Empty if none is."""
     close = get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[int]) -> GraphError:
@@ -170,10 +170,8 @@ _FROM_TORCH = {
 def unknown_op(name: str, known: Iterable[str]) -> UnknownOpError:
     """Return the error of an op that the op table does not have, with what to write instead."""
     known = sorted(known)
-    hint = (
-        f"; here it is {_FROM_TORCH[name]}." if name in _FROM_TORCH else suggest(name, known) or "."
-    )
-    return UnknownOpError(f"unknown op {name!r}{hint} Known ops: {', '.join(known)}")
+    hint = f"; here it is {_FROM_TORCH[name]}" if name in _FROM_TORCH else suggest(name, known)
+    return UnknownOpError(f"unknown op {name!r}{hint}. Known ops: {', '.join(known)}")
 
 
 def unknown_dtype(dtype: object, known: Iterable[str]) -> DTypeError:

@@ -4,8 +4,8 @@
     python -m scripts.bench_chain --model llama-3.2-1b --batch 16 --tune full --searched
 
 A layer is RMSNorm + q, k, v; o + residual; RMSNorm + gate, up and SiLU; down + residual. After the
-last layer come RMSNorm + head. Attention is left out: o reads the first numbers of the q, k, v
-result, so every kernel still waits for the one before. Every layer has random bfloat16 weights of
+last layer come RMSNorm + head. Attention is left out. In its place, o reads the first numbers of
+the q, k, v result, so every kernel still waits for the one before. Every layer has random bfloat16 weights of
 its own. Ours runs what `optimize()` would run. The rivals have q, k, v and gate, up as one weight
 each. The floor is the bytes of all weights divided by 4.47 TB/s. Needs an NVIDIA GPU.
 """

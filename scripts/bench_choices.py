@@ -5,8 +5,8 @@
 - `select`: the greedy choice by `argmax_kernel`, by vocabulary and batch. Alone, with and without
   overlapping launches, and what it adds to a chain of embedding, RMSNorm and head.
 - `processors`: every processor that changes probabilities, as a captured step runs it.
-- `generate`: ms per token of `generate` with the model's captured forward, greedy and sampling, on
-  the device and on the host.
+- `generate`: ms per token of `generate` with the model's captured forward. Tokens are chosen
+  greedily and by sampling, on the device and on the host.
 
 Needs an NVIDIA GPU.
 """

@@ -3,12 +3,12 @@
 All peers run in one process over one set of weights and take turns. Numbers are medians with their
 spread.
 
-    python -m scripts.bench_generate --model llama-3.2-1b --prompt 128 --batch 1 --json out.json
-    python -m scripts.bench_generate --batch 1,4,16 --prompt 128,2048 --seconds 900 --json m.json
-    --resume python -m scripts.bench_generate --batch 4 --prompt 128,2048 --side-by-side --json
-    m4.json python -m scripts.bench_generate --model llama-3.1-8b --lora 16 --peers bare,ours --json
-    lora.json python -m scripts.bench_generate --batch 4 --prompt 512 --padded --peers static,ours
-    --json padded.json
+    bench="python -m scripts.bench_generate"
+    $bench --model llama-3.2-1b --prompt 128 --batch 1 --json out.json
+    $bench --batch 1,4,16 --prompt 128,2048 --seconds 900 --json m.json --resume
+    $bench --batch 4 --prompt 128,2048 --side-by-side --json m4.json
+    $bench --model llama-3.1-8b --lora 16 --peers bare,ours --json lora.json
+    $bench --batch 4 --prompt 512 --padded --peers static,ours --json padded.json
 
 Each model, batch size and prompt length is a row of the JSON file, written as soon as it is
 measured. Peers:
@@ -21,8 +21,9 @@ measured. Peers:
     ours       generate after mirage_hf.optimize()
     bare       with --lora: ours, for the same model without adapters
 
-The floor is the bytes that a step must read, divided by 4.47 TB/s: weights (no embedding table; a
-tied head counts once), and keys and values of the prompt and half of the new tokens.
+The floor is the bytes that a step must read, divided by 4.47 TB/s. These are the weights, and the
+keys and values of the prompt and half of the new tokens. The embedding table does not count, and a
+tied head counts once.
 
 `ms_per_token` is the whole call divided by its new tokens, prefill included. `step_ms` is the time
 between later tokens as a streamer sees them. `first_token_ms` is the time to the first one. Weights
@@ -69,15 +70,15 @@ PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION = "bare", "attention"
 #: The padding token; no prompt holds it elsewhere.
 PADDING = 0
-#: Up to so many tokens in a batch of prompts, logits are compared and kernels profiled.
+#: Logits are compared and kernels profiled only if a batch of prompts has at most this many tokens.
 FEW_TOKENS = 4096
 
 
 @dataclass
 class Measured:
-    """One peer's numbers in ms, each with the spread of its runs.
+    """One peer's numbers.
 
-    `failed` says why there are none.
+    Times are in ms, with the spread of their runs. If the peer failed, `failed` says why.
     """
 
     setup_s: float = 0.0
@@ -144,7 +145,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-# -- the peers: each is set up once and then called; a call makes `new` tokens --------------------
+# -- the peers: each is set up once and then called. A call makes `new` tokens. -------------------
 
 
 def generate_with(
@@ -172,7 +173,7 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
     Every call starts after the prompt.
     """
     if not mask_of(ids).all():
-        raise RuntimeError("the step alone is not timed behind padding")
+        raise RuntimeError("the step alone is not timed after padding")
     prompt = ids.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=prompt + new)
     forward = torch.compile(model.forward, mode="max-autotune-no-cudagraphs", dynamic=False)
@@ -259,9 +260,10 @@ def measure(
     args: argparse.Namespace,
     device: torch.device,
 ) -> None:
-    """Let the peers take turns.
+    """Time the peers in turns, and write the times into `results`.
 
-    Unless calls are long, the whole call is timed without a streamer.
+    Each turn has a call without a streamer for the whole time, and one with a streamer for the
+    others. With `--long-calls`, one call with a streamer gives all times.
     """
     totals: dict[str, list[float]] = {name: [] for name in calls}
     firsts: dict[str, list[float]] = {name: [] for name in calls}
@@ -318,10 +320,10 @@ def share_in_searched_kernels(
 def closeness(
     model: PreTrainedModel, fast: PreTrainedModel, ids: torch.Tensor, tokens: int = 17
 ) -> dict[str, float]:
-    """Return how far logits are from float32, for stock and ours, first token and steps.
+    """Return how far the logits of stock and ours are from float32: first token and later steps.
 
-    Ours are the logits that `generate` chose its tokens by. Stock and float32 are fed with the same
-    tokens.
+    Ours are the logits from which `generate` chose its tokens. Stock and float32 are fed with the
+    same tokens.
     """
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     mask = mask_of(ids)
@@ -449,10 +451,8 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
     ids = random_ids(model, batch, prompt, seed=0, padded=args.padded)
-    floor, cached = (
-        floor_bytes(model),
-        cache_bytes(model, [n + args.new // 2 for n in mask_of(ids).sum(-1).tolist()]),
-    )
+    floor = floor_bytes(model)
+    cached = cache_bytes(model, [n + args.new // 2 for n in mask_of(ids).sum(-1).tolist()])
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
         "model": titled(name, args),
@@ -482,7 +482,7 @@ def bench_peers(
     args: argparse.Namespace,
     row: dict[str, Any],
 ) -> dict[str, Measured]:
-    """Measure some peers in turns. Other facts about ours go into the row."""
+    """Measure some peers in turns. Facts about ours other than times go into the row."""
     device, (batch, prompt) = ids.device, ids.shape
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     results = {peer: Measured() for peer in peers}
@@ -504,13 +504,12 @@ def bench_peers(
                         if device.type == "cuda"
                         else 0.0
                     )
-                for _ in range(
-                    1 if peer == "eager" else 2
-                ):  # of ours the first prompt runs HF's forward; static compiles
+                # The first call of static compiles. In ours it runs the prompt by HF's forward.
+                for _ in range(1 if peer == "eager" else 2):
                     calls[peer]()
                 sync(device)
-                if peer == ATTENTION and not (told := attention_since(attended)).kernels:
-                    raise RuntimeError(f"no kernel of ours ran: {told}")
+                if peer == ATTENTION and not (ran := attention_since(attended)).kernels:
+                    raise RuntimeError(f"no kernel of ours ran: {ran}")
         except Exception as e:  # a rival that fails is a line in the table, not the end of the run
             if args.strict:
                 raise
@@ -519,7 +518,7 @@ def bench_peers(
             say(f"{name}: {peer} failed, {results[peer].failed}")
             gc.collect()
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # what it had reserved is not the next one's
+                torch.cuda.empty_cache()  # so that its reserved memory is not counted for the next
         results[peer].setup_s = time.perf_counter() - started
         if device.type == "cuda":
             results[peer].peak_mib_over_weights = (
@@ -564,8 +563,8 @@ def table(report: dict[str, Any]) -> str:
     """Return a row as text for the terminal."""
     lines = [
         f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} "
-        "new tokens: "
-        f"floor {report['floor_ms']:.3f} ms/token",
+        "new tokens: floor "
+        f" {report['floor_ms']:.3f} ms/token",
         f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}"
         f"{'set-up s':>10}{'MiB more':>10}",
     ]
@@ -658,18 +657,18 @@ def main() -> None:
     parser.add_argument(
         "--apart",
         action="store_true",
-        help="peers one after another, their memory freed in between: where not all fit",
+        help="peers one after another, their memory freed in between, if not all fit",
     )
     parser.add_argument(
         "--side-by-side",
         action="store_true",
-        help="set up all rows at the same time, each in a process and with "
-        "weights of its own, then time one after another: where the GPU has memory for all",
+        help="set up all rows at the same time, each in a process and with weights of its own, "
+        "then time one after another; the GPU needs memory for all",
     )
     parser.add_argument(
         "--long-calls",
         action="store_true",
-        help="a round's times are all of one call, which streams",
+        help="take all times of a round from one call with a streamer",
     )
     parser.add_argument("--strict", action="store_true", help="stop at a peer that fails")
     args = parser.parse_args()

@@ -3,9 +3,12 @@
     python -m scripts.bench_search --out build/search
     python -m scripts.bench_search --programs lora_paper,llama_layer --repeat 1
 
-Each run is the command line in a fresh process: `mirage-hf search PROGRAM.json --json OUT
---no-cache --backend cpu`. Programs are those of tests/helpers/programs.py at full size, and some
-more. --out writes search.json (every run) and README.md (tables).
+Each run is the command line in a fresh process:
+
+    mirage-hf search PROGRAM.json --json OUT --no-cache --backend cpu
+
+Programs are those of tests/helpers/programs.py at full size, and some more. `--out` names the folder
+for search.json (every run) and README.md (tables).
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ def prepare(folder: Path, names: Sequence[str], given: dict[str, Any]) -> dict[s
     import mirage_hf as mi
     from mirage_hf import _core
     from mirage_hf.graph.ugraph import library_ugraph
-    from mirage_hf.pipeline import counter_labels
+    from mirage_hf.search import counter_labels
     from mirage_hf.search.search_options import SearchOptions
     from mirage_hf.search.search_report import Counters
     from mirage_hf.zoo.machine import this_machine

@@ -7,12 +7,12 @@ Compares every `kernel_zoo/**/kernel.py` and every golden file under `tests/gold
 Python or CUDA.
 
 - Python: parsed with `ast`. Docstrings, comments, formatting and the wording of messages are
-  dropped. Names that the file binds itself are numbered in the order in which they first occur;
-  names from elsewhere (`tl.load`, `range`) and constants must be equal.
-- CUDA: cut into tokens. Comments and white space are dropped, identifiers other than C++ keywords
-  and built-in names are numbered in the order in which they first occur.
+  dropped. Names that the file binds itself are numbered in the order in which they first occur.
+  Names from elsewhere (`tl.load`, `range`) and constants must be equal.
+- CUDA: cut into tokens. Comments and white space are dropped. Identifiers are numbered in the same
+  way, except C++ keywords and built-in names.
 
-A zoo folder is found again after its key changed: folders are paired by pattern, shapes, dtype and
+A zoo folder is found again after its key changed. Folders are paired by pattern, shapes, dtype and
 target, then by equal code. Exits with 1 if a file differs or has no counterpart.
 """
 

@@ -3,11 +3,15 @@
     python -m scripts.mutation_test --count 10000 --programs rms_norm_linear --json FILE --seed 0
 
 Mutants come from hand-written µGraphs and from what the search finds for reduced programs of
-tests/helpers/programs.py. An independent float64 interpreter (tests/helpers/reference_executor.py)
-says of each mutant whether it differs, is equal, or is equal but leaves the range of float32.
+tests/helpers/programs.py. An independent float64 interpreter runs each mutant
+(tests/helpers/reference_executor.py). It says whether the mutant differs, is equal, or is equal but
+leaves the range of float32.
 
-The exit status is 1 in three cases: a mutant that differs is proven, one that leaves the range
-passes both numeric checks, or an original is rejected.
+The exit status is 1 in three cases:
+
+- A mutant that differs is proven.
+- A mutant that leaves the range passes both numeric checks.
+- An original is rejected.
 """
 
 from __future__ import annotations
@@ -41,12 +45,12 @@ class Tally:
 
     seed: int = 0
     originals: int = 0
-    originals_refused: list[str] = field(default_factory=list)
+    originals_rejected: list[str] = field(default_factory=list)
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     accepted_wrongly: list[str] = field(default_factory=list)
     range_accepted: list[str] = field(default_factory=list)
     equal_accepted: list[str] = field(default_factory=list)
-    equal_refused: list[str] = field(default_factory=list)
+    equal_rejected: list[str] = field(default_factory=list)
     unclear: list[str] = field(default_factory=list)
     proof_seconds: float = 0.0
 
@@ -57,7 +61,7 @@ class Tally:
     @property
     def failed(self) -> bool:
         """Whether a wrong mutant passed or an original was rejected."""
-        return bool(self.accepted_wrongly or self.range_accepted or self.originals_refused)
+        return bool(self.accepted_wrongly or self.range_accepted or self.originals_rejected)
 
     def original(self, name: str, ugraph: UGraph, seeds: int) -> None:
         """Prove an original with several seeds."""
@@ -65,7 +69,7 @@ class Tally:
             self.originals += 1
             verdict = prove(ugraph, seed=seed, trials=1, target=1.0)
             if isinstance(verdict, Rejected):
-                self.originals_refused.append(f"{name}, seed {seed}: {verdict.reason}")
+                self.originals_rejected.append(f"{name}, seed {seed}: {verdict.reason}")
 
     def mutant(
         self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: dict[object, Any]
@@ -87,7 +91,7 @@ class Tally:
             )
             self.range_accepted += [label] if passed else []
         elif what == "equal":
-            (self.equal_accepted if proven else self.equal_refused).append(label)
+            (self.equal_accepted if proven else self.equal_rejected).append(label)
         else:
             self.unclear.append(label)
 
@@ -101,9 +105,9 @@ class Tally:
         rows.append(
             f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof "
             "and numbers: "
-            f"{len(self.range_accepted)}; equal and refused: {len(self.equal_refused)}; originals: "
+            f"{len(self.range_accepted)}; equal and rejected: {len(self.equal_rejected)}; originals: "
             f"{self.originals}, "
-            f"refused {len(self.originals_refused)}; {self.proof_seconds:.1f} s of proofs"
+            f"rejected {len(self.originals_rejected)}; {self.proof_seconds:.1f} s of proofs"
         )
         return "\n".join(rows)
 
@@ -169,8 +173,8 @@ def main() -> int:
     for title, labels in (
         ("DIFFERS AND WAS PROVEN", tally.accepted_wrongly),
         ("OUT OF RANGE AND PASSED", tally.range_accepted),
-        ("ORIGINAL REFUSED", tally.originals_refused),
-        ("equal and refused", tally.equal_refused),
+        ("ORIGINAL REJECTED", tally.originals_rejected),
+        ("equal and rejected", tally.equal_rejected),
     ):
         print(*(f"{title}: {label}" for label in labels[:40]), sep="\n", end="\n" if labels else "")
     if args.json:

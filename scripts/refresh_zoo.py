@@ -3,10 +3,10 @@
     python -m scripts.refresh_zoo                 # kernel_zoo/
     python -m scripts.refresh_zoo --zoo FOLDER --check
 
-For each entry, generates `kernel.py` from the stored µGraph and schedules, and recomputes the key
-and all digests. A folder whose key changed is renamed. Schedules, timings, search statistics,
-machine and date stay as they are, so this is only right if the same schedule still generates the
-same code up to names and comments; `scripts/compare_kernels.py` checks that.
+For each entry, `kernel.py` is generated from the stored µGraph and schedules, and the key and all
+digests are computed again. A folder whose key changed is renamed. Schedules, timings, search
+statistics, machine and date stay as they are. So this is only right if the same schedule still
+generates the same code up to names and comments, which `scripts/compare_kernels.py` checks.
 
 Names that changed in the JSON since the entry was written are mapped by the tables below.
 """

@@ -1,7 +1,6 @@
 """Draw the charts of README and docs from docs/benchmarks/results.csv.
 
-Every SVG file holds a digest of the numbers it shows, so a test can tell an old chart without
-drawing it.
+Every SVG file holds a digest of its numbers. So a test can tell an old chart without drawing it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m scripts.soak_generate --calls 1000 --device cuda
 
-Two small random float32 models take calls whose kind is drawn by a seed: other sizes, padding, stop
-tokens, processors, sampling, streamers, caches passed in and out, threads, nested calls, Ctrl-C,
-changed weights, released memory, and calls that run stock. Greedy texts are compared with those of
-stock models that go through the same changes.
+Two small random float32 models take calls whose kind is drawn by a seed. The kinds are: other sizes,
+padding, stop tokens, processors, sampling, streamers, caches passed in and out, threads, nested
+calls, Ctrl-C, changed weights, released memory, and calls that run stock. Greedy texts are compared
+with those of stock models that go through the same changes.
 
 The second half repeats the calls of the first, so libraries have loaded what they need. Memory is
 measured at the start, after the first half and at the end. In the second half it may grow by
@@ -34,11 +34,11 @@ from tests.helpers.generate_features import GREEDY, KERNELS, WIDE, Pair, in_thre
 from tests.helpers.tiny_models import prompt
 
 LENGTHS = (1, 2, 7, 30, 63, 64, 65, 120, 200, 250, 300)
-#: Kernels exist for up to so many rows.
+#: The batch sizes of calls, each drawn as often as it occurs here. Kernels exist for all of them.
 BATCHES = (1, 1, 2, 3, 4)
 MIB = 2**20
-#: MiB by which memory may grow: of the device as torch counts it, of our pools, of the whole GPU,
-#: of this process.
+#: MiB by which memory may grow: tensors of the device as torch counts them, our pools, the whole
+#: GPU, and this process.
 LIMITS = {"tensors": 8.0, "pools": 1.0, "driver": 32.0, "host": 64.0}
 
 Call = Callable[[Pair, random.Random], None]
@@ -163,30 +163,28 @@ def interrupted(pair: Pair, rng: random.Random) -> None:
         raise AssertionError("the interrupt was lost")
     except KeyboardInterrupt:
         pass
-    if (
-        at or steps_of(pair) != before
-    ):  # the first steps may be under way when the streamer gets the prompt
+    # The first steps may be under way when the streamer gets the prompt.
+    if at or steps_of(pair) != before:
         pair.expect(len(given["input_ids"]))
     pair.agree(given)
 
 
 @kind
 def conversation(pair: Pair, rng: random.Random) -> None:
-    """Two turns over a cache of the user's, or over the one that the first call returns."""
-    given, returned, used = some(rng), rng.random() < 0.5, []
+    """Two turns over one cache of the user's. Half of the first calls return more than text."""
+    given, returns_all = some(rng), rng.random() < 0.5
+    caches: list[DynamicCache] = []  # one for stock, one for ours
 
     def first() -> dict[str, Any]:
-        used.append(DynamicCache(config=pair.stock.config))
-        return {**given, "past_key_values": used[-1], **(FULL if returned else {})}
+        caches.append(DynamicCache(config=pair.stock.config))
+        return {**given, "past_key_values": caches[-1], **(FULL if returns_all else {})}
 
     out = pair.agree(first)
-    text = out.sequences if returned else out
+    text = out.sequences if returns_all else out
     longer = torch.cat([text, prompt(len(text), 3, seed=rng.randrange(99)).to(text)], -1)
     mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
-    mask, again = (
-        torch.cat([mask, mask.new_ones(len(text), longer.shape[1] - mask.shape[1])], -1),
-        iter(used),
-    )
+    mask = torch.cat([mask, mask.new_ones(len(text), longer.shape[1] - mask.shape[1])], -1)
+    again = iter(caches)
     pair.agree(
         lambda: {
             "input_ids": longer,
@@ -253,19 +251,14 @@ def weights(pair: Pair, rng: random.Random) -> None:
     for model in (pair.stock, pair.ours):
         with torch.no_grad():
             for p in (model.lm_head.weight, model.model.layers[-1].mlp.up_proj.weight):
-                p.copy_(
-                    p[
-                        torch.randperm(len(p), generator=torch.Generator().manual_seed(seed)).to(
-                            p.device
-                        )
-                    ]
-                )
+                order = torch.randperm(len(p), generator=torch.Generator().manual_seed(seed))
+                p.copy_(p[order.to(p.device)])
     pair.agree(some(rng))
 
 
 @kind
 def released(pair: Pair, rng: random.Random) -> None:
-    """Free what is kept between calls, one time in four: graphs are captured again after it."""
+    """One time in four, free all memory kept between calls. Graphs are then captured again."""
     if rng.random() < 0.25:
         pair.runner.release()
     pair.agree(some(rng))
@@ -275,7 +268,7 @@ def released(pair: Pair, rng: random.Random) -> None:
 
 
 def memory(pairs: list[Pair]) -> dict[str, float]:
-    """Return MiB in use after the same calls, by the names of LIMITS."""
+    """Make the same few calls, then return the MiB in use, by the names of LIMITS."""
     for pair in pairs:
         for batch, length in ((1, 7), (2, 7), (3, 7), (1, 300)):  # as many blocks as are kept
             for _ in range(2):
@@ -299,12 +292,12 @@ def memory(pairs: list[Pair]) -> dict[str, float]:
 
 
 def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
-    """Make `count` calls and compare each with stock. Return how their steps ran.
+    """Make calls and compare each with stock. Return how their steps ran.
 
     Raises:
         AssertionError: A call differs; the message names it.
     """
-    rng, half, told = random.Random(seed), -(-calls // 2), time.perf_counter()
+    rng, half, reported = random.Random(seed), -(-calls // 2), time.perf_counter()
     before = memory(pairs)
     print(f"at the start: {shown(before)}", flush=True)
     done: Counter[str] = Counter()
@@ -326,8 +319,8 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
                 f"counts: {dict(pair.runner.counts)}"
             ) from error
         done[name] += 1
-        if time.perf_counter() - told > 30:
-            told = time.perf_counter()
+        if time.perf_counter() - reported > 30:
+            reported = time.perf_counter()
             print(f"{n + 1} of {calls} calls", flush=True)
     after = memory(pairs)
     print(f"after {calls} calls: {shown(after)}\nkinds: {dict(done)}", flush=True)
@@ -348,7 +341,7 @@ def soak(pairs: list[Pair], calls: int, seed: int) -> dict[str, int]:
 
 
 def shown(mib: dict[str, float]) -> str:
-    """Return counts for the terminal."""
+    """Return MiB by name as text for the terminal."""
     return ", ".join(f"{what} {x:.1f} MiB" for what, x in mib.items())
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mirage_hf.cli import show
 from mirage_hf.errors import Rejected
-from mirage_hf.pipeline import counter_labels
+from mirage_hf.search import counter_labels
 from mirage_hf.verify.verdict import Accepted
 
 #: Seconds between plain lines.

@@ -15,8 +15,8 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.pipeline import counter_labels
 from mirage_hf.render import picture
+from mirage_hf.search import counter_labels
 from mirage_hf.search.search_report import SearchReport, StopReason
 from mirage_hf.tune import space
 from mirage_hf.tune.candidates import TuneResult

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mirage_hf.pipeline import counter_labels
+from mirage_hf.search import counter_labels
 from mirage_hf.search.search_report import Counters
 
 #: Called with a stage and its detail: as pipeline/windows.py says, and for optimize() also with

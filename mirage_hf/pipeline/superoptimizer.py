@@ -13,7 +13,7 @@ import torch
 from mirage_hf.graph import conveniences, json_format, symbolic
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline import checkpoint as checkpoints
-from mirage_hf.pipeline import counter_labels, superoptimizer_options, versions
+from mirage_hf.pipeline import superoptimizer_options, versions
 from mirage_hf.pipeline.checkpoint import CheckpointFile
 from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome, with_notes
 from mirage_hf.pipeline.memory import ResultMemory
@@ -21,6 +21,7 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import NoResults, Results, ZooResults
 from mirage_hf.pipeline.search_result import SearchResult, result_of
 from mirage_hf.pipeline.windows import ProgressCallback
+from mirage_hf.search import counter_labels
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import Counters, StopReason
 from mirage_hf.tune.launch_restriction import LaunchRestriction

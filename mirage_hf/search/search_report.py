@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from mirage_hf.search import counter_labels
+
 
 class StopReason(str, Enum):
     """Why a search stopped.
@@ -152,24 +154,26 @@ class SearchReport:
 
     def __str__(self) -> str:
         c = self.counters
-        width = f" at width {c.width}" if self.stop is StopReason.EXHAUSTED else ""
+        width = ""
+        if self.stop is StopReason.EXHAUSTED:
+            width = f" at width {c.width}, products of up to {c.width} monomials"
         reason = f" ({self.reason})" if self.reason else ""
         first = f", first kernel after {c.first_seconds:.3f} s" if c.first_seconds >= 0 else ""
-        pruned = f"(outside every goal {c.outside_goal}, cancelling {c.cancelling})"
+        outside, cancelling, dominated, illegal, too_dear = (
+            counter_labels.labelled(c, name)
+            for name in ("outside_goal", "cancelling", "dominated", "illegal", "cost_pruned")
+        )
         lines = [
             f"stopped: {self.stop}{width}{reason}",
             f"search: {c.seconds:.3f} s{first}",
-            f"values: {c.values} kept of {c.examined} examined {pruned}, {c.derivations} "
-            "derivations",
-            f"variants: {c.variants} from {c.expansions} states (dominated {c.dominated})",
-            f"plans: {c.plans} (cut by cost {c.cost_pruned}) "
-            f"of {c.kernels} kernels evaluated (illegal {c.illegal})",
+            f"values: {c.values} kept of {c.examined} examined, by {c.derivations} derivations",
+            f"variants: {c.variants} from {c.expansions} states",
+            f"plans: {c.plans} of {c.kernels} kernels evaluated",
+            f"pruned: {outside}, {cancelling}, {dominated}, {illegal}, {too_dear}",
             f"candidates: {self.found} kept, {len(self.rejected)} rejected",
         ]
         if self.error_bound is not None:
-            lines.append(
-                f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}, "
-                f"{self.proof_seconds:.3f} s"
-            )
+            lines.append(f"proof: chance of a wrong acceptance at most {self.error_bound:.1e}")
+            lines.append(f"proofs and numeric checks: {self.proof_seconds:.3f} s")
         lines += [f"rejected candidate {r.candidate}: {r.reason}" for r in self.rejected]
         return "\n".join([*lines, *self.notes])

@@ -537,7 +537,7 @@ REFUSED = {
     ),
     r"unknown kind 'min'": lambda: (bg := block()).reduction(walked(bg), 1, "min"),
     r"a block graph has no reshape; apply it in the kernel graph": lambda: block().reshape,
-    r"unknown op 'relux'; did you mean relu": lambda: block().relux,
+    r"unknown op 'relux' \(did you mean relu": lambda: block().relux,
     r"matmul: grid dim x cuts two dims of the result .*diagonal": lambda: (
         bg := block((4,), 1)
     ).matmul(

@@ -178,7 +178,7 @@ def _mutations():
         (
             "unknown fn",
             stage(1, body=(op("o", "expp", ("s",), ("m",)),)),
-            "unknown op 'expp'; did you mean exp",
+            "unknown op 'expp' (did you mean exp",
         ),
         (
             "not elementwise",

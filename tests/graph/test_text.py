@@ -304,7 +304,7 @@ def test_mutated_bytes_give_a_graph_or_a_format_error(tmp_path_factory, junk, at
 WRONG_TEXT = [
     (
         "%x = input float16 (2, 3)\n%y = silo(%x)\nreturn %y",
-        "line 2: unknown op 'silo'; did you mean silu?",
+        "line 2: unknown op 'silo' (did you mean silu?)",
     ),
     ("%x = input float16 (2, 3)\nreturn %y", "line 2: no tensor %y comes before"),
     (

@@ -191,7 +191,7 @@ WRONG = [
         lambda g, x, w: g.cast(x, "float8"),
         "unsupported dtype 'float8'; supported: float16, bfloat16, float32, int32, int64",
     ),
-    (lambda g, x, w: g.silo(x), "unknown op 'silo'; did you mean silu?"),
+    (lambda g, x, w: g.silo(x), "unknown op 'silo' (did you mean silu?). Known ops: "),
     (
         lambda g, x, w: g.sum(x),
         "unknown op 'sum'; here it is reduction(x, dim, \"sum\"). Known ops: ",

@@ -26,7 +26,6 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import (
-    counter_labels,
     find_outcome,
     html_report,
     results,
@@ -38,6 +37,7 @@ from mirage_hf.pipeline import (
 from mirage_hf.pipeline.memory import ResultMemory
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.pipeline.superoptimizer_options import search_options
+from mirage_hf.search import counter_labels
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.search_report import Counters, RejectedCandidate
 from mirage_hf.tune import space

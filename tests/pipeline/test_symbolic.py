@@ -137,7 +137,7 @@ def test_sizes_that_cannot_be_are_refused():
         found([x, gamma, w])
     with pytest.raises(errors.InputError, match="built for shape"):
         found([x[:4], gamma, w[:, :8].contiguous()])
-    with pytest.raises(errors.GraphError, match="no dim 'token'; did you mean tokens"):
+    with pytest.raises(errors.GraphError, match=r"no dim 'token' \(did you mean tokens"):
         found.at(token=3)
     with pytest.raises(errors.GraphError, match="tokens is 17"):
         found.at(tokens=17)

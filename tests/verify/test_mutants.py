@@ -23,10 +23,10 @@ def test_no_mutant_gets_through_and_no_original_is_refused():
     }
     start = [(name, build()) for name, build in some.items()]
     tally = mutation_test.mutate(start, 300, seed=0)
-    assert tally.originals == 20 * len(start) and not tally.originals_refused
+    assert tally.originals == 20 * len(start) and not tally.originals_rejected
     assert tally.count("differs") >= 300 and not tally.accepted_wrongly, tally.table()
     assert not tally.range_accepted, tally.range_accepted
-    assert tally.count("equal") > 10 and len(tally.equal_refused) <= 3, tally.equal_refused
+    assert tally.count("equal") > 10 and len(tally.equal_rejected) <= 3, tally.equal_rejected
     assert len(tally.unclear) <= 3, tally.unclear
 
 

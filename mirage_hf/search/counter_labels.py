@@ -1,6 +1,6 @@
-"""What the counters of a search mean, in words.
+"""Label the counters of a search in plain words.
 
-A counter that is not named here is shown under its own name.
+A counter without a label here is shown under its own name.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-#: For each field of `Counters`: the group, and what is counted.
+#: The group and the label of each field of `Counters`.
 LABELS = {
     "candidates": ("found", "candidates found"),
     "best_us": ("found", "best estimate so far (µs)"),
     "values": ("values", "values kept"),
     "examined": ("values", "values examined"),
     "derivations": ("values", "derivations of values"),
-    "outside_goal": ("pruned", "values outside every goal"),
-    "cancelling": ("pruned", "derivations that cancel"),
+    "outside_goal": ("pruned", "values that can be part of no output"),
+    "cancelling": ("pruned", "derivations that compute and cancel"),
     "expansions": ("variants", "states of the search for variants"),
     "variants": ("variants", "variants: ways to compute it"),
     "plans": ("kernels", "plans: ways to cut variants into kernels"),
     "kernels": ("kernels", "kernels evaluated"),
-    "dominated": ("pruned", "states another of which costs less"),
-    "illegal": ("pruned", "kernels that cannot be"),
-    "cost_pruned": ("pruned", "plans cut by their cost"),
+    "dominated": ("pruned", "states replaced by cheaper ones"),
+    "illegal": ("pruned", "kernels that break a rule of block graphs"),
+    "cost_pruned": ("pruned", "plans that cost more than those kept"),
     "forms": ("search", "normal forms held at most"),
     "width": ("search", "width: monomials of a product"),
     "seconds": ("search", "seconds"),
@@ -33,12 +33,17 @@ LABELS = {
 GROUPS = ("found", "values", "variants", "kernels", "pruned", "search", "other")
 
 
+def labelled(counters: Any, name: str) -> str:
+    """Return the number of one counter with its label, like "226 values kept"."""
+    return f"{getattr(counters, name)} {LABELS[name][1]}"
+
+
 def rows(counters: Any) -> list[tuple[str, str, str]]:
     """Return (group, label, number) of every counter, in the order of groups.
 
     Counters that were never reached are left out.
     """
-    labelled = []
+    labelled_rows = []
     for f in fields(counters):
         value = getattr(counters, f.name)
         group, label = LABELS.get(f.name, ("other", f.name.replace("_", " ")))
@@ -48,5 +53,5 @@ def rows(counters: Any) -> list[tuple[str, str, str]]:
             text = f"{value:.3f}"
         else:
             text = f"{value:,}" if isinstance(value, int) else str(value)
-        labelled.append((group, label, text))
-    return sorted(labelled, key=lambda row: GROUPS.index(row[0]))
+        labelled_rows.append((group, label, text))
+    return sorted(labelled_rows, key=lambda row: GROUPS.index(row[0]))
