@@ -219,9 +219,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
             with within(args.cap):
                 results[e.name] = {"whole": e.whole, "error": checked_error(e, row)}
                 contenders[e.name] = captured(e.run, [e.prepare(s) for s in sets])
-        except (
-            Exception
-        ) as error:  # one contender that cannot run must not lose the others' numbers
+        except Exception as error:  # the other contenders' numbers must not be lost
             results[e.name] = {"failed": explained(error)}
             benching.sync()
     take_turns(contenders.values(), args.rounds)
@@ -234,7 +232,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
 def judged(
     contenders: dict[str, dict[str, Any]], floor_us: float, target_us: float
 ) -> dict[str, Any]:
-    """Compare ours with the best whole rival, the floor and the target."""
+    """Compare ours with the floor, the target, and the best rival that computes the whole block."""
     ours = contenders.get(OURS, {}).get("us")
     others = {
         name: c["us"]
@@ -299,15 +297,15 @@ def line(r: dict[str, Any]) -> str:
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Say how many targets were reached, and where a rival is faster."""
-    told = [r for r in rows if "contenders" in r]
+    measured = [r for r in rows if "contenders" in r]
     slower = [
         f"{r['name']} ({r['over_best_rival']:.2f} × {r['best_rival']})"
-        for r in told
+        for r in measured
         if r.get("over_best_rival", 1.0) < 1.0
     ]
     failed = [r["name"] for r in rows if "failed" in r]
     lines = [
-        f"{sum(r['reached'] for r in told)} of {len(told)} targets reached",
+        f"{sum(r['reached'] for r in measured)} of {len(measured)} targets reached",
         f"a rival is faster: {', '.join(slower) or 'nowhere'}",
     ]
     return "\n".join(lines + [f"failed: {', '.join(failed)}"] * bool(failed))

@@ -5,9 +5,9 @@
 
 A layer is RMSNorm + q, k, v; o + residual; RMSNorm + gate, up and SiLU; down + residual. After the
 last layer come RMSNorm + head. Attention is left out. In its place, o reads the first numbers of
-the q, k, v result, so every kernel still waits for the one before. Every layer has random bfloat16 weights of
-its own. Ours runs what `optimize()` would run. The rivals have q, k, v and gate, up as one weight
-each. The floor is the bytes of all weights divided by 4.47 TB/s. Needs an NVIDIA GPU.
+the q, k, v result, so every kernel still waits for the one before. Every layer has random bfloat16
+weights of its own. Ours runs what `optimize()` would run. The rivals have q, k, v and gate, up as
+one weight each. The floor is the bytes of all weights divided by 4.47 TB/s. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations

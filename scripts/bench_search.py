@@ -7,8 +7,8 @@ Each run is the command line in a fresh process:
 
     mirage-hf search PROGRAM.json --json OUT --no-cache --backend cpu
 
-Programs are those of tests/helpers/programs.py at full size, and some more. `--out` names the folder
-for search.json (every run) and README.md (tables).
+Programs are those of tests/helpers/programs.py at full size, and some more. `--out` names the
+folder for search.json (every run) and README.md (tables).
 """
 
 from __future__ import annotations

@@ -145,15 +145,15 @@ def line(r: dict[str, Any]) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Name the worst row, and those slower than the library or without a comparison."""
-    told = [r for r in rows if r.get("ratio") is not None]
-    worst = min(told, key=lambda r: r["ratio"], default=None)
+    timed = [r for r in rows if r.get("ratio") is not None]
+    worst = min(timed, key=lambda r: r["ratio"], default=None)
     return {
         "rows": len(rows),
         "searched_runs": sum(r.get("runs") == outcome.OURS for r in rows),
-        "slower": sorted(r["name"] for r in told if r["ratio"] < 0.98),
-        "untold": sorted(r["name"] for r in rows if r not in told),
-        "geometric_mean": round(math.exp(sum(math.log(r["ratio"]) for r in told) / len(told)), 3)
-        if told
+        "slower": sorted(r["name"] for r in timed if r["ratio"] < 0.98),
+        "untold": sorted(r["name"] for r in rows if r not in timed),
+        "geometric_mean": round(math.exp(sum(math.log(r["ratio"]) for r in timed) / len(timed)), 3)
+        if timed
         else None,
         "worst": {"name": worst["name"], "ratio": worst["ratio"]} if worst else None,
     }

@@ -103,11 +103,11 @@ class Tally:
             rows.append(f"{kind:36s}" + "".join(f"{row.get(c, 0):12d}" for c in columns))
         rows.append(f"{'all':36s}" + "".join(f"{self.count(c):12d}" for c in columns))
         rows.append(
-            f"differing and proven: {len(self.accepted_wrongly)}; out of range and passed by proof "
-            "and numbers: "
-            f"{len(self.range_accepted)}; equal and rejected: {len(self.equal_rejected)}; originals: "
-            f"{self.originals}, "
-            f"rejected {len(self.originals_rejected)}; {self.proof_seconds:.1f} s of proofs"
+            f"differing and proven: {len(self.accepted_wrongly)}; "
+            f"out of range and passed by proof and numbers: {len(self.range_accepted)}; "
+            f"equal and rejected: {len(self.equal_rejected)}; "
+            f"originals: {self.originals}, rejected {len(self.originals_rejected)}; "
+            f"{self.proof_seconds:.1f} s of proofs"
         )
         return "\n".join(rows)
 

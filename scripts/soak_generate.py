@@ -2,10 +2,10 @@
 
     python -m scripts.soak_generate --calls 1000 --device cuda
 
-Two small random float32 models take calls whose kind is drawn by a seed. The kinds are: other sizes,
-padding, stop tokens, processors, sampling, streamers, caches passed in and out, threads, nested
-calls, Ctrl-C, changed weights, released memory, and calls that run stock. Greedy texts are compared
-with those of stock models that go through the same changes.
+Two small random float32 models take calls whose kind is drawn by a seed. The kinds are: other
+sizes, padding, stop tokens, processors, sampling, streamers, caches passed in and out, threads,
+nested calls, Ctrl-C, changed weights, released memory, and calls that run stock. Greedy texts are
+compared with those of stock models that go through the same changes.
 
 The second half repeats the calls of the first, so libraries have loaded what they need. Memory is
 measured at the start, after the first half and at the end. In the second half it may grow by
