@@ -75,7 +75,7 @@ def test_padding_whose_positions_count_otherwise_does_not_count_from_zero() -> N
 
 @pytest.mark.parametrize("start, odd", [(0, False), (-1, False), (1, True), (-4, True), (90, True)])
 def test_positions_beyond_the_text_or_below_zero_are_odd(start: int, odd: bool) -> None:
-    """Only the last position of a row is used after the prompt."""
+    """After the prompt, only the last position of a row is used."""
     plan = prompt_plan(ids(), position_ids=counted(start=start))
     assert plan.has_unusual_positions is odd and plan.counts_from_zero is (start == 0)
 
@@ -92,7 +92,10 @@ def test_the_whole_text_may_be_given_beside_a_cache_of_its_beginning() -> None:
 
 
 def test_only_the_new_tokens_may_be_given_beside_a_cache() -> None:
-    """The mask covers the whole text; without a mask its length does."""
+    """The mask covers the whole text.
+
+    Without a mask, the cache's length says how long the text is.
+    """
     for given in ({"attention_mask": torch.ones(BATCH, 7)}, {}):
         plan = prompt_plan(ids(4), past=3, mask_length=7, position_ids=counted(start=3), **given)
         assert (plan.past, plan.length, plan.counts_from_zero) == (3, 7, False)
@@ -153,7 +156,7 @@ class Options(GenerationConfig):
 
 
 def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan:
-    """Plan a call that is covered, except for `changes`."""
+    """Return the plan of a call that is covered, except for `changes`."""
     wanted: dict[str, Any] = dict(
         criteria=[MaxLengthCriteria(20)],
         cache_is_users=False,

@@ -90,9 +90,9 @@ def steps(model: Any) -> dict[str, int]:
 @slow
 @pytest.mark.parametrize("kind", ["V2 Lite", "V3"])
 def test_half_precision(kind: str, resolved: list[Any]) -> None:
-    """A complex RoPE is of float32 there, in checks as in steps.
+    """Complex RoPE tables are float32, in checks as in steps.
 
-    Kernels take what their programs say (`Resolved` looks).
+    Kernels take the dtypes that their programs name. `Resolved` checks this.
     """
     ours = optimize(tiny(kind).bfloat16(), batch_sizes=(1, 3))
     rows = [r for r in ours.mirage.report.rows if r.pattern.startswith("mla")]
@@ -130,7 +130,7 @@ def test_half_precision_parts_from_stock_at_ties_only(resolved: list[Any]) -> No
 
 @slow
 def test_the_searched_programs_are_those_of_the_model(resolved: list[Any]) -> None:
-    """The weight that expands latents is read where it is, by two views.
+    """Two views read the weight that expands latents in its place.
 
     Caches are HF's, and nothing of the size of keys is made.
     """
@@ -163,7 +163,7 @@ def test_weights_that_change_are_read_and_restore_is_exact(resolved: list[Any]) 
         output_logits=True,
     )
     assert_same(stock.generate(**call), ours.generate(**call))
-    for model in (stock, ours):  # in place, as an optimizer or a merge does
+    for model in (stock, ours):  # in place, as an optimizer or a merge of adapters does
         with torch.no_grad():
             model.model.layers[1].self_attn.kv_b_proj.weight.mul_(-1.5)
     assert_same(stock.generate(**call), ours.generate(**call))
@@ -228,7 +228,7 @@ def test_a_refused_model_says_why(name: str) -> None:
 def test_attention_that_computes_something_else_is_refused_by_the_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The structure is that of DeepSeek-V3: only running it shows that its scores are capped."""
+    """The structure is that of DeepSeek-V3. Only a run shows that its scores are capped."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
     class Capped(v3.DeepseekV3Attention):
@@ -251,9 +251,9 @@ def test_attention_that_computes_something_else_is_refused_by_the_probe(
 
 @pytest.mark.parametrize("kind", ["V2 Lite", "V3, YaRN, experts"])
 def test_every_version_of_transformers_gives_stocks_tokens(kind: str, resolved: list[Any]) -> None:
-    """5.4 caches keys and values expanded.
+    """transformers 5.4 caches keys and values expanded.
 
-    Steps are the model's own forward there, and the report says why.
+    Steps run the model's own forward there, and the report says why.
     """
     stock = tiny(kind)
     ours = optimize(twin_of(stock), batch_sizes=(1, 2))

@@ -52,7 +52,7 @@ def model_of(version: str, **more: Any) -> Any:
     )
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() == 3:  # experts, which the config's range does not reach
+            if p.dim() == 3:  # initializer_range does not change the experts' weights
                 p.normal_(std=0.06)
     model.generation_config.eos_token_id = None
     return model.eval().to("cuda", torch.bfloat16)
@@ -70,9 +70,9 @@ VERSIONS = pytest.mark.parametrize(
 def test_kernels_of_a_step_give_the_same_numbers_every_time(
     version: str, more: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole steps of V2 gave NaN now and then.
+    """Each kernel of V2's step runs alone, and memory that it does not write holds NaN.
 
-    Here each kernel is alone, and what it does not write is NaN.
+    Whole steps of V2 once gave NaN now and then.
     """
     monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
     model = optimize(model_of(version, **more), tune="never", batch_sizes=(batch,))

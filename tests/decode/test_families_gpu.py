@@ -78,11 +78,11 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def may_stay(row: ReportRow, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether a part of a model may run without our kernel.
+    """Return whether a part of a model may run without our kernel.
 
-    Experts run their own forward. For a row of equal numbers, torch's LayerNorm gives exact zeros.
-    A float32 sum that adds many of them one by one may be further off than allowed, so the library
-    may run the norm and its readers there.
+    Experts run their own forward. A LayerNorm over equal numbers may stay too: torch gives exact
+    zeros there. A float32 sum that adds many of them one by one may be further off than allowed.
+    Then the library runs the norm and the linears that read it.
     """
     return "experts" in row.reason or (
         row.kernel == "library" and dtype == torch.float32 and name.partition(",")[0] in CENTRED

@@ -51,7 +51,7 @@ def test_feature(name: str, pair: generate_features.Pair) -> None:
 
 
 def test_recordings_keep_what_python_computed() -> None:
-    """As CUDA graphs do: what captured code reads on the host is not read again."""
+    """A replayed recording does not read the host's values again, as a CUDA graph does not."""
     x, steps, total = torch.zeros(3), [1], torch.zeros(())
 
     def run() -> None:

@@ -278,7 +278,7 @@ def test_users_cache_ends_as_with_stock(family):
 
             assert_same(*both(model, arguments))
             assert_same_cache(*used)
-            # and again: the text so far and a few tokens more, from the cache of the first call
+            # once more: the whole text with a few more tokens, with the cache of the first call
             first = type(model).generate(model, **given, max_new_tokens=6)
             longer = torch.cat([first, prompt(first.shape[0], 3, seed=9)], dim=-1)
             mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))

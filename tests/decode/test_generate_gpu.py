@@ -1,7 +1,7 @@
 """Captured steps on a GPU.
 
-They give stock's tokens and never synchronize with the host. The rest is what only graphs can get
-wrong.
+They give stock's tokens and never synchronize with the host. Other tests look for errors that only
+CUDA graphs can have.
 """
 
 from __future__ import annotations
@@ -359,9 +359,9 @@ def test_threads_and_two_models(own_streams):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_capture_that_runs_out_of_memory(times, monkeypatch):
-    """Idle blocks are freed and it is tried again; then the call runs its steps without a graph.
+    """Idle blocks are freed and the capture is tried again.
 
-    Later calls are captured as ever.
+    If it fails again, the call runs its steps without a graph. Later calls are captured as before.
     """
     model = tiny("gemma2").cuda()
     runner, captured, failed = install(model), decode_step.capture, []
@@ -523,9 +523,9 @@ def test_ctrl_c(extra):
 
 
 def test_speed_of_a_1b_shape():
-    """Prints ms per token (bfloat16, random weights, prompt 128).
+    """The captured forward is faster than both called ones.
 
-    The captured forward must beat both called ones.
+    The test prints ms per token (bfloat16, random weights, prompt 128).
     """
     config = LlamaConfig(
         vocab_size=128256,
@@ -578,7 +578,7 @@ def test_speed_of_a_1b_shape():
 
 
 def test_a_step_that_cannot_be_captured_is_called():
-    """Last: a capture that fails must leave the device and the model usable."""
+    """A capture that fails must leave the device and the model usable. This test runs last."""
     model = tiny("llama").cuda()
     mlp = model.model.layers[0].mlp
 

@@ -1,4 +1,4 @@
-"""The installed `generate` through a model's life.
+"""The installed `generate` during the life of a model.
 
 The model is wrapped, copied, moved, shared by threads, interrupted and restored.
 """
@@ -159,7 +159,7 @@ def test_memory_is_counted_while_another_call_adds_a_selection():
     block = cache_block.CacheBlock(1, 256, (None,), torch.device("cpu"))
 
     def tensors():
-        block.choosers.pop("first", None)  # as another thread does at any moment
+        block.choosers.pop("first", None)  # another thread may do this at any moment
         return [torch.zeros(4)]
 
     for name in ("first", "second"):
@@ -185,12 +185,12 @@ def test_idle_memory_beyond_the_limit_is_freed_the_longest_idle_first(monkeypatc
         for batch in (1, 2, 3):
             assert_same(*both(model, {"inputs": prompt(batch), "max_new_tokens": 3}))
         assert runner.pool.blocks == [(batch, 256) for batch in kept]
-        assert runner.bytes <= max(room, three)  # that of the last call stays
+        assert runner.bytes <= max(room, three)  # the last call's block stays
     assert cache_pool.most_idle is not most_idle and most_idle(torch.device("cpu")) == math.inf
 
 
 class NoMemory:
-    """Lets some of what asks for memory fail: every time while `on`, or the first `times`."""
+    """Lets allocations fail: always while `on`, or the first `times`."""
 
     def __init__(self, patch, *places, times=0, on=False):
         self.left, self.on, self.failed = times, on, 0
@@ -298,9 +298,9 @@ def out_of_memory():
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_capture_without_memory(monkeypatch, times):
-    """Idle blocks go first.
+    """Idle blocks are freed first.
 
-    Then the call runs its steps without a graph, and the next one is captured again.
+    Then the call runs its steps without a graph, and the next call is captured again.
     """
     fake_captures(monkeypatch)
     model = tiny("llama")
@@ -331,7 +331,7 @@ def test_a_capture_of_a_prompt_without_memory(monkeypatch, times):
         {} if times == 1 else {"called: capture failed (OutOfMemoryError: CUDA out of memory)": 1}
     )
     assert runner.prefills == ({"captured": 1} | failed if times == 1 else failed)
-    for _ in range(2):  # another time there is more
+    for _ in range(2):  # memory may be free at another time
         assert_same(*both(model, GREEDY))
     assert (
         runner.prefills == {"captured": 4 - times, **failed}
@@ -380,7 +380,7 @@ def pickle_and_load(model):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle_and_load])
 def test_copies_and_pickles_are_stock_models(copied, monkeypatch):
-    """They have no attribute of ours, and follow a later patch of the class."""
+    """They have no attribute of ours, and follow a later patch of their class."""
     model = tiny("llama")
     keys = set(model.__dict__)
     install(model)
@@ -551,9 +551,10 @@ def test_rope_that_reads_the_length_is_not_captured():
 
 
 def test_rope_that_remembers_the_longest_text_sees_no_steps_ahead_of_the_host():
-    """On a GPU steps run ahead.
+    """On a GPU, steps run ahead of the host.
 
-    One that finds no row alive is no text, and the next call would have other frequencies for it.
+    A step in which no row is alive adds no text. Otherwise the next call would have other
+    frequencies.
     """
     model = tiny(
         "llama",
@@ -687,7 +688,7 @@ def test_a_failed_prefill_leaves_nothing_behind():
     broken = copy.deepcopy(layer)
     broken.k_proj.weight.data.fill_(float("nan"))
     broken.v_proj.weight.data.fill_(float("nan"))
-    broken.o_proj = None  # fails once its keys and values are in the cache
+    broken.o_proj = None  # fails after its keys and values are in the cache
     model.model.layers[1].self_attn = broken
     with pytest.raises(TypeError):
         model.generate(prompt(2, 60), max_new_tokens=3)
@@ -701,7 +702,7 @@ def test_a_failed_prefill_leaves_nothing_behind():
 def test_layers_that_the_config_still_has(family, past, monkeypatch):
     """A model may lose layers while its config keeps their number.
 
-    A cache made from that has layers that nothing fills.
+    A cache made from the config then has layers that nothing fills.
     """
     monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 64)
     model = tiny(family, max_position_embeddings=1024)
@@ -917,7 +918,7 @@ def test_trained_model_with_everything_around_it():
 
 
 def test_constants_of_graphs_are_part_of_their_key():
-    """Numbers of modules and configs, on and off, and buffers changed in place."""
+    """These are numbers and switches of modules and configs, and buffers changed in place."""
     model = tiny("qwen3")
     attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
     keys = [take_fingerprint(model).graph_facts]

@@ -1,4 +1,4 @@
-"""Calls that the pool does not cover.
+"""Calls that our generate does not cover.
 
 Stock gets exactly the arguments of the user, and the call is counted with a reason.
 """
@@ -60,7 +60,7 @@ def right_padded():
 
 
 def emptied(model, rows):
-    """A cache of so many rows of which nothing is left."""
+    """Return a cache with this many rows, cropped to no tokens."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt(rows), past_key_values=cache, use_cache=True)
@@ -195,7 +195,7 @@ def test_right_padding_is_stock():
 
 
 def test_a_mask_on_another_device_is_stocks():
-    """Stock brings it to the device of the rest, where it can."""
+    """Stock brings the mask to the device of the model if it can."""
     model = tiny("llama")
     runner = install(model)
     given = {
@@ -205,7 +205,7 @@ def test_a_mask_on_another_device_is_stocks():
     }
     stock = outcome(lambda: GenerationMixin.generate(model, **given))
     assert stock == outcome(lambda: model.generate(**given))
-    # some versions look at a mask before they choose who decodes, which none can at this one
+    # some versions read a mask before they choose the decoding method, which fails for this one
     assert runner.counts in ({}, {"stock: a mask or position_ids on meta, input_ids on cpu": 1})
 
 
@@ -246,7 +246,7 @@ def test_errors_are_stocks(arguments):
 
 @pytest.mark.parametrize("lengths", [(15, 10), (12, 12, 9), (5,), (30, 3), (9.0, 12), (9.5,)])
 def test_the_least_of_several_lengths_holds(lengths):
-    """Criteria of the user's, which are asked behind the first new token and not before it."""
+    """A user's criteria are asked after the first new token, not before it."""
     model = tiny("llama", max_position_embeddings=512)
     runner = install(model, depth=2)
     for length in (7, 300):
@@ -268,7 +268,7 @@ def test_a_watermark_given_as_a_dict_holds_in_every_call():
         outcome(lambda: GenerationMixin.generate(model, **given)),
     )
     for _ in range(3):
-        model.generate(**plain)  # after which stock need not look at the model's config again
+        model.generate(**plain)  # after it stock need not read the model's config again
         got = outcome(lambda: model.generate(**given))
         assert (
             got == want if isinstance(want, tuple) else torch.equal(got, want)
@@ -402,7 +402,7 @@ NO_SLIDING_MASK = "a sliding_window in the config of a model that makes no mask 
     ],
 )
 def test_entries_of_the_config_that_the_models_class_does_not_read(entries, configured, reason):
-    """A cache made from the config follows them all the same."""
+    """A cache made from the config follows these entries all the same."""
     model = tiny("llama", **entries)
     runner = install(model)
     for length in (3, 12):
@@ -444,7 +444,7 @@ def test_a_window_of_one_is_stocks():
 def test_a_cache_that_was_reset(family, reason):
     """Before transformers 5.23 a reset cache keeps zeros as keys.
 
-    Full layers take them for a text. Sliding layers forget the length, so stock cannot append.
+    Full layers treat them as a text. Sliding layers forget the length, so stock cannot append.
     """
     model = tiny(family)
     runner, caches = install(model), []
@@ -452,7 +452,7 @@ def test_a_cache_that_was_reset(family, reason):
         caches.append(DynamicCache(config=model.config))
         type(model).generate(model, prompt(1, 22), past_key_values=caches[-1], max_new_tokens=6)
         caches[-1].reset()
-    if not caches[0].layers[0].is_initialized:  # it is as new
+    if not caches[0].layers[0].is_initialized:  # it is like a new one
         reason = None
     used = iter(caches)
 
@@ -543,7 +543,7 @@ def test_max_cache_len():
 
 
 def test_options_mean_the_same_in_every_call():
-    """From the second call on options are given to stock's generate as a GenerationConfig."""
+    """From the second call on, stock's generate gets the options as a GenerationConfig."""
     model = tiny("llama")
     model.generation_config.repetition_penalty = 1.7
     model.generation_config.min_new_tokens = 2
@@ -566,7 +566,7 @@ def test_options_mean_the_same_in_every_call():
     model.config.temperature = 0.5
     model.generate(
         prompt(), generation_config=GenerationConfig(max_new_tokens=3)
-    )  # does not look at it, nor does stock's
+    )  # neither ours nor stock's reads it
     for generate in (model.generate, type(model).generate.__get__(model)):
         with pytest.raises(ValueError, match="modified the pretrained model configuration"):
             generate(prompt(), max_new_tokens=3)

@@ -130,7 +130,7 @@ def test_prompts_that_see_what_comes_after_them_are_not_filled_up(
 
 
 def test_prompts_are_compared_over_tokens_that_there_are(captures: list[str]) -> None:
-    """The head has more rows than the table of tokens, as if padded to a round number."""
+    """The head has more rows than the table of tokens, as if it were padded to a round number."""
     model = tiny("llama")
     head = torch.nn.Linear(32, 999)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_prompts_are_compared_over_tokens_that_there_are(captures: list[str]) ->
 
 
 def test_tokens_of_other_dtypes_are_not_rounded(captures: list[str]) -> None:
-    """By a captured prompt, which would take what no embedding takes."""
+    """A captured prompt would convert ids that no embedding takes."""
     model = tiny("llama")
     runner = install(model)
     for _ in range(3):

@@ -41,8 +41,8 @@ def test_prompts_by_kernels(name: str, captures: list[str], resolved: list[Any])
     ):
         agree(stock, ours, batch, length)
     runner = ours.generate.runner
-    # two prompts and more of 64 tokens, of one row and of three, and of 128 of three; none by
-    # kernels of two rows
+    # By kernels: the later prompts of 64 tokens with one row and with three, and of 128 with
+    # three. There are no kernels for two rows.
     assert (
         runner.prefills == {"captured, by kernels": 3 + 1 + 1, "captured": 1}
         and captures.count("prefill") == 4
@@ -52,7 +52,7 @@ def test_prompts_by_kernels(name: str, captures: list[str], resolved: list[Any])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_padded_prompts_by_kernels(name: str, captures: list[str], resolved: list[Any]) -> None:
-    """Captured apart from those without padding, and replayed for any other padding."""
+    """Prompts with padding have a graph of their own, which is replayed for any padding."""
     stock, ours = optimized(name, PROMPTED[name])
     agree(stock, ours, 3, 5)
     for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3), (5, 5, 6)):
@@ -87,7 +87,7 @@ def test_positions_behind_padding_that_count_otherwise_are_hfs(
 
 @pytest.mark.slow
 def test_a_mask_of_one_row_for_several_is_stocks(captures: list[str], resolved: list[Any]) -> None:
-    """Which raises; kernels would read the first row's tokens for all."""
+    """Stock raises an error. Kernels would read the first row's tokens for all rows."""
     stock, ours = optimized("llama", {})
     for lengths in ((4, 11, 7), (9, 1, 60), (64, 2, 3)):
         agree_padded(stock, ours, *lengths)
@@ -100,7 +100,7 @@ def test_a_mask_of_one_row_for_several_is_stocks(captures: list[str], resolved: 
 
 @pytest.mark.slow
 def test_padded_prompts_where_layers_have_rings(captures: list[str], resolved: list[Any]) -> None:
-    """Earlier texts wrapped around the ring and left NaN. Some prompts wrap around themselves."""
+    """Rings hold NaN of earlier texts that wrapped around. Some prompts wrap around themselves."""
     kinds = ["full_attention", "sliding_attention"]
     stock, ours = optimized(
         "gemma3", dict(layer_types=kinds, num_hidden_layers=2, sliding_window=100), batch_sizes=(3,)
@@ -121,7 +121,7 @@ def test_padded_prompts_where_layers_have_rings(captures: list[str], resolved: l
 def test_padded_prompts_see_nothing_that_was_left(
     captures: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rings and behind what else was written: 0 · NaN is NaN."""
+    """Slots hold NaN in rings and after the prompt, and 0 · NaN would be NaN."""
     monkeypatch.setattr(ring_slots, "GRAIN", 64)
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=100), batch_sizes=(3,))
@@ -292,5 +292,5 @@ def test_numbers_that_change_after_a_capture(captures: list[str], resolved: list
         model.model.norm.variance_epsilon = 0.5
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
-    # graphs are for these numbers: with others the first prompt of its bucket is HF's forward again
+    # a graph holds the model's numbers: after a change HF's forward runs a bucket's first prompt
     assert ours.generate.runner.prefills == {"captured, by kernels": 2, "captured": 2}

@@ -61,7 +61,7 @@ def test_a_wrong_kernel_of_a_prompt_is_found(
     for length in (7, 8, 9, 70, 71):
         agree(stock, ours, 1, length)
     counted = ours.generate.runner.prefills
-    assert counted.pop("captured") == 3 and len(counted) == 2  # for each bucket
+    assert counted.pop("captured") == 3 and len(counted) == 2  # one for each bucket
     assert all(
         why.startswith(
             "not by kernels: capture failed (MirageError: prefill: logits, keys or values differ"
@@ -139,7 +139,7 @@ def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
 def test_kernels_that_a_capture_found_wrong_are_not_called(
     kernels_pay: None, captures: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here only those of 128 rows are, of a model whose own forward cannot be captured either."""
+    """Only the kernels of 128 rows are wrong. The model's own forward cannot be captured either."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     right = resolver.resolve
     monkeypatch.setattr(
@@ -182,7 +182,7 @@ def test_prompts_that_kernels_do_not_give_are_hfs(
     for length in (7, 8, 9, 70):
         agree(stock, ours, 1, length)
     ((why, count),) = ours.generate.runner.prefills.items()
-    assert count == (3 if what == "no memory" else 1)  # another time there may be some
+    assert count == (3 if what == "no memory" else 1)  # memory may be free at another time
     assert why.startswith(
         {
             "wrong": "not by kernels: MirageError: prefill: logits, keys or values differ",
@@ -200,7 +200,7 @@ def test_hf_runs_a_called_prompt_that_fails(
     resolved: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also behind a prompt that agreed, as where a product has no room for its workspace."""
+    """A prompt may fail after an earlier one agreed, for example when a product lacks memory."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     for length in (7, 8):
         agree(stock, ours, 1, length)

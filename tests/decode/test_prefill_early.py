@@ -121,7 +121,7 @@ def test_the_fingerprint_is_taken_while_the_prompt_runs(
 def test_the_first_prompts_of_a_model_are_not_early(
     captures: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds without kernels for steps, or if an obstacle is known beforehand."""
+    """Later prompts are not early either without kernels for steps, or with a known obstacle."""
     stock, ours = optimized("llama", {})
     seen = []
     plan_call = generate.plan_call
@@ -144,11 +144,11 @@ def test_the_first_prompts_of_a_model_are_not_early(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [c for c in CHANGES if c != "a hook"]
-)  # with which calls are stock's
+)  # a hook makes calls run stock
 def test_an_early_prompt_that_is_dropped_draws_no_random_numbers(
     change: str, captures: list[str], resolved: list[Any]
 ) -> None:
-    """Calls that sample take one seed of the generator each, and choose the same tokens by it."""
+    """Each call that samples takes one seed from the generator and chooses the same tokens by it."""
     stock, ours = optimized("llama", {})
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)
@@ -182,7 +182,7 @@ def test_no_module_runs_before_the_fingerprint_is_taken(
 ) -> None:
     """A step that is captured asks the model's own RoPE for its tables.
 
-    A hook there is called as often as by stock.
+    A hook of that module is called as often as with stock.
     """
     models, seen = ahead_of_the_look(), ([], [])
     for model, calls in zip(models, seen, strict=True):
@@ -197,14 +197,14 @@ def test_no_module_runs_before_the_fingerprint_is_taken(
 def test_no_step_is_captured_for_a_model_that_is_not_there(
     captures: list[str], resolved: list[Any]
 ) -> None:
-    """It would be kept for when that model is there again, with what was read of the other."""
+    """Its graph would hold numbers of another model, and would run when the first model is back."""
     stock, ours = ahead_of_the_look()
     rotary, given = ours.model.rotary_emb, {"inputs": prompt(1, 10), **OTHER}
     frequencies = rotary.inv_freq
     rotary.inv_freq = 3 * frequencies
     hook = ours.model.norm.register_forward_hook(
         lambda m, args, y: None
-    )  # stock's, so that the block's graphs stay as they are
+    )  # with a hook the call runs stock, so the block's graphs stay
     ours.generate(**given)
     rotary.inv_freq = frequencies
     hook.remove()
@@ -217,7 +217,7 @@ def test_an_early_failure_counts_only_for_the_present_model(
     models = ahead_of_the_look()
     for model in models:
         weight = model.model.layers[0].self_attn.o_proj.weight
-        weight.data = weight.data.t()  # where it was, and for kernels that read it otherwise
+        weight.data = weight.data.t()  # in the same memory, but kernels expect other strides
     given = {"inputs": prompt(1, 10), **OTHER}
     assert_same(*(model.generate(**given) for model in models))
 
@@ -226,7 +226,7 @@ def test_an_early_failure_counts_only_for_the_present_model(
 def test_tokens_that_the_kernels_have_no_row_for(
     how: str, captures: list[str], resolved: list[Any]
 ) -> None:
-    """A table with more rows replaced the captured one, or a hook changes the row of a token."""
+    """A larger table has replaced the captured one, or a hook changes the id of a token."""
     models = ahead_of_the_look()
     table = models[0].model.embed_tokens
     larger = torch.nn.Embedding.from_pretrained(
@@ -275,7 +275,7 @@ def test_a_call_that_stock_serves_starts_early_only_once(
 
 
 def test_each_call_has_its_own_fingerprint() -> None:
-    """Two threads call. One may expect the earlier model while the other knows the present one."""
+    """Of two threads, one may expect the earlier model while the other knows the present one."""
 
     class Raced(decode_runner.DecodeRunner):
         _graph_key = property(lambda self: ("another thread's", None), lambda self, found: None)  # type: ignore[assignment]
@@ -287,9 +287,9 @@ def test_each_call_has_its_own_fingerprint() -> None:
 def test_no_prompt_is_captured_before_the_fingerprint_is_taken(
     captures: list[str], resolved: list[Any]
 ) -> None:
-    """A number that kernels were made for has changed, so their graph is gone.
+    """A number that kernels were made for has changed, so their graph is dropped.
 
-    What takes its place runs the model's own forward.
+    Instead, the model's own forward runs.
     """
     stock, ours = models = ahead_of_the_look()
     seen: tuple[list[int], list[int]] = ([], [])

@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.models, pytest.mark.usefixtures("captures")]
 def test_prompts_whose_kernels_are_called(
     name: str, no_captured_prompts: None, resolved: list[Any]
 ) -> None:
-    """Of any length, in blocks that held a prompt or none, with what longer ones have left."""
+    """Prompts have any length, in blocks with and without a prompt before.
+
+    The blocks may hold data of a longer prompt.
+    """
     stock, ours = optimized(name, PROMPTED[name])
     for batch, length in (
         (1, 7),
@@ -39,7 +42,7 @@ def test_prompts_whose_kernels_are_called(
         agree(stock, ours, batch, length)
     assert ours.generate.runner.prefills == {
         "called, by kernels": 5 + 2
-    }  # not the first of a batch, and none of two rows
+    }  # not the first prompt of a batch size, and none of two rows
     assert {p.inputs[0].dims[0] for p in resolved} >= {64, 128, 256}
 
 
@@ -48,7 +51,7 @@ def test_prompts_whose_kernels_are_called(
 def test_padded_prompts_whose_kernels_are_called(
     name: str, no_captured_prompts: None, resolved: list[Any]
 ) -> None:
-    """Their caches, too, are returned and go on."""
+    """Their caches are returned, and later calls continue with them."""
     stock, ours = optimized(name, PROMPTED[name], batch_sizes=(3,))
     agree(stock, ours, 3, 5)
     for lengths in ((4, 11, 7), (70, 1, 130), (200, 2, 3)):
@@ -76,7 +79,7 @@ def test_padded_prompts_whose_kernels_are_called(
 def test_a_prompt_that_hfs_forward_lacks_the_memory_for_is_by_kernels(
     no_captured_prompts: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one, too, which is HF's elsewhere."""
+    """This is the first prompt too, which HF's forward runs otherwise."""
     stock, ours = optimized("llama", {}, batch_sizes=(3,))
     given = {"inputs": prompt(3, 240), **FULL}
     want = stock.generate(**given)
@@ -93,7 +96,7 @@ def test_a_prompt_that_hfs_forward_lacks_the_memory_for_is_by_kernels(
 def test_caches_of_called_prompts_are_returned(
     no_captured_prompts: None, resolved: list[Any]
 ) -> None:
-    """Of blocks in which the model's own forward never ran, those that a call grew out of too."""
+    """The model's own forward never ran in these blocks. One call grows into a larger block."""
     stock, ours = optimized("llama", {})
     for length in (7, 9, 300, 500):
         given = {"inputs": prompt(1, length, seed=length), **FULL}
@@ -113,7 +116,7 @@ def test_caches_of_called_prompts_are_returned(
 
 @contextmanager
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ctrl-C in the second layer of a prompt's forward."""
+    """Raise KeyboardInterrupt (Ctrl-C) in the second layer of a prompt's forward."""
     update = cache_layers.PrefillLayer.update
 
     def to_the_second(self: Any, *states: Any, **kwargs: Any) -> Any:
@@ -143,7 +146,7 @@ def test_a_replayed_prompt_returns_all_layers_behind_a_forward_that_failed(
 def test_a_prompt_is_called_in_a_block_with_some_of_its_memory(
     no_captured_prompts: None, resolved: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers with a ring take theirs behind those without."""
+    """Layers with a ring allocate their memory after those without."""
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     stock, ours = optimized("gemma3", dict(layer_types=kinds, sliding_window=400), batch_sizes=(1,))
     for length in (7, 9):
@@ -185,7 +188,7 @@ def test_prompts_are_called_until_they_are_captured(
 def test_a_changed_model_has_no_room_that_it_does_not_use(
     no_captured_prompts: None, resolved: list[Any]
 ) -> None:
-    """In another dtype its layers would take memory of their own beside it."""
+    """In another dtype, its layers would allocate memory of their own in addition."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     for length in (7, 9):
         agree(stock, ours, 1, length)
@@ -201,7 +204,7 @@ def test_a_changed_model_has_no_room_that_it_does_not_use(
 def test_a_model_that_is_as_it_was_before_has_its_prompts_called(
     no_captured_prompts: None, resolved: list[Any]
 ) -> None:
-    """As one whose adapters are switched off and on again."""
+    """An example is a model whose adapters are switched off and on again."""
     stock, ours = optimized("llama", {}, batch_sizes=(1,))
     weights = [model.model.norm.weight for model in (stock, ours)]
     own, other = [weight.data for weight in weights], torch.full((32,), 0.5)
@@ -224,7 +227,7 @@ def test_a_model_that_is_as_it_was_before_has_its_prompts_called(
 def test_prompts_are_not_called_where_they_cannot_be(
     no_captured_prompts: None, resolved: list[Any]
 ) -> None:
-    """Of models with other attention, with padding, positions of one's own or a cache."""
+    """These have a softcap in attention, padding, positions of a user's own, or a cache."""
     full = dict(
         layer_types=["full_attention"],
         num_hidden_layers=1,

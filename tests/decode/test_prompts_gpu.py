@@ -1,6 +1,6 @@
-"""Prompts by kernels on a GPU, of any length, called or captured.
+"""Prompts by kernels on a GPU, of any length, launched or replayed.
 
-They are as close to float32 as stock.
+Their logits are as close to float32 as stock's.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def first_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """What the first new token is chosen by, and the second.
+    """Return the logits of the first and the second new token.
 
-    Which reads the keys and values that the prompt has left.
+    The second reads the keys and values that the prompt has stored.
     """
     out = model.generate(
         ids,
@@ -72,11 +72,11 @@ def first_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None
 def assert_as_close(
     ids: torch.Tensor, exact: Any, stock: Any, ours: Any, mask: torch.Tensor | None = None
 ) -> None:
-    """The logits of ours are as close to float64's as stock's."""
+    """Assert that our logits are as close to float64's as stock's."""
     want, seen, mine = (first_logits(m, ids, mask) for m in (exact, stock, ours))
     same = seen[0].argmax(-1) == mine[0].argmax(
         -1
-    )  # where the first tokens part, at a tie, the second are of other texts
+    )  # after a tie the first tokens may differ, so the second belong to other texts
     for k, rows in ((0, slice(None)), (1, same & (want[0].argmax(-1) == mine[0].argmax(-1)))):
         far, near = (
             (x[k, rows] - want[k, rows]).abs().max() if x[k, rows].numel() else torch.zeros(())
@@ -109,7 +109,7 @@ def test_prompts_of_any_length(
 def test_padded_prompts(
     name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called, and captured where they are short."""
+    """Prompts are launched, or captured if they are short."""
     monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", tokens)
     stock = tiny(name, dtype=dtype, **SIZES, **MODELS[name]).cuda()
     exact, ours = twin_of(stock).double(), optimize(twin_of(stock), tune="never", batch_sizes=(3,))
@@ -132,7 +132,7 @@ def test_padded_prompts(
 def test_prompts_beyond_a_window(
     name: str, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called, and captured where they are short; with padding and without."""
+    """Prompts with and without padding are launched, or captured if they are short."""
     monkeypatch.setattr(bucketed, "MAX_CAPTURED_TOKENS", tokens)
     windowed = (
         dict(sliding_window=200)

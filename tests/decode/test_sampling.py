@@ -1,6 +1,6 @@
 """Tokens chosen on the device.
 
-Processors and stop strings are those of HF, and samples have stock's probabilities.
+Processors and stop strings give the same as HF's, and samples have stock's probabilities.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ EACH = {
 def by_the_table(
     p: LogitsProcessor, ids: torch.Tensor, scores: torch.Tensor, room: int = 40
 ) -> torch.Tensor:
-    """What the table makes of scores, behind a text with other tokens where none are yet."""
+    """Return the scores that the table's processors give.
+
+    The text stands in a larger buffer, whose unused places hold other tokens.
+    """
     row, history = processors.TABLE[type(p)], TokenHistory.allocate(len(ids), room, scores.device)
     history.ids.copy_(torch.randint(0, 10, history.ids.shape))
     history.start(ids, 9)
@@ -115,12 +118,12 @@ def by_the_table(
 
 
 def compare(name: str, device: torch.device, rtol: float) -> None:
-    """A row of the table beside HF's class on random scores and texts of many lengths."""
+    """Compare a row of the table with HF's class, on random scores and texts of many lengths."""
     torch.manual_seed(0)
     changed = 0
     for length in (1, 2, 3, 4, 5, 6, 7, 23):
         ids = torch.randint(0, 10, (4, length)).to(device)
-        ids[2:] = 1 + ids[2:] % 3  # few tokens, so that they repeat
+        ids[2:] = 1 + ids[2:] % 3  # few distinct tokens, so that they repeat
         scores = 4 * torch.randn(4, VOCAB).to(device)
         scores[1, ::3] = -math.inf
         scores[2] = scores[2].round()  # ties
@@ -160,7 +163,7 @@ def test_a_users_default_dtype_changes_no_scores(other):
     try:
         for name, make in EACH.items():
             if isinstance(make(CPU), hf.SequenceBiasLogitsProcessor):
-                continue  # it raises itself
+                continue  # stock raises too
             torch.set_default_dtype(torch.float32)
             want, p = make(CPU)(ids, scores.clone()), make(CPU)
             torch.set_default_dtype(other)
@@ -177,7 +180,7 @@ def test_a_users_default_dtype_changes_no_scores(other):
 
 @pytest.mark.slow
 def test_processors_that_read_the_text_say_so():
-    """The text is only written where one of them does."""
+    """The step writes the text only if a processor reads it."""
     torch.manual_seed(0)
     reads = set()
     for name, make in EACH.items():
@@ -221,7 +224,10 @@ def test_tokens_outside_of_the_vocabulary_are_refused_as_by_stock():
     ],
 )
 def test_forced_tokens_that_the_model_has_not(forced):
-    """Negative ones HF counts from the end, where it takes them at all; others are its error."""
+    """HF counts negative ids from the end, if it takes them at all.
+
+    For other ids it raises its own error.
+    """
     model = tiny("llama")
     runner = install(model)
 
@@ -257,7 +263,10 @@ def test_the_host_runs_processors_that_the_table_lacks():
 
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> tuple[float, int]:
-    """The statistic, cells of fewer than 5 expected taken together, and its degrees of freedom."""
+    """Return the chi-square statistic and its degrees of freedom.
+
+    Cells with fewer than 5 expected counts are taken together.
+    """
     expected = p.double() * counts.sum()
     small = expected < 5
     seen, wanted = (
@@ -268,7 +277,7 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> tuple[float, int]:
 
 
 def bound(freedom: int) -> float:
-    """What a chi-square of so many degrees exceeds once in 10,000 (Wilson and Hilferty)."""
+    """Return the value that a chi-square exceeds once in 10,000 (Wilson and Hilferty)."""
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
@@ -285,7 +294,7 @@ WARPERS = {
 def draws(
     name: str, device: torch.device, vocab: int = VOCAB, rows: int = 40, steps: int = 500
 ) -> None:
-    """Draw step after step, and compare counts with the probabilities of stock's processors.
+    """Draw at many steps, and compare the counts with the probabilities of stock's processors.
 
     The steps are independent.
     """
@@ -328,7 +337,7 @@ def draws(
         f"chi-square {statistic:.1f} with {freedom} degrees, at most {bound(freedom):.1f} is likely"
     )
     wrong, freedom = chi_square(counts, p.flip(0))
-    assert wrong > 3 * bound(freedom)  # the test can tell
+    assert wrong > 3 * bound(freedom)  # a wrong distribution would be noticed
     likely = p[found] > p[p > 0].median()
     for what, a, b in (("step", likely[:-1], likely[1:]), ("row", likely[:, :-1], likely[:, 1:])):
         pairs = (2 * a + b.long()).flatten().bincount(minlength=4).view(2, 2).double()
@@ -370,7 +379,7 @@ def test_numbers_are_philox_by_seed_row_and_step(seed):
     found = uniforms(seed, rows, steps)
     for row in range(rows):
         for step in range(steps):
-            raw = philox((seed % (1 << 64), row), step // 4 + 1)[step % 4]  # numpy counts from 1
+            raw = philox((seed % (1 << 64), row), step // 4 + 1)[step % 4]  # numpy begins at 1
             assert found[row, step] == (raw >> 24) / 2**40 < 1
     assert torch.equal(uniforms(seed, rows, 6, first=4), found[:, 4:])
     assert torch.equal(uniforms(seed, 1, steps), found[:1])
@@ -662,9 +671,9 @@ def test_stop_strings_of_a_text_shorter_than_they_are():
 
 
 def test_many_stop_tokens_of_two_devices():
-    """Those of generate's options are on the GPU, a user's on the CPU.
+    """Stop tokens of generate's options are on the GPU, those of a user's criterion on the CPU.
 
-    There is none here, but another device is.
+    This machine has no GPU, so another device stands for it.
     """
     criteria = [EosTokenCriteria(torch.arange(40)), EosTokenCriteria(torch.arange(9))]
     criteria[1].eos_token_id = criteria[1].eos_token_id.to("meta")
@@ -717,7 +726,7 @@ def test_no_token_to_draw(more):
         model.generate(
             prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything, **more
         )
-    with pytest.raises(RuntimeError):  # as stock, whatever row it is
+    with pytest.raises(RuntimeError):  # as with stock, for each row
         type(model).generate(
             model, prompt(2), max_new_tokens=9, do_sample=True, logits_processor=everything
         )
@@ -763,7 +772,7 @@ def test_numbers_change_without_another_graph_and_few_selections_are_kept():
             *both(model, {"inputs": prompt(2), "max_new_tokens": 6, "do_sample": True, "top_k": k})
         )
     assert len(block.choosers) == 2
-    for n in range(2, 7):  # a size, which a graph is made for
+    for n in range(2, 7):  # the batch size, which each graph is made for
         assert_same(
             *both(
                 model,

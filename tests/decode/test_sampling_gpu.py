@@ -65,16 +65,17 @@ def test_processors_are_hfs(name):
 def test_thresholds_are_those_of_a_sort(shape):
     wrong = wrong_thresholds(
         [shape] * 24, sum(shape), CUDA
-    )  # each shape is compiled for: few of them, often
+    )  # each shape is compiled, so few shapes are tried often
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("vocab", [50_257, 128_256, 151_936, 1 << 20])
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "flat", "few"])
 def test_the_tokens_kept_of_a_large_vocabulary(kind, vocab):
-    """Beside HF's classes.
+    """The kept tokens are those of HF's classes.
 
-    Top k exactly, others but for tokens at the limit, by rounding of sums in float32.
+    Top k keeps exactly the same. Others may differ at the limit, because sums in float32 are
+    rounded.
     """
     generator = torch.Generator(CUDA).manual_seed(vocab)
     scores = 3 * torch.randn(2, vocab, device=CUDA, generator=generator)
@@ -132,7 +133,7 @@ def choosing(selection: Selection, rows: int, vocab: int = VOCAB) -> tuple[Cache
 def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
     """Called and replayed choices give the same tokens.
 
-    A wrong line names processor, rows and vocabulary.
+    An error names processor, rows and vocabulary.
     """
     tok = tokenizer()
     kinds = {
@@ -158,7 +159,7 @@ def test_choices_never_wait_for_the_host_and_can_be_captured(rows, vocab):
             other.choose(twin.control, twin.logits)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                assert kind.chooser_on(block) is chooser  # as another call does, with its numbers
+                assert kind.chooser_on(block) is chooser  # as in another call
                 chooser.choose(block.control, block.logits)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -296,7 +297,7 @@ def test_other_numbers_need_no_other_graph():
         )
     captured = [what for what in block.graphs if what[0] == "CapturedForward"]
     assert len(captured) == len(block.choosers) == 2, captured
-    for n in range(2, 7):  # a size, which a graph is made for
+    for n in range(2, 7):  # the batch size, which each graph is made for
         assert_same(
             *both(
                 model,

@@ -27,7 +27,7 @@ from tests.helpers.tiny_models import (
     tiny,
 )
 
-# Slow: other versions of transformers run test_optimize.py, which generates too.
+# Not run with other versions of transformers: there test_optimize.py generates too.
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("many_samples")]
 
 
@@ -269,7 +269,7 @@ def test_users_caches(family: str, configured: bool) -> None:
 
         text = agree(stock, ours, first)
         assert_same_cache(*used)
-        # the text so far and a few tokens more; then only the new tokens beside the cache
+        # first the whole text with a few more tokens, then only the new tokens, with the cache
         again, longer = iter(used), torch.cat([text, prompt(batch, 3, seed=9)], -1)
         mask = given.get("attention_mask", torch.ones(batch, length, dtype=torch.long))
         mask = torch.cat([mask, mask.new_ones(batch, 15)], -1)

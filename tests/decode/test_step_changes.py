@@ -34,7 +34,7 @@ from tests.helpers.step_pairs import (
 )
 from tests.helpers.tiny_models import prompt, tiny
 
-# Slow: other versions of transformers run test_optimize.py, which generates too.
+# Not run with other versions of transformers: there test_optimize.py generates too.
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("many_samples")]
 
 
@@ -43,7 +43,7 @@ def test_the_numbers_of_a_model_are_read_alike_whatever_other_models_were_read()
     first.model.layers[0].mlp.note, second.model.layers[0].mlp.number = (
         "no number",
         3,
-    )  # as many attributes, of other names
+    )  # as many attributes, with other names
     seen = take_fingerprint(second).facts
     take_fingerprint(first)
     assert take_fingerprint(second).facts == seen
@@ -280,7 +280,7 @@ def test_a_changed_model_gives_stocks_tokens(name: str) -> None:
     for model in (stock, ours):
         change(model)
     after = agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 12}).sequences
-    # eps scales all logits alike, and new tokens are not chosen
+    # eps scales all logits alike, and the tokens that a resize adds are not chosen
     assert torch.equal(before, after) == (
         name in ("eager attention", "training", "embedding resized", "last norm's epsilon")
     )
@@ -330,7 +330,7 @@ def test_looking_at_hidden_states_changes_nothing() -> None:
     with torch.no_grad():
         ours(
             prompt(), output_hidden_states=True
-        )  # installs hooks of transformers that stay and do nothing
+        )  # installs hooks of transformers, which stay and do nothing
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {KERNELS: 1}
 
@@ -341,7 +341,7 @@ def test_a_call_with_a_static_cache_changes_nothing() -> None:
     for lengths in (
         {},
         {"max_new_tokens": 20},
-    ):  # transformers remembers on the model how long its static cache is
+    ):  # the model keeps the length of its static cache
         agree(stock, ours, {"inputs": prompt(), **GREEDY, **cached, **lengths})
         agree(stock, ours, {"inputs": prompt(), **GREEDY})
     assert steps(ours) == {KERNELS: 2}

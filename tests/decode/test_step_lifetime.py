@@ -15,7 +15,7 @@ from tests.helpers.generate_comparison import assert_same, left_padded
 from tests.helpers.step_pairs import CHANGED, FULL, GREEDY, KERNELS, agree, generated, pair, steps
 from tests.helpers.tiny_models import FOUR, prompt, same, snapshot, tiny
 
-# Slow: other versions of transformers run test_optimize.py, which generates too.
+# Not run with other versions of transformers: there test_optimize.py generates too.
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("many_samples")]
 
 

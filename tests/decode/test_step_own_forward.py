@@ -39,7 +39,7 @@ from tests.helpers.step_pairs import (
 )
 from tests.helpers.tiny_models import SIZES, Resolved, longrope, prompt, tiny, twin_of
 
-# Slow: other versions of transformers run test_optimize.py, which generates too.
+# Not run with other versions of transformers: there test_optimize.py generates too.
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("many_samples")]
 
 
@@ -197,7 +197,7 @@ def test_models_whose_steps_run_their_own_forward(case: str) -> None:
 
 
 def test_rope_that_follows_the_length() -> None:
-    """Also when it has set new frequencies: it is no change of the model's."""
+    """It may set new frequencies. That is no change of the model."""
     stock, ours = pair(lambda: dynamic_rope(reach=16))
     for length in (7, 19, 3):
         agree(stock, ours, {"inputs": prompt(1, length), **GREEDY})
@@ -206,7 +206,7 @@ def test_rope_that_follows_the_length() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
-    """Whatever frequencies the text before has left in the module."""
+    """It does not matter which frequencies the text before has left in the module."""
     stock, ours = pair(lambda: longrope(family, 32))
     lengths = [(7, 12), (20, 12), (7, 40), (7, 12), (40, 9), (24, 8), (7, 3)]
     for tokens, new in lengths:
@@ -226,7 +226,7 @@ def test_longrope_is_by_kernels_for_texts_within_its_reach(family: str) -> None:
     assert take_fingerprint(ours) == before
     ours.model.rotary_emb.original_inv_freq.mul_(
         2
-    )  # graphs captured before hold the frequencies that were
+    )  # graphs captured before hold the earlier frequencies
     assert (
         take_fingerprint(ours).facts == before.facts
         and take_fingerprint(ours).graph_facts != before.graph_facts

@@ -1,6 +1,6 @@
 """Errors in the middle of a call.
 
-The streamer, the user's cache and the error's type are stock's.
+What the streamer got, the user's cache and the error's type are the same as with stock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 
 class FailingStreamer(BaseStreamer):
-    """Raises at its n-th call; the first one brings the prompt."""
+    """A streamer that raises at its n-th call. The first call brings the prompt."""
 
     def __init__(self, calls: int):
         self.calls = calls
@@ -78,7 +78,7 @@ FAILING: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def generates(model: Any) -> list[Callable[..., Any]]:
-    """Stock's generate, and ours."""
+    """Return stock's generate and ours."""
     return [type(model).generate.__get__(model), model.generate]
 
 
@@ -116,7 +116,7 @@ def test_a_users_cache_in_rings_holds_it_if_no_step_ran_ahead(given):
 def order_of(
     model: Any, generate: Callable[..., Any], **given: Any
 ) -> tuple[list[tuple[Any, ...]], BaseException | None]:
-    """Return what a streamer gets and when the model embeds tokens, in order, and the error."""
+    """Return the calls of a streamer and of the embedding in their order, and the error."""
     recorder, table = Recorder(), model.get_input_embeddings()
     embed = type(table).forward.__get__(table)
 
@@ -181,10 +181,10 @@ EVERYTHING = list(range(VOCABULARY))
 )
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_distribution_of_nothing_is_a_value_error(given, start, monkeypatch):
-    """As stock's, which torch's Categorical raises.
+    """The error has the type of stock's, which torch's Categorical raises.
 
-    Here at the first new token, or at the third. A compiled model that another test ran has
-    switched the check of torch's distributions off for the whole process, so switch it on.
+    It is raised at the first new token or at the third. The test switches torch's check of
+    distributions on, because a compiled model of another test may have switched it off.
     """
     monkeypatch.setattr(Distribution, "_validate_args", True)
     model, recorders = tiny("llama"), (Recorder(), Recorder())

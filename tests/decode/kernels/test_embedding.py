@@ -58,7 +58,7 @@ def random_tables(
 def begun(
     c: Control, tables: list[torch.Tensor], windows: tuple[int | Ring | None, ...], scale: float
 ) -> list[torch.Tensor]:
-    """What `embed` should write, row by row, with the bounds counted off the masks."""
+    """Return what `embed` should write, row by row, with the bounds counted from the masks."""
     embedding, cos, sin = tables
     ids, position = (
         c.ids[:, 0].clamp(0, len(embedding) - 1),
@@ -116,7 +116,7 @@ def wrong_beginnings(by_kernel: bool, count: int, seed: int) -> list[str]:
             random_control(rng, batch, vocab),
             random_tables(batch, vocab, hidden, positions, width, dtype, ropes),
         )
-        if n % 4 == 0:  # a pad token that the embedding does not have, as some tokenizers name
+        if n % 4 == 0:  # some tokenizers name a pad token that the embedding does not have
             c.ids[0] = rng.choice((-1, vocab))
         tables[0].requires_grad_()
         out = EmbeddingOutput.allocate(batch, hidden, width, windows, dtype, CPU, tables=ropes)
@@ -238,7 +238,10 @@ def test_memory_made_under_inference_mode_serves_outside_it():
     ],
 )
 def test_captured_steps(batch, vocab, hidden, dtype):
-    """Graphs of argmax → embed → argmax → embed, nothing between them, against torch on the CPU."""
+    """Graphs of argmax → embed → argmax → embed agree with torch on the CPU.
+
+    Nothing runs between the kernels.
+    """
     rng, device, windows = (
         random.Random(batch),
         torch.device("cuda", torch.cuda.current_device()),
@@ -246,7 +249,7 @@ def test_captured_steps(batch, vocab, hidden, dtype):
     )
     tables = random_tables(
         batch, min(vocab, 20_000), hidden, 2 * CAPACITY, 64, dtype, ropes=2
-    )  # ids beyond take the last row
+    )  # ids beyond the table take its last row
     sampler, on_cpu = Sampler.allocate(batch, vocab, device), Sampler.allocate(batch, vocab, CPU)
     steps = [
         (

@@ -19,7 +19,7 @@ from tests.helpers.decode_states import assert_compiles_and_waits
 
 
 def place(x: float) -> float:
-    """NaN above all."""
+    """Return the sort key of a float32: NaN is above all other values."""
     return math.inf if math.isnan(x) else math.atan(x) if math.isfinite(x) else math.copysign(2, x)
 
 
@@ -30,17 +30,20 @@ def stays_by_hand(
     at = sorted(range(len(order)), key=lambda n: (-places[n], n if lowest_index_first else -n))
     behind = list(itertools.accumulate(weights[n] for n in reversed(at)))[
         ::-1
-    ]  # exact, as weights are whole numbers
+    ]  # exact, because weights are whole numbers
     stays, first = [False] * len(order), 0
     for rank, n in enumerate(at):
-        first = first if places[at[first]] == places[n] else rank  # of those that are as high
+        first = first if places[at[first]] == places[n] else rank  # only scores that tie
         whole = lowest_index_first or math.isnan(behind[first])
         stays[n] = rank < keep or not behind[first if whole else rank] <= rest
     return stays
 
 
 def random_order(rng: random.Random, vocab: int) -> list[float]:
-    """Plain, of few values, all equal, all of one sign, tiny, with infinities, with NaN."""
+    """Return random scores of many kinds.
+
+    They are plain, few-valued, all equal, of one sign or tiny, or hold infinities or NaN.
+    """
     x = [rng.gauss(0, 3) for _ in range(vocab)]
     match rng.randrange(8):
         case 0:
@@ -57,7 +60,7 @@ def random_order(rng: random.Random, vocab: int) -> list[float]:
             x[rng.randrange(vocab)] = math.inf
         case 6:
             x = [float(round(v)) if rng.random() < 0.9 else math.nan for v in x]
-    return torch.tensor(x).tolist()  # as float32 has them
+    return torch.tensor(x).tolist()  # rounded to float32
 
 
 def wrong_thresholds(
@@ -76,7 +79,7 @@ def wrong_thresholds(
         weights = [[by_value[str(v + 0.0)] for v in row] for row in orders]
         if rng.random() < 0.3:
             weights[0][rng.randrange(vocab)] = math.nan
-        if rng.random() < 0.1:  # as softmax does it
+        if rng.random() < 0.1:  # as in softmax
             weights[0] = [math.nan] * vocab
         total = sum(by_value[str(v + 0.0)] for v in orders[-1])
         rest, keep = (
@@ -106,7 +109,7 @@ def wrong_thresholds(
         )
         for name, y, z in (("greatest", top, want[0]), ("total", total, want[1])):
             same = torch.isclose(y.double(), z, rtol=1e-6, atol=0, equal_nan=True)
-            # nothing is summed up where all are -inf, and the greatest beside a NaN is nobody's
+            # if all are -inf nothing is summed, and beside a NaN the maximum is not defined
             wrong += (
                 []
                 if (same | want[1].isnan()).all()

@@ -32,7 +32,10 @@ from tests.helpers.decode_states import (
 def wrong_turns(
     by_kernel: bool, count: int, seed: int, device: torch.device = CPU, width: int = 3
 ) -> list[str]:
-    """Slabs of several rings at once, every number of them known by where it lies."""
+    """Return what is wrong after slabs of several rings were turned at once.
+
+    Every number in the slabs says where it lay.
+    """
     rng, wrong = random.Random(seed), []
     for n in range(count):
         batch = rng.choice((1, 2, 3, 5))
@@ -58,7 +61,7 @@ def wrong_turns(
                 token = int(c.length) - low
                 if any(c.alive.tolist()) and token >= window - 1:
                     want[:, row, :, token % (window - 1)] = slab[:, row, :, window - 1]
-            # two slabs that are alike share a launch, as keys and values do
+            # two slabs of the same shape share a launch, as keys and values do
             for _ in range(rng.randint(1, 3)):
                 slabs.append((ring, slab.clone().to(device)))
                 wants.append(want)

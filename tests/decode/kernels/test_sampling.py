@@ -29,9 +29,10 @@ from tests.helpers.decode_states import (
 
 
 def random_logits(rng: random.Random, batch: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of few values, hence ties; all equal; infinite; with NaN of either sign.
+    """Return rows of logits of many kinds.
 
-    With zeros of either sign; and plain ones.
+    They have few values and hence ties, are all equal, infinite, or plain. They may hold NaN and
+    zeros of either sign.
     """
     rows = []
     for _ in range(batch):
@@ -80,7 +81,7 @@ def greatest(row: list[float]) -> int:
 
 
 def by_hand(c: Control, logits: torch.Tensor) -> dict[str, list]:
-    """What `choose_greedily` promises, in plain Python."""
+    """Return what `choose_greedily` promises, in plain Python."""
     state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
     tokens = [
         greatest(row) if a else state["pad"][0]
@@ -90,7 +91,7 @@ def by_hand(c: Control, logits: torch.Tensor) -> dict[str, list]:
 
 
 def after(state: dict[str, list], tokens: list[int], ended: list[bool]) -> dict[str, list]:
-    """The state that tokens lead to, where some rows end whatever their token is."""
+    """Return the state after these tokens. Some rows end whatever their token is."""
     alive, live = state["alive"], any(state["alive"])
     left = state["budget"][0] - live
     goes_on = [
@@ -112,7 +113,7 @@ def wrong_choices(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) ->
     for n, (batch, vocab) in enumerate(shapes):
         sampler = Sampler.allocate(batch, vocab, CPU, by_kernels)
         dtype = DTYPES[n % 3]
-        for _ in range(2):  # the second finds what the first left in the scratch
+        for _ in range(2):  # the second call finds what the first left in the scratch memory
             c, logits = random_control(rng, batch, vocab), random_logits(rng, batch, vocab, dtype)
             want, stock, before = by_hand(c, logits), to(c, CPU), logits.clone()
             choose_greedily(stock, logits)
@@ -128,7 +129,10 @@ def wrong_choices(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) ->
 def wrong_advances(
     by_kernels: bool, count: int, seed: int, device: torch.device = CPU
 ) -> list[str]:
-    """Given tokens, of which some are nothing, and rows that end for reasons of their own."""
+    """Return what is wrong after `advance` got these tokens.
+
+    Some tokens are missing, and some rows end for other reasons.
+    """
     rng, wrong = random.Random(seed), []
     for n in range(count):
         batch, vocab = rng.choice((1, 2, 3, 5, 70)), 20
@@ -151,10 +155,10 @@ def wrong_advances(
 
 
 def random_scores(rng: random.Random, batch: int, vocab: int) -> torch.Tensor:
-    """Return logits of many kinds.
+    """Return scores of many kinds.
 
-    They are flat or sharp, have most tokens masked, whole ranges masked or far below the others,
-    nothing to draw, or NaN.
+    They are flat or sharp, or have most tokens masked. Whole ranges may be masked or far below the
+    others. Some rows have nothing to draw, or NaN.
     """
     x = (
         torch.tensor([[rng.gauss(0, 3) for _ in range(min(vocab, 64))] for _ in range(batch)])
@@ -188,14 +192,14 @@ def random_scores(rng: random.Random, batch: int, vocab: int) -> torch.Tensor:
 def wrong_samples(
     by_kernels: bool, shapes: list[tuple[int, int]], seed: int, device: torch.device = CPU
 ) -> list[str]:
-    """Tokens beside sums of probabilities in float64.
+    """Return the sampled tokens that differ from sums of probabilities in float64.
 
-    The number must lie in the token's share, up to rounding.
+    The random number must lie in the token's share, up to rounding.
     """
     rng, wrong = random.Random(seed), []
     for batch, vocab in shapes:
         sampler = Sampler.allocate(batch, vocab, device, by_kernels)
-        for _ in range(2):  # the second finds what the first left in the scratch
+        for _ in range(2):  # the second call finds what the first left in the scratch memory
             scores = random_scores(rng, batch, vocab)
             numbers = torch.tensor(
                 [[rng.choice((0, 1 - 2.0**-40, 0.5, rng.random()))] for _ in range(batch)],
@@ -217,7 +221,7 @@ def wrong_samples(
                     )
                     fits = fits or (
                         scores[row, token] > -math.inf and float(numbers[row]) > 1 - 1e-6
-                    )  # below float64's rounding of 1
+                    )  # smaller than float64's rounding of 1
                 wrong += (
                     []
                     if fits
