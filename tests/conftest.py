@@ -54,7 +54,7 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
+    config.option.loadscopereorder = False  # else xdist begins with the most tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -101,7 +101,8 @@ def golden(request: pytest.FixtureRequest):
 def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Replace the resolver by one whose kernels are the programs themselves.
 
-    Yields the list of programs that were resolved.
+    Yields:
+        The list of programs that were resolved.
     """
     from mirage_hf.pipeline import resolver
     from tests.helpers import tiny_models

@@ -1,4 +1,4 @@
-"""Tensors of the package are on the CPU whatever the user's default device is."""
+"""Tensors of the package are on the CPU, whatever default device the user has set."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

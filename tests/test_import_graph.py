@@ -56,7 +56,7 @@ def imported(path: Path, name: str, known: Mapping[str, Path]) -> Iterator[str]:
         else:
             continue
         for found in names:
-            while found and found not in known:  # a name inside a module
+            while found and found not in known:  # a name inside of a module
                 found = found.rpartition(".")[0]
             if found and found != name:
                 yield found
@@ -70,12 +70,15 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    """Return the folder of a module; a file directly in the package is a room of its own."""
+    """Return the folder of a module.
+
+    A file directly in the package counts as a folder of its own.
+    """
     return ".".join(module.split(".")[:2])
 
 
 def rooms(graph: Graph) -> dict[str, set[str]]:
-    """Return which rooms the files of each room import."""
+    """Return the folders that the files of each folder import."""
     between: dict[str, set[str]] = {room(name): set() for name in graph}
     for name, targets in graph.items():
         between[room(name)] |= {room(t) for t in targets} - {room(name)}
@@ -118,7 +121,7 @@ def contracts() -> dict[str, dict[str, Any]]:
 
 
 def layers() -> dict[str, float]:
-    """Return the layer of each room, 0 for the lowest."""
+    """Return the layer of each folder. The lowest is 0."""
     listed = contracts()["stages"]["layers"]
     return {
         name: number
@@ -173,7 +176,7 @@ def test_patterns_import_graphs_and_ops_only(graph: Graph) -> None:
 
 
 def test_the_linter_knows_no_exceptions() -> None:
-    """Except that it takes the compiled module for the whole package."""
+    """The compiled module is the only exception: the linter takes it for the whole package."""
     ignored = [line for c in contracts().values() for line in c.get("ignore_imports", [])]
     assert ignored == [f"{PACKAGE}.search.* -> {PACKAGE}"]
 

@@ -1,4 +1,4 @@
-"""What make and pip take from the repository."""
+"""The files that make and pip take from the repository."""
 
 from __future__ import annotations
 

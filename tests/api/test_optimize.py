@@ -1,7 +1,7 @@
 """optimize() and restore() end to end.
 
-The tokens stay the same, one report covers all, a failure changes nothing, restore() leaves no
-trace.
+The tokens stay the same, one report covers all modules, a failure changes nothing, and restore()
+leaves no trace.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_generate_gives_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(
         check, "SAMPLES", 40
-    )  # of layers this small the largest error of 8 calls is a matter of luck
+    )  # for layers this small, the largest error of 8 calls is a matter of luck
     model = tiny(family, num_hidden_layers=2)
     cases = [dict(inputs=prompt()), padded((4, 11, 7)), dict(inputs=prompt(2))]
     wanted = [model.generate(**case, **GREEDY) for case in cases]
@@ -150,7 +150,7 @@ def test_experts_stay_stock_inside_a_swapped_layer() -> None:
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=0.1, rtol=0.05)
     exact = optimize(
         tiny("mixtral")
-    )  # torch has no float64 grouped matmul: experts are not what is checked
+    )  # torch has no float64 grouped matmul, and this test is not about experts
     assert {r.pattern for r in exact.mirage.report.swapped} == {
         "rms_norm_linear",
         "attention",
@@ -290,7 +290,7 @@ def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPat
     assert torch.equal(model.generate(prompt(), **GREEDY), stock.generate(prompt(), **GREEDY))
     assert (
         model.mirage.report.decode["step: all by kernels"] == 1
-    )  # in a step that part is the library's too
+    )  # in a step, torch runs that part too
 
 
 @pytest.mark.slow
@@ -534,16 +534,16 @@ def test_the_handle_is_no_part_of_the_model() -> None:
     model.mirage.release()
     assert "<mirage_hf: 3 modules swapped" in repr(
         model.mirage
-    )  # three layers, by module and not by row
+    )  # the counts of three layers, each module once
     optimize(model, patterns=["gated_mlp", "linear_residual"])
     assert "<mirage_hf: 3 modules swapped" in repr(model.mirage)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_rope_that_knows_the_longest_text_goes_on_knowing_it(dry_run: bool) -> None:
-    """Its module keeps frequencies for the longest text so far. A probe must not reset them.
+    """The module of dynamic RoPE keeps frequencies for the longest text so far.
 
-    A short text does.
+    A short text resets them, but a probe must not.
     """
     model = tiny(
         "llama",
@@ -577,7 +577,7 @@ def test_threads_that_optimize_one_model_take_turns() -> None:
     def begin(*_: Any) -> None:
         if thread.ident is None:
             thread.start()
-            thread.join(1)  # if it need not wait, it is done by then
+            thread.join(1)  # a thread that need not wait is done by then
 
     optimize(model, progress=begin)
     thread.join()
@@ -612,9 +612,9 @@ def test_the_random_state_is_left_alone() -> None:
 
 @contextmanager
 def default(other: Any) -> Iterator[None]:
-    """A default device or dtype that a user has set. On "meta" nothing can be read.
+    """Set a default device or dtype, as a user may.
 
-    What is there by mistake raises.
+    Nothing on "meta" can be read, so a tensor that is made there by mistake raises an error.
     """
     if isinstance(other, torch.dtype):
         torch.set_default_dtype(other)
@@ -680,7 +680,7 @@ def test_a_terminal_shows_a_bar_unless_something_else_lives_there(
         Live(console=terminal, auto_refresh=False),
         progress_bar.bar_unless(None, "optimize") as note,
     ):
-        assert note is None or callable(note)  # newer releases of rich nest what lives
+        assert note is None or callable(note)  # newer releases of rich can nest live displays
     transformers_logging.disable_progress_bar()
     try:
         with progress_bar.bar_unless(None, "optimize") as note:

@@ -1,4 +1,4 @@
-"""optimize() on a GPU, with kernels resolved there inside captured steps.
+"""optimize() on a GPU, with kernels that are resolved inside captured steps.
 
 Every later change of the model must take effect.
 """
@@ -51,7 +51,7 @@ def on_gpu(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def logits(model: Any, batch: int = 1) -> torch.Tensor:
-    """Logits of a prefill and four steps, through the model's forward."""
+    """Return the logits of a prefill and of four steps, through the model's forward."""
     outputs = []
     with torch.no_grad():
         out = model(prompt(batch, 6, seed=5).cuda(), use_cache=True)
@@ -93,9 +93,9 @@ def test_captured_steps_give_the_tokens_of_called_ones(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_samples_of_captured_steps_are_those_of_called_ones(family: str) -> None:
-    """Step programs that end in sampling, behind processors and without.
+    """Step programs that sample, with and without processors, give the same tokens.
 
-    The same tokens captured or called, however deep.
+    It does not matter whether steps are captured or called, nor how far they run ahead.
     """
     model = on_gpu(
         family, torch.float32
@@ -138,9 +138,9 @@ def trained_and_ids(dtype: torch.dtype, text: str) -> tuple[Any, torch.Tensor]:
 
 
 def by_kernels(model: Any, tune: str) -> None:
-    """One captured call.
+    """Generate once in captured steps, and assert that kernels ran all of them.
 
-    Its steps all by kernels where no measured time could speak for a library's attention.
+    No measured times are used, which could choose the library's attention.
     """
     counts = model.mirage.report.decode
     assert counts.get("captured") == 1, str(model.mirage.report)

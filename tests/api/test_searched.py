@@ -1,6 +1,6 @@
 """optimize() with kernels from a real search.
 
-They are found once, then taken from the cache, and are right.
+The kernels are searched once, then taken from the cache, and give right results.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ SLOW, THOROUGH = pytest.mark.slow, [pytest.mark.slow, pytest.mark.thorough]
 def test_searched_kernels_decode_as_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         check, "SAMPLES", 40
-    )  # of layers this small the largest error of 8 calls is a matter of luck
+    )  # for layers this small, the largest error of 8 calls is a matter of luck
     stock = tiny(family, num_hidden_layers=2)
     model = optimize(twin_of(stock), batch_sizes=(1, 2) if family in FOUR else (2,))
     rows = model.mirage.report.rows
     assert {r.status for r in rows if r.kernel} == {"swapped"}
-    # a norm over all heads of a token is not in the kernel of one head
+    # the kernel of one head has no norm over all heads of a token
     assert {r.kernel for r in rows if r.pattern != "attention" or family != "olmo2"} == {"1 kernel"}
     assert all(0 <= r.error_bound < 1e-9 for r in model.mirage.report.swapped)
     for batch in (1, 2):
@@ -62,7 +62,7 @@ def test_searched_kernels_decode_as_stock(family: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_layer_norms_of_wide_rows_in_float32_are_in_kernels() -> None:
-    """Rows of 256 equal numbers whose mean rounds: at 32 it is exact."""
+    """The mean of 256 equal numbers is rounded. That of 32 is exact."""
     stock = tiny(
         "cohere", num_hidden_layers=1, hidden_size=256, initializer_range=0.05, use_qk_norm=True
     )

@@ -1,6 +1,6 @@
-"""attn_implementation="mirage" gives what eager attention gives.
+"""attn_implementation="mirage" gives the same as eager attention.
 
-Kernels run decoding steps over static caches, torch runs all else, and both are counted.
+Kernels run decoding steps over static caches, torch runs everything else, and both are counted.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ CPU = "mirage_on_the_cpu"
 
 @pytest.fixture(scope="module")
 def ours() -> Attention:
-    """One for all tests: kernels are found once for a size."""
+    """Return the attention that all tests share, so that kernels are found once for a size."""
     found = Attention("cpu")
     found.register(CPU)
     return found
 
 
 class Counted:
-    """What was counted in the block."""
+    """The calls counted inside of a `with` block."""
 
     def __init__(self, attention: Attention):
         self.attention, self.before = attention, attention.report()
@@ -96,7 +96,7 @@ def generated(model: Any, cache: str | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 @pytest.mark.parametrize("cache", ["static", None])
 def test_left_padded_batches(ours, family, cache):
-    """Windows of 9 (one layer of qwen3's, two of gemma2's) are left behind by 21 tokens.
+    """21 tokens exceed windows of 9 (one layer of qwen3, two layers of gemma2).
 
     Gemma2 has softcap.
     """
@@ -110,7 +110,7 @@ def test_left_padded_batches(ours, family, cache):
         counted.torch == {MANY: layers} | ({GROWING: growing} if growing else {})
         and counted.kernels == layers * steps - growing
     )
-    if cache == "static":  # the step that fills a layer may be taken for one of a cache that grows
+    if cache == "static":  # the step that fills a layer may count as one over a cache that grows
         assert growing <= layers
     else:  # full windows are of a fixed length in every cache
         assert growing == layers * steps - sliding * (steps - 1)
@@ -144,7 +144,10 @@ def test_sinks(ours):
 
 
 def test_holes_in_the_mask(ours):
-    """Prompts padded on the right, then steps: what each row sees is no range."""
+    """Prompts are padded on the right, then steps follow.
+
+    So the keys that a row sees are not one range.
+    """
     eager, model = pair("llama")
     ids, mask = prompt(2, 6), torch.ones(2, 9, dtype=torch.long)
     mask[0, 3:6] = 0
@@ -172,9 +175,9 @@ def test_holes_in_the_mask(ours):
 
 
 def test_registered_by_the_import():
-    """A model may ask for it by name when it is made.
+    """A model may name the attention when it is made.
 
-    Without a GPU it is sdpa, bit for bit, and counted as such.
+    Without a GPU it runs sdpa, equal to the last bit, and is counted as such.
     """
     config = tf.LlamaConfig(**SIZES)
     torch.manual_seed(0)
@@ -231,7 +234,7 @@ HEADS, KV_HEADS, D, SLOTS = 4, 2, 8, 21
 
 
 def call(slots: int = SLOTS, rows: int = 2) -> dict[str, Any]:
-    """A decoding step over a static cache, as a layer calls for it.
+    """Run a decoding step over a static cache, as a layer would.
 
     Row 0 sees keys 4 to 12, row 1 all up to 12.
     """
@@ -312,7 +315,7 @@ def test_autocast_is_sdpa(ours):
 
 
 def test_many_slots_and_rows_without_keys(monkeypatch):
-    """Kernels are tuned at many slots, searched at few, and cut to the cache."""
+    """Kernels are searched for few slots, tuned for many, and refitted to the cache."""
     asked: list[tuple[int, ...]] = []
 
     def resolve(program: Any, like: Any = None, **_: Any) -> Resolved:
@@ -338,7 +341,7 @@ def test_many_slots_and_rows_without_keys(monkeypatch):
 
 
 def test_a_call_of_a_compiled_graph_is_counted_once(resolved):
-    """Models that give the usual scale and such as leave it out share a kernel."""
+    """Models that pass the usual scale and models that leave it out share a kernel."""
     attention, given = Attention("cpu"), call()
     mask = step_mask(attention)
     attention.attend(**given, attention_mask=mask)
@@ -353,7 +356,7 @@ def test_a_call_of_a_compiled_graph_is_counted_once(resolved):
 
 
 def test_keys_selected_by_index_are_refused(ours):
-    """DeepSeek-V3.2 passes an index if attention is neither sdpa nor eager.
+    """DeepSeek-V3.2 passes an index, except to sdpa and eager attention.
 
     SDPA would attend to all keys.
     """
@@ -367,9 +370,9 @@ def test_keys_selected_by_index_are_refused(ours):
 
 
 def test_models_that_know_no_attention_by_name_stay_eager(caplog):
-    """Bloom adds its mask to the scores under any name.
+    """Bloom adds its mask to the scores whatever the name is.
 
-    `from_config` does not refuse the name.
+    `from_config` accepts the name.
     """
     config = tf.BloomConfig(vocab_size=SIZES["vocab_size"], hidden_size=32, n_layer=1, n_head=4)
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5}
 
 @pytest.fixture
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules are the cost model's choice: many sizes in little time."""
+    """Let the cost model choose schedules, so that many sizes take little time."""
     monkeypatch.setattr(resolver, "resolve", partial(resolver.resolve, tune="never"))
 
 
@@ -72,7 +72,7 @@ def call(
         value=normal(rows, kv_heads, slots, d),
         s_aux=2 * normal(kv_heads * group) if s_aux else None,
     )
-    given["query"] = given["query"].transpose(1, 2)  # as projections leave it
+    given["query"] = given["query"].transpose(1, 2)  # with the strides of a projection's output
     return {n: x.to(dtype) if isinstance(x, Tensor) else x for n, x in given.items()}
 
 
@@ -101,9 +101,10 @@ def mask_of(
 
 
 def masks(attention: Attention, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Of a step.
+    """Return masks of a step.
 
-    As many tokens as there are slots, few, padding on the left, holes, and a window.
+    They allow as many tokens as there are slots, few tokens, padding on the left, holes, or a
+    window.
     """
     rows, slots = given["key"].shape[0], given["key"].shape[2]
     last, few = torch.tensor(slots - 1, device="cuda"), torch.tensor(slots // 3, device="cuda")
@@ -127,7 +128,7 @@ def masks(attention: Attention, given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def expected(given: dict[str, Any], mask: Tensor) -> Tensor:
-    """In float64."""
+    """Return the result in float64."""
     wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in given.items()}
     q, k, v = (
         wide["query"],
@@ -182,7 +183,7 @@ def test_steps_against_float64(untuned, size, kind, dtype):
 
 
 def test_keys_with_other_strides(untuned):
-    """A cache that keeps the heads of a slot together, in a buffer of two layers."""
+    """The cache stores the heads of a slot next to each other, in a buffer of two layers."""
     attention, given = Attention(), call((2, 4, 2, 64, 200), torch.float16)
     for n in ("key", "value"):
         buffer = torch.full((2, 200, 2, 4, 64), float("nan"), device="cuda", dtype=torch.float16)
@@ -234,7 +235,7 @@ def captured(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 def test_cuda_graphs(untuned):
     """A captured step follows the length on the device.
 
-    One whose mask was made before the capture is SDPA's, and follows the mask.
+    If the mask was made before the capture, SDPA runs and follows the mask.
     """
     attention, given = Attention(), call((2, 8, 4, 64, 256), torch.float16)
     at, padding = (
@@ -256,7 +257,7 @@ def test_cuda_graphs(untuned):
         other, z = captured(lambda: attention.attend(**given, attention_mask=made)[0])
     assert before == 2 and calls(attention) == 3, str(
         attention.report()
-    )  # the warm-up outside of the second capture
+    )  # warms up outside of the second capture
     assert attention.report().by_torch == {
         "a mask that was changed, or made outside of the CUDA graph": 1
     }
@@ -301,7 +302,7 @@ def model_of(kind: str) -> Any:
 
 
 def steps(model: Any, given: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """Logits of a padded prompt and of these tokens after it, over a static cache."""
+    """Return the logits of a padded prompt and of these tokens after it, over a static cache."""
     cache = StaticCache(
         config=model.config, max_cache_len=given["input_ids"].shape[1] + tokens.shape[1] + 3
     )
@@ -330,9 +331,9 @@ def padded() -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_models_beside_float32(untuned, kind, dtype):
-    """Left-padded, windows of 32 left behind.
+    """Rows are left-padded and exceed windows of 32.
 
-    Logits as near to those of float32 as eager's in the same dtype.
+    Our logits are as near to those of float32 as eager's in the same dtype.
     """
     exact = model_of(kind)
     exact.set_attn_implementation("eager")
@@ -364,7 +365,7 @@ def test_models_beside_float32(untuned, kind, dtype):
 def test_generate_with_a_static_cache_is_compiled_with_the_kernels(monkeypatch, tmp_path, tuned):
     """generate compiles the step by itself.
 
-    Kernels were found while the prompt ran, and are in its graph.
+    Kernels are found while the prompt runs, and the compiled graph calls them.
     """
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     if not tuned:
@@ -383,6 +384,9 @@ def test_generate_with_a_static_cache_is_compiled_with_the_kernels(monkeypatch, 
     assert len(report.kernels) == 1 and not report.without, str(report)
     assert report.kernels[0].calls_compiled, f"the compiled step holds no kernels: {report}"
     assert (report.kernels[0].time_us is not None) == tuned, str(report)
-    assert (got == want).float().mean() > 0.9, (got.tolist(), want.tolist())  # near ties may part
+    assert (got == want).float().mean() > 0.9, (
+        got.tolist(),
+        want.tolist(),
+    )  # near ties
     again = model.generate(**padded(), **options)
     assert torch.equal(got, again), (got.tolist(), again.tolist())

@@ -24,7 +24,7 @@ from tests.helpers import programs
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("MIRAGE_HF_THREADS", "2")  # and undo what --threads sets
+    monkeypatch.setenv("MIRAGE_HF_THREADS", "2")  # undo what --threads sets
     superoptimizer._memory.clear()
 
 
@@ -36,9 +36,9 @@ def run(*args: object, code: int = 0) -> Result:
 
 @pytest.fixture
 def capture(capsys, monkeypatch):
-    """What a command prints, rich's consoles included.
+    """Return what a command prints, also to rich's consoles.
 
-    They hold on to the streams that they were made with.
+    Consoles keep the streams that they were made with.
     """
     from rich.console import Console
 
@@ -310,7 +310,7 @@ def test_an_interrupted_search_shows_what_it_found(capture, program, monkeypatch
 
 @dataclass
 class Renamed:
-    """Counters as a search of another version may have them."""
+    """Counters of a search whose version has other counters."""
 
     values: int = 12345
     schedules_cut: int = 6
@@ -459,7 +459,7 @@ def test_a_prompt_without_tokens_is_an_error_without_a_traceback(capture, monkey
 
     monkeypatch.setattr(
         models, "load", without_tokens
-    )  # whatever this tokenizer makes of an empty text
+    )  # however this tokenizer encodes an empty text
     _, err = capture(*command, "--prompt", "", code=1)
     assert (
         err.startswith("error: the tokenizer makes no tokens of the prompt ''")

@@ -1,4 +1,4 @@
-"""Kernels that append rows to caches in place, and loops that visit only what is within bounds."""
+"""Kernels that append rows to caches in place, and loops that visit only slots within bounds."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tests.helpers import reference_executor, triton_interpreter, ugraphs
 def attention(
     b=2, heads=2, group=3, slots=40, new=1, d=16, rope=True, norm=False, dtype="float16"
 ) -> KernelGraph:
-    """Attention of a decoding step that appends its keys and values.
+    """Build attention of a decoding step that appends its keys and values.
 
-    To the old keys within [lo, slot), and to the new ones.
+    Queries attend to the old keys within [lo, slot), and to the new ones.
     """
     g = mi.new_kernel_graph()
     q = g.new_input((b, heads, group * new, d), dtype, name="q")
@@ -76,7 +76,10 @@ LENGTHS = ((0, 0), (0, 1), (3, 17), (5, 5), (0, 37), (36, 37))
 
 
 def inputs_of(g: KernelGraph, lo: int, slot: int, seed: int = 0) -> list[torch.Tensor]:
-    """Row 0 of the batch has these bounds, the others end one slot earlier where they can."""
+    """Return random inputs.
+
+    Row 0 of the batch has these bounds. The others end one slot earlier if possible.
+    """
     torch.manual_seed(seed)
     inputs = ugraphs.random_inputs(g)
     for t, x in zip(g.inputs, inputs, strict=True):
@@ -90,7 +93,7 @@ FOUND: dict[int, Any] = {}
 
 
 def searched(g: KernelGraph):
-    """What is found for a program; of one of PROGRAMS once."""
+    """Return the result of a search. Programs of PROGRAMS are searched once."""
     if (found := FOUND.get(id(g))) is None:
         found = search_and_verify(g, SearchOptions(time_limit=20, threads=1))
         assert found.candidates, found.report
@@ -198,9 +201,9 @@ def test_caches_that_are_read_where_they_are_written_stay_apart(build):
 
 
 def _reading(masked: bool) -> UGraph:
-    """Sum the rows of a cache in a hand-written kernel.
+    """Return a hand-written kernel that sums the rows of a cache.
 
-    The sum is within bounds, or over all rows beside bounds that it does not use.
+    The sum is within bounds, or over all rows while bounds are an unused input.
     """
     g = mi.new_kernel_graph()
     cache, row = g.new_input((2, 8, 16), name="cache"), g.new_input((2, 1, 16), name="row")
@@ -245,7 +248,7 @@ def test_two_appends_to_one_cache_stay_in_order():
 
 
 def test_a_maximum_of_what_is_within_bounds_walks_the_whole_axis():
-    """0 outside is not so low that a maximum may begin with it."""
+    """Outside of the bounds the value is 0, which is not low enough for a maximum to begin with."""
     g = mi.new_kernel_graph()
     x = g.new_input((2, 3, 40), "float32", name="x")
     lo, hi = (g.new_input((2, 3, 1), "int32", name=name) for name in ("lo", "hi"))
@@ -266,7 +269,10 @@ def test_capacity_reached_is_an_error_on_a_cpu():
 
 
 def schedules_of(u: UGraph) -> list[tuple[Schedule, ...]]:
-    """Both kinds of product, loops in several steps, cut among blocks or not."""
+    """Return schedules of many kinds.
+
+    They have both kinds of product, loops in several steps, and loops cut among blocks or not.
+    """
     ops = place_kernels(u)
     found = []
     for mma in (False, True):
@@ -362,7 +368,7 @@ def test_triton_text_equals_torch():
 
 
 def test_only_constants_are_read_early_and_caches_only_prefetched(tmp_path, monkeypatch):
-    """Read off the PTX, for kernels that begin before the launches ahead of them are done."""
+    """The PTX of kernels that may begin before earlier launches are done shows this."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
     for c in searched(g).candidates[:3]:
@@ -397,9 +403,9 @@ def test_only_constants_are_read_early_and_caches_only_prefetched(tmp_path, monk
 
 
 def test_a_kernel_triggers_early_only_if_the_next_one_reads_no_bounds_early():
-    """Bounds and positions are read early once the launch ahead has waited.
+    """Bounds and positions are read early after the launch before has waited.
 
-    Without that, the one before it may still write them.
+    Otherwise the launch before that one might still write them.
     """
     first, second = place_kernels(test_overlap.CASES["squares, then linear"].ugraph)
     assert first.next_may_launch_early and not second.next_may_launch_early

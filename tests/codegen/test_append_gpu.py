@@ -39,7 +39,10 @@ def program_of(shape: dict, rows: int, slots: int, dtype: torch.dtype):
 
 
 def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
-    """The first row has these bounds, the others see everything before `slot`."""
+    """Return random inputs.
+
+    The first row has these bounds, the others see everything before `slot`.
+    """
     torch.manual_seed(lo + slot)
     inputs = []
     for t in g.inputs:
@@ -53,9 +56,9 @@ def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
 
 
 def by_sdpa(g, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What torch gives in the dtype of its inputs.
+    """Return what torch gives in the dtype of its inputs.
 
-    Norms, RoPE, then SDPA over the keys that each row sees.
+    These are norms, RoPE, then SDPA over the keys that each row sees.
     """
     q, k, v, cos, sin, keys, values, lo, slot, *norms = inputs
     scale, keys, values = q.shape[-1] ** -0.5, keys.clone(), values.clone()
@@ -127,7 +130,7 @@ def test_random_configurations_are_as_close_to_float64_as_sdpa(seed):
 
 @pytest.mark.parametrize("name", ["llama-1b", "qwen3"])
 def test_a_captured_graph_stays_right_while_lengths_grow_and_rows_change(name):
-    """No recapture: bounds and slots are read on the device, each row has its own."""
+    """Nothing is captured again: each row has bounds and slots, which are read on the device."""
     rows, slots = 4, 300
     small = program_of(SHAPES[name], rows, 64, torch.float16)
     u = symbolic.for_program(
@@ -151,7 +154,7 @@ def test_a_captured_graph_stays_right_while_lengths_grow_and_rows_change(name):
     generator = torch.Generator().manual_seed(0)
     lengths = [0, 10, 100, 250]
     for step in range(120):
-        if step % 30 == 29:  # a sequence has ended, another takes its place
+        if step % 30 == 29:  # one sequence has ended, and another takes its place
             lengths[step // 30] = int(torch.randint(0, 200, (1,), generator=generator))
         starts = [n // 3 if step % 2 else 0 for n in lengths]
         slot.copy_(torch.tensor(lengths).view(slot.shape))

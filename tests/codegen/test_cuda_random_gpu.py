@@ -24,9 +24,9 @@ COUNT = 64
 
 
 def is_written(graph) -> bool:
-    """Whether CUDA text is written for a graph.
+    """Return whether CUDA text is written for a graph.
 
-    It has no parts and no sums that shift with a running maximum.
+    It is not for graphs with splits, nor with sums that shift with a running maximum.
     """
     block = graph.ops[0].block
     return not any(a.split_axis for a in block.axes) and not any(
@@ -36,7 +36,7 @@ def is_written(graph) -> bool:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """A random graph and its shared library, `COUNT` times."""
+    """Yield random graphs, `COUNT` of them, each with its shared library."""
     folder = tmp_path_factory.mktemp("cuda")
 
     def build(case):

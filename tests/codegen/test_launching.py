@@ -1,4 +1,4 @@
-"""Counters of blocks that share a loop: which launch gets which.
+"""Counters of blocks that share a loop, and the launches that get them.
 
 Streams and captures are faked.
 """
@@ -21,9 +21,9 @@ GPU = SimpleNamespace(type="cuda", index=0)
 
 @pytest.fixture
 def now(monkeypatch):
-    """What the code sees of a GPU.
+    """Fake the GPU that the code sees.
 
-    The stream, whether it is captured, and the threads that have allocated.
+    It has the stream, whether the stream is captured, and the threads that have allocated memory.
     """
     now = SimpleNamespace(stream=1, capturing=False, threads=[], seconds={})
 
@@ -66,9 +66,9 @@ def test_launches_of_a_stream_share_counters_and_captured_ones_do_not(now):
 
 
 def test_captured_launches_get_aligned_counters_whatever_those_before_took(now):
-    """Elsewhere Triton takes the kernel as another one.
+    """Triton compiles a kernel again for a pointer of another alignment.
 
-    Eleven of a head's hundred candidates were compiled twice.
+    This happened to eleven of a head's hundred candidates.
     """
     launching.counters(64, GPU)
     places = [captured(now, count).data_ptr() for count in (3, 75, 1, 16, 5)]
@@ -76,12 +76,12 @@ def test_captured_launches_get_aligned_counters_whatever_those_before_took(now):
 
 
 def test_counters_in_use_stay_when_more_are_needed(now):
-    """Graphs read it, and kernels may be under way."""
+    """Graphs read the old counters, and kernels that use them may still run."""
     shared = weakref.ref(launching.counters(64, GPU).untyped_storage())
     stock = weakref.ref(captured(now, 1 << 17).untyped_storage())
     captured(now, 64)
     now.stream = 2
-    launching.counters(4096, GPU)  # a stock that is used up by half is replaced
+    launching.counters(4096, GPU)  # a stock is replaced when half of it is used
     now.stream = 1
     launching.counters(4096, GPU)
     assert stock() is not None and shared() is not None
@@ -89,19 +89,19 @@ def test_counters_in_use_stay_when_more_are_needed(now):
 
 
 def test_lasting_memory_is_allocated_by_another_thread(now):
-    """This one's may be a graph's, which nothing may stay in."""
+    """This thread's memory may belong to a graph, and lasting memory must not lie there."""
     launching.counters(64, GPU)
     assert len(now.threads) == 2 and threading.get_ident() not in now.threads
     captured(
         now, 1 << 19
-    )  # more than any stock: memory of the graph that is captured, and gone with the launch
+    )  # more than any stock has: they lie in the captured graph's memory, for this launch only
     assert now.threads[2:] == [threading.get_ident()]
 
 
 def test_threads_on_one_stream_get_as_many_as_they_ask_for(now):
-    """Whoever needs fewer gets them while the other waits for the stock.
+    """A thread that needs fewer counters gets them while another waits for the stock.
 
-    What is kept must not become those.
+    The fewer counters must not become the stock.
     """
     now.seconds = {1024: 0.1, 1 << 18: 0.3}
     counts, short = [64, 5000], []
@@ -122,7 +122,7 @@ def test_threads_on_one_stream_get_as_many_as_they_ask_for(now):
 
 
 class Kernel:
-    """A kernel that notes how it is compiled and run."""
+    """A kernel that records how it is compiled and run."""
 
     def __init__(self, name):
         self.__name__, self.compiled, self.runs = name, [], []

@@ -33,9 +33,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def touched(ptx: str) -> list[tuple[str, frozenset[int]]]:
-    """The instructions that wait or touch global memory, in order.
+    """Return the instructions that wait or touch global memory, in order.
 
-    The opcode, and the parameters that its address comes from.
+    Each has its opcode, and the parameters that its address is computed from.
     """
     taint: dict[str, frozenset[int]] = {}
     found = []
@@ -57,7 +57,7 @@ def touched(ptx: str) -> list[tuple[str, frozenset[int]]]:
             found.append(
                 (opcode, frozenset().union(*(taint.get(a, frozenset()) for a in addresses)))
             )
-            continue  # what was loaded is no address of ours
+            continue  # a loaded value is no address of a parameter
         if names and not opcode.startswith("."):
             taint[names[0]] = taint.get(names[0], frozenset()).union(
                 *(taint.get(n, frozenset()) for n in names[1:])
@@ -66,7 +66,7 @@ def touched(ptx: str) -> list[tuple[str, frozenset[int]]]:
 
 
 def too_early(ptx: str, constants: set[int]) -> list[str]:
-    """What touches memory before the wait although it may not."""
+    """Return the instructions that touch memory before the wait although they may not."""
     seen = touched(ptx)
     before = seen[: [op for op, _ in seen].index(WAIT)]
     return [
@@ -152,7 +152,7 @@ def test_older_gpus_get_the_same_kernels_without_waits(name):
     "tiles, early", [(dict(m=1, n=8, k=512), "ld"), (dict(m=1, n=8, k=64), "prefetch")]
 )
 def test_weights_are_prefetched_before_the_wait(tiles, early):
-    """Held whole they are loaded, else the first of their cache lines are asked for."""
+    """Weights that are held whole are loaded. Of others the first cache lines are prefetched."""
     ugraph = kernel_cases.rms_norm_linear(1, 512, 64)
     (kernel,) = compiler.ahead_of_time(
         triton.generate(ugraph, [Schedule(tiles, prefetch_steps=2)]), 90
@@ -164,7 +164,7 @@ def test_weights_are_prefetched_before_the_wait(tiles, early):
 
 @pytest.mark.parametrize("promised", [False, True])
 def test_the_last_kernel_triggers_early_only_with_the_promise_that_it_may(promised):
-    """Kernels before the last one trigger the next one early without it."""
+    """Kernels before the last one trigger the next one early without a promise."""
     adapters = LORA_DOWN.build(
         rows=1, k=512, r=(4, 8), eps=1e-5, dtype=torch.bfloat16, adapter_dtype=torch.float32
     )

@@ -54,7 +54,7 @@ def program_of(ugraph, **schedule):
 
 
 def attention(kernels: int):
-    """A searched step of attention that asks for its cache early, and appends to it."""
+    """Return a searched step of attention that reads its cache early and appends to it."""
     g = test_append.attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
     ugraph = next(
         c.ugraph for c in test_append.searched(g).candidates if c.ugraph.num_kernels == kernels
@@ -75,7 +75,7 @@ def block(ugraph, **schedule):
 
 
 def squares_first():
-    """Two kernels, of which the second may begin before the first has waited for the producer."""
+    """Return two kernels. The second may begin before the first has waited for the producer."""
     ugraph = kernel_cases.squares_then_linear(16, 1024, 1024, 8)
     first, second = dict(m=4, p=1, k=128), dict(m=16, n=64, k=64, p=8)
     program = triton.generate(

@@ -48,7 +48,7 @@ def attention(heads=3, q=1, keys=24, d=8, bounds=None, dtype="float16") -> Kerne
 
 
 def spelled_out(heads=3, q=1, keys=24, d=8) -> KernelGraph:
-    """The mask multiplies the values: Σ e^s·within(v), and Σ within(e^s)."""
+    """Build attention whose mask multiplies the values: Σ e^s·within(v), and Σ within(e^s)."""
     g = mi.new_kernel_graph()
     Q, K, V = (
         g.new_input(dims, name=name)
@@ -63,7 +63,7 @@ def spelled_out(heads=3, q=1, keys=24, d=8) -> KernelGraph:
 
 
 def masked_product(m=5, k=24, n=16) -> KernelGraph:
-    """Rows of x·w that sum over their own part of k; no exponential."""
+    """Build a product x·w without an exponential, in which each row sums over its own part of k."""
     g = mi.new_kernel_graph()
     x, w = g.new_input((m, k), name="x"), g.new_input((k, n), name="w")
     lo, hi = (g.new_input((m, 1), "int32", name=name) for name in ("lo", "hi"))
@@ -84,8 +84,8 @@ PROGRAMS = {
 def inputs_of(g: KernelGraph, seed: int = 0, nan: str = "") -> list[torch.Tensor]:
     """Return random inputs and bounds.
 
-    The first row of bounds is partial, the second full, the third empty. With `nan`, this input is
-    NaN where no row has keys; then the second row is empty and the others are partial.
+    The first row of bounds is partial, the second full, the third empty. With `nan`, the named
+    input is NaN at keys that no row sees. Then the second row is empty, and the others are partial.
     """
     drawn = case_inputs.make_inputs(g, numeric_cases.Case("", outside=bool(nan)), seed)
     at = {t.name: n for n, t in enumerate(g.inputs)}
@@ -117,8 +117,8 @@ def block_of(u: UGraph) -> BlockGraph:
 
 
 def test_softmax_within_bounds():
-    # Torch adds up a row of another length in another order, so only some inputs are equal to the
-    # last bit. Those of this seed are.
+    # torch adds up a row of another length in another order. So only some inputs are equal to
+    # the last bit, for example those of this seed.
     x = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
     lo, hi = (
         torch.tensor([2, 0, 5]).int().view(3, 1, 1),
@@ -272,7 +272,7 @@ def test_split_keys_and_a_combining_kernel():
     (
         inputs[3].zero_(),
         inputs[4].copy_(torch.tensor([70, 0]).view(2, 1, 1)),
-    )  # whole parts without a key, and a row without any
+    )  # whole splits without a key, and a row without any key
     inputs[1].nan_to_num_(0.0)
     inputs[1][0, 70:], inputs[1][1] = math.nan, math.nan
     (want,) = run_kernel_graph(g, inputs, torch.float64)
@@ -293,7 +293,7 @@ def test_nan_scores_out_of_bounds_leave_no_trace(name):
         (got,) = run_kernel_graph(c.ugraph.kernels, inputs)
         assert got.isfinite().all() and float((got - want).abs().max()) < 2e-3
     case = next(c for c, _ in numeric.NumericCheck(g).each() if c.outside)
-    assert case.garbage == (1,)  # k; NaN in v is in eager's result too
+    assert case.garbage == (1,)  # only in k, because NaN in v is in eager's result too
 
 
 # -- mutants --------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_swapped_bounds_are_refused(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("end, by", [(0, 1), (0, -1), (1, 1), (1, -1)])
 def test_bounds_off_by_one_are_refused(monkeypatch, name, end, by):
-    """A kernel that reads lo or hi one too large or too small."""
+    """The kernel reads lo or hi, which is one too large or too small."""
     u = one_kernel(name)
 
     def wrong(block, operands, *rest):
@@ -342,9 +342,9 @@ def test_bounds_off_by_one_are_refused(monkeypatch, name, end, by):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mask_that_is_dropped_is_refused(name):
-    """By the proof where it takes elements out.
+    """The proof notices masks that take elements out of a sum.
 
-    By numbers where it only keeps the maximum to what counts.
+    The numeric check notices masks that only take elements out of a maximum.
     """
     u = one_kernel(name)
     block = block_of(u)
@@ -373,7 +373,7 @@ def test_a_mask_that_is_dropped_is_refused(name):
 
 
 def test_a_ratio_is_needed_for_empty_rows():
-    """Division by the sum of no weights.
+    """Otherwise the sum of no weights is a divisor.
 
     The proof says that it divides by zero, or that rows differ.
     """

@@ -40,7 +40,7 @@ def test_random_block_graphs_compile_ahead_of_time(tmp_path, monkeypatch):
 
 
 def test_what_is_found_for_random_programs_through_the_interpreter():
-    """On the GPU 320 of them (tests/codegen/test_random_gpu.py)."""
+    """On a GPU, tests/codegen/test_random_gpu.py runs 320 of them."""
     result = triton_interpreter.run(
         f"from tests.helpers import random_searched_kernels; random_searched_kernels.main({FOUND}, "
         "0)"

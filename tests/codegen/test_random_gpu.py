@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("seed", range(1000, 9000, 1000))
 def test_what_is_found_for_random_programs(seed):
-    """320 µGraphs in all."""
+    """There are 320 µGraphs in all."""
     tried = [
         (name, random_searched_kernels.complaint(ugraph, schedules, "cuda"))
         for name, ugraph, schedules in random_searched_kernels.cases(40, seed)
@@ -29,7 +29,7 @@ def test_what_is_found_for_random_programs(seed):
 
 @pytest.mark.parametrize("seed", range(0, 400, 50))
 def test_random_block_graphs(seed):
-    """400 in all."""
+    """There are 400 block graphs in all."""
     wrong = []
     for number, graph, schedule in random_block_graphs.random_cases(50, 20_000 + seed):
         block, inputs = graph.ops[0].block, random_block_graphs.random_inputs(graph, number)
@@ -43,7 +43,7 @@ def test_random_block_graphs(seed):
         program = triton.generate(UGraph(graph, graph), [schedule])
         try:
             ours = [y.cpu() for y in compiler.load(program.source, program.digest).run(there)]
-        except OutOfResources:  # a random schedule of more shared memory than there is
+        except OutOfResources:  # a random schedule may need more shared memory than there is
             continue
         except Exception as e:
             wrong.append((number, str(schedule), f"{type(e).__name__}: {e}"[-300:]))

@@ -1,4 +1,4 @@
-"""Rotary embeddings inside kernels: searched, proven and generated.
+"""Rotary embeddings inside of kernels: searched, proven and generated.
 
 Such a kernel reads an input with partners swapped and signed.
 """
@@ -50,7 +50,7 @@ SEARCH = SearchOptions(time_limit=20, threads=1)
 def rotation(
     heads=3, rows=2, d=16, interleaved=False, norm=False, part=None, dtype="float16"
 ) -> KernelGraph:
-    """Rotate q and k, or the first `part` elements of each head.
+    """Build a rotation of q and k, or of the first `part` elements of each head.
 
     Norms come first, as in Qwen3.
     """
@@ -70,7 +70,7 @@ def rotation(
 
 
 def projected(rows=2, hidden=32, d=16, dtype="float16") -> KernelGraph:
-    """A rotation after a projection: the columns of the weight are read in swapped order."""
+    """Build a rotation after a projection. It reads the columns of the weight in swapped order."""
     g = mi.new_kernel_graph()
     x, w = (
         g.new_input((rows, hidden), dtype, name="x"),
@@ -154,9 +154,9 @@ def test_found_proven_and_right(name):
     "name", ["halves", "normed pairs", "part", "normed pairs of a part", "attention"]
 )
 def test_another_rotation_is_refused(name):
-    """Every rotated input rotated in every other way, or not at all.
+    """Every rotated input is rotated in every other way, or not at all.
 
-    Of a part also padded with another number, or all of it rotated.
+    If a part rotates, another part is tried, or the whole.
     """
     u = next(f.ugraph for f in found_of(PROGRAMS[name]) if f.ugraph.num_kernels == 1)
     (op,) = u.block_ops
@@ -189,7 +189,7 @@ def test_another_rotation_is_refused(name):
 
 
 def _operands(u: UGraph, block: BlockGraph) -> BlockGraph:
-    """The block graph with its operands numbered as the inputs of the kernels' graph."""
+    """Return the block graph with its operands numbered as the inputs of the kernel graph."""
     (op,) = u.block_ops
     at = {n: u.kernels.inputs.index(t) for n, t in enumerate(op.inputs)}
     return replace(
@@ -292,7 +292,7 @@ def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
 
 
 def test_rows_in_variables_of_their_own_claim_no_alignment(tmp_path, monkeypatch):
-    """Partners of single rows: 0 and 2, 1 and 3."""
+    """The partners of single rows are 0 and 2, and 1 and 3."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     g = mi.new_kernel_graph()
     x, cos, sin = (g.new_input((256, 4), name=name) for name in ("x", "cos", "sin"))
@@ -347,7 +347,7 @@ def test_triton_text_equals_torch():
 
 
 def test_partners_are_read_from_memory_wherever_the_tile_lies(tmp_path):
-    """A block of 8 of 64 elements holds no partner of its own."""
+    """A block that holds 8 of 64 elements holds no element's partner."""
     u = found_of(rotation(d=64))[0].ugraph
     (op,) = place_kernels(u)
     axis = next(i.rotation.axis for i in op.block.inputs if i.rotation)

@@ -1,4 +1,4 @@
-"""Schedules: their text, their errors, and what a kernel makes of them."""
+"""Schedules: their text, their errors, and the kernels that they give."""
 
 from dataclasses import replace
 
@@ -100,9 +100,9 @@ def test_loops_that_cannot_be_shared_say_why(schedule, k, says):
 
 
 def test_a_loop_of_other_length_is_shared_by_fewer_blocks():
-    """A schedule for a long loop, cut to shorter ones.
+    """A schedule for a long loop is resized to shorter ones.
 
-    As many blocks as there can be with none without work.
+    As many blocks share the loop as can have work.
     """
     chosen = Schedule({"m": 1, "n": 64, "k": 128}, cooperating_blocks=16)
     shared = {}
@@ -134,9 +134,9 @@ def test_outputs_may_be_written_over_what_only_their_block_reads():
 
 
 def test_given_outputs_are_written():
-    """The text of `run`: given tensors stand in for new ones.
+    """The text of `run` writes into given tensors instead of new ones.
 
-    What library calls return is copied into them.
+    Results of library calls are copied into them.
     """
     source = triton.generate(
         kernel_cases.rms_norm_linear(1, 512, 64), [Schedule({"m": 1, "n": 8, "k": 512})]

@@ -39,8 +39,8 @@ def decoding(
 ) -> KernelGraph:
     """Build attention of a decoding step over a cache within bounds and over new keys.
 
-    The new keys are not in the cache yet. With a sink, a query may attend to nothing. The new keys,
-    normed and rotated, are an output that goes into the cache. `group` queries share a key.
+    The new keys are not in the cache yet. They are normed, rotated, and returned as an output that
+    goes into the cache. With a sink, a query may attend to nothing. `group` queries share a key.
     """
     g = mi.new_kernel_graph()
     q = g.new_input((heads, group, d), dtype, name="q")
@@ -73,7 +73,7 @@ def decoding(
 
 
 def softmax_with_sink(rows=5, n=32, dtype="float16") -> KernelGraph:
-    """e^x / (e^s + Σ e^x): the weights add up to less than 1."""
+    """Build e^x / (e^s + Σ e^x), whose weights add up to less than 1."""
     g = mi.new_kernel_graph()
     x, sink = g.new_input((rows, n), dtype, name="x"), g.new_input((1, 1), dtype, name="sink")
     e = g.exp(x)
@@ -82,7 +82,7 @@ def softmax_with_sink(rows=5, n=32, dtype="float16") -> KernelGraph:
 
 
 def one_more(rows=5, n=32, dtype="float16") -> KernelGraph:
-    """e^x / (1 + Σ e^x): what is no exponential has the shift 0."""
+    """Build e^x / (1 + Σ e^x). The 1 is no exponential and has the shift 0."""
     g = mi.new_kernel_graph()
     e = g.exp(g.new_input((rows, n), dtype, name="x"))
     g.mark_output(g.div(e, g.add(g.reduction(e, 1), 1.0)))
@@ -102,7 +102,7 @@ PROGRAMS = {
 
 
 def inputs_of(g: KernelGraph, scale: float = 1.0) -> list[torch.Tensor]:
-    """With bounds that leave a row without old keys."""
+    """Return random inputs, with bounds that leave one row without old keys."""
     inputs = ugraphs.random_inputs(g)
     for t, x in zip(g.inputs, inputs, strict=True):
         if t.name == "hi":
@@ -115,7 +115,7 @@ def inputs_of(g: KernelGraph, scale: float = 1.0) -> list[torch.Tensor]:
 
 
 def exact(g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """In float64, where no exponential of these inputs overflows."""
+    """Return the result in float64, in which no exponential of these inputs overflows."""
     found = run_kernel_graph(
         g, [x.double() if x.is_floating_point() else x for x in inputs], torch.float64
     )
@@ -124,9 +124,9 @@ def exact(g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def error_of(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """The largest, over the size of the output where that is more than 1.
+    """Return the largest error, divided by the size of the output if that exceeds 1.
 
-    Infinite where something is not finite.
+    It is infinite if a result is not finite.
     """
     errors = [
         float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
@@ -191,7 +191,7 @@ def _two_masks(g, x, z, a, b):
     ids=lambda f: f.__name__.strip("_"),
 )
 def test_sums_of_masked_values(build):
-    """Nothing has a shift here, or nothing that a division would cancel."""
+    """Nothing here has a shift that a division would cancel."""
     g = mi.new_kernel_graph()
     x, z = (g.new_input((5, 24), "float32", name=name) for name in ("x", "z"))
     a, b = (

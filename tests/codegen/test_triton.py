@@ -1,4 +1,4 @@
-"""Generated Triton: its numbers, its compiled code, and the file that holds it."""
+"""Generated Triton: its results, its compiled code, and the file that holds it."""
 
 import hashlib
 import importlib.util
@@ -51,7 +51,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict:
-    """What Triton's interpreter computed."""
+    """Return what Triton's interpreter computed."""
     return run("from tests.helpers import interpreted_cases; interpreted_cases.main()")
 
 
@@ -121,7 +121,7 @@ def test_a_maximum_propagates_nan(interpreted):
 def test_compiles_ahead_of_time(name):
     case = CASES[name]
     program = triton.generate(case.ugraph, case.schedules)
-    for sm in (80, 100):  # for sm_90 in test_overlap.py
+    for sm in (80, 100):  # test_overlap.py does this for sm_90
         for kernel in compiler.ahead_of_time(program, sm):
             assert (
                 kernel.asm["cubin"]
@@ -132,7 +132,7 @@ def test_compiles_ahead_of_time(name):
 
 
 def fused_with_other_threads(ptx: str) -> list[str]:
-    """Multiply-adds whose addend comes from another thread.
+    """Return the multiply-adds whose addend comes from another thread.
 
     The two threads' sums then differ in their last bits.
     """
@@ -146,9 +146,9 @@ def fused_with_other_threads(ptx: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["split matmul, read transposed", "ntrans"])
 def test_products_are_rounded_before_threads_add_them_up(name):
-    """The sums of some threads are the same bits because addition commutes.
+    """Sums of several threads have the same bits only because addition commutes.
 
-    A multiply-add does not. ("rounded" in triton_math.py)
+    A multiply-add does not commute.
     """
     program = triton.generate(CASES[name].ugraph, CASES[name].schedules)
     naive = re.sub(r"tl\.fma\((.*), (.*), 0\.0\)", r"\1 * \2", program.source)
@@ -207,7 +207,7 @@ def test_a_product_that_not_only_sums_read_keeps_the_sign_of_its_zeros(again):
 def test_a_masked_value_is_rounded_only_if_it_may_be_a_product(fn):
     g = new_kernel_graph()
     x, keep = (g.new_input((2, 64), torch.float32, name=name) for name in ("x", "keep"))
-    g.mark_output(g.reduction(g.mul(keep, getattr(g, fn)(x)), dim=1))  # of a mask of 0 and 1
+    g.mark_output(g.reduction(g.mul(keep, getattr(g, fn)(x)), dim=1))  # the mask is 0 or 1
     b = kernel_cases.Block({"m": 2}, None, {"n": 64})
     b.load("x", "mn", 0), b.load("keep", "mn", 1)
     s = b.stage()
@@ -272,9 +272,9 @@ def test_weights_first_uses_the_64_row_instruction_fed_asynchronously():
 
 
 def asked_for(u, schedule, **names) -> list[set[int]]:
-    """The elements that each `prefetch` of a kernel asks for, counted from its tensor's first.
+    """Return the elements that each `prefetch` of a kernel asks for.
 
-    `names`: where the block stands.
+    They are counted from the tensor's first element. `names` gives the position of the block.
     """
     tl = SimpleNamespace(arange=np.arange, minimum=np.minimum, maximum=np.maximum)
     found = []
@@ -345,7 +345,7 @@ def test_a_product_after_the_loop_is_asynchronous_only_if_the_loop_is_pipelined(
 def test_eight_columns_take_the_instruction_that_is_planned_for():
     """With Triton 3.6 this is the older instruction.
 
-    It no longer reads its factors when the next iteration begins.
+    It has read its factors before the next iteration begins.
     """
     for columns in (8, 16):
         u = kernel_cases.rms_norm_linear(5, 1024, 128)
@@ -366,7 +366,7 @@ def test_eight_columns_take_the_instruction_that_is_planned_for():
     assert (
         not plan_kernel(place_kernels(u)[0], fewer).layout.dots
         and not plan_kernel(place_kernels(u)[0], rows).layout.dots
-    )  # as rows there are at least 16
+    )  # rows would be padded to at least 16
 
 
 # -- the file -------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def test_the_number_of_schedules_must_fit():
 def test_results_of_library_calls_become_row_major_and_views_keep_their_strides():
     """torch.exp keeps the order of strides.
 
-    A kernel is generated for row-major ones, or for those that torch gives to a view.
+    A kernel is generated for row-major strides, or for those that torch gives to a view.
     """
     g, m = new_kernel_graph(), new_kernel_graph()
     for graph in (g, m):
@@ -636,9 +636,9 @@ def test_powers_of_and_by_numbers_run_in_the_interpreter(interpreted):
     "name", [n for n, row in table.OPS.items() if row.kind == "elementwise" and row.arity[0] > 1]
 )
 def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
-    """Any operand, also one that the dtype cannot hold.
+    """An operand may be any number, even one that the dtype cannot hold.
 
-    The result has the dtype of the program's.
+    The result has the dtype that the program says.
     """
     for dtype, numbers in itertools.product(
         ("float32", "float16"),
@@ -659,7 +659,7 @@ def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
         assert got.dtype == want.dtype == t.dtype, numbers
         finite = (
             want.isfinite() & got.isfinite()
-        )  # a number over a tensor is its reciprocal, times the number, to torch
+        )  # torch divides a number by a tensor as reciprocal times the number
         torch.testing.assert_close(
             got[finite],
             want[finite],
@@ -722,7 +722,7 @@ def test_loaded_sources_are_forgotten_unless_someone_holds_them(tmp_path, monkey
 
 
 def test_an_input_that_is_stored_as_it_is_is_not_written_over():
-    """It is read where it is stored, which may be after another output has been."""
+    """The input is read when it is stored, which may be after another output was stored."""
     block = BlockGraph(
         (Axis("n", 64, Role.GRID),),
         (BlockInput("x", (0,), ("n",)), BlockInput("z", (1,), ("n",))),
@@ -737,7 +737,7 @@ def test_an_input_that_is_stored_as_it_is_is_not_written_over():
 
 
 def test_a_converted_factor_of_an_asynchronous_product_has_its_own_load():
-    """x is a factor as it is stored of one product and converted for another.
+    """One product takes x as it is stored, and another takes it converted.
 
     The second must not share the first's buffer.
     """
@@ -782,9 +782,9 @@ def test_a_converted_factor_of_an_asynchronous_product_has_its_own_load():
 
 
 def test_a_tile_too_small_for_an_asynchronous_copy_is_loaded_a_step_ahead():
-    """128 elements of γ are 2 bytes for each of 128 threads, 4 for each of 64.
+    """128 elements of γ are 2 bytes for each of 128 threads, and 4 bytes for each of 64.
 
-    An asynchronous copy has 4 at least.
+    An asynchronous copy needs at least 4 bytes for each thread.
     """
     ugraph = kernel_cases.rms_norm_linear(16, 512, 64)
     for warps, stages, ahead in ((4, 3, True), (2, 3, False), (4, 1, False)):
@@ -796,5 +796,5 @@ def test_a_tile_too_small_for_an_asynchronous_copy_is_loaded_a_step_ahead():
         (kernel,) = compiler.ahead_of_time(program, 90)
         copied = len(
             re.findall(r"cp\.async\.ca\.shared\.global", kernel.ptx)
-        )  # of γ; x and w are copied past the L1
+        )  # the load of γ; x and w are copied past the L1
         assert (copied > 0) == (stages > 1 and not ahead)

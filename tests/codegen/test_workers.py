@@ -27,7 +27,7 @@ from tests.helpers import kernel_cases
 
 
 def program(n: int) -> GeneratedProgram:
-    """Of a kernel that no other test compiles, nor another `n`."""
+    """Return the program of a kernel that no other test and no other `n` compiles."""
     return triton.generate(
         kernel_cases.rms_norm_linear(1, 64, 32),
         [Schedule({"k": 64, "m": 1, "n": 8})],
@@ -85,7 +85,7 @@ def test_kernels_that_a_worker_compiled_are_found_here(
     assert hits == [True] and kernel.asm["cubin"]
     assert one.compile(*asked(imports_functions_of_torch())) is None
     assert "no_such_function" in str(one.compile(*asked(broken())))
-    assert process_of(one) is first  # an error is an answer
+    assert process_of(one) is first  # an error counts as an answer
     os.kill(first.pid, signal.SIGKILL)
     with pytest.raises(workers.WorkerError, match="ended with exit code -9"):
         one.compile(*asked(program(2)))
@@ -174,7 +174,7 @@ def test_threads_compile_where_python_is_part_of_another_program(
     monkeypatch.setattr(workers, "_begin", counted)
     for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
         assert isinstance(result, list) and result[0].asm["cubin"]
-    assert len(begun) == 1  # and not again for each program
+    assert len(begun) == 1  # and it is not asked again for each program
 
 
 def test_paths_that_are_no_strings_relative_or_gone(
@@ -238,9 +238,9 @@ def test_a_forked_process_neither_keeps_processes_nor_uses_them(
 
 
 def test_threads_of_this_process_may_parse_at_the_same_time() -> None:
-    """While the collector runs finalizers that let other threads on.
+    """Meanwhile the garbage collector runs finalizers that let other threads run.
 
-    In Python 3.11.7 several of these failed each time.
+    In Python 3.11.7 several of these threads failed each time.
     """
     p = program(7)
     kernel = getattr(compiler.load(p.source, p.digest), p.launches[0].kernel)

@@ -1,4 +1,4 @@
-"""The Python bindings of the C++ core: programs as text, and the refusal of malformed ones."""
+"""The Python bindings of the C++ core: programs as text, and the rejection of malformed ones."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_the_first_prompts_of_a_model_are_not_early(
 def test_an_early_prompt_that_is_dropped_draws_no_random_numbers(
     change: str, captures: list[str], resolved: list[Any]
 ) -> None:
-    """Each call that samples takes one seed from the generator and chooses the same tokens by it."""
+    """Each call that samples takes one seed from the generator and draws its tokens by it."""
     stock, ours = optimized("llama", {})
     for length in (7, 8, 9):
         agree(stock, ours, 1, length)

@@ -64,7 +64,7 @@ def test_pages_have_code():
 def namespace() -> dict[str, Any]:
     """Return the names that short examples use without making them.
 
-    A model, its tokenizer, inputs.
+    They are a model, its tokenizer and inputs.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -43,7 +43,7 @@ def test_picture_of_a_library_path(golden):
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_cuda(name, golden):
-    """Without the helpers and the check, which are the same in every file."""
+    """The helpers and the check are left out, because they are the same in every file."""
     text = cuda.program_source(ugraphs.ALL[name]())
     golden(
         f"cuda/{name}.cu",

@@ -1,6 +1,6 @@
 """Block graphs written by hand.
 
-The tests cover what tiles become, numbers that do not depend on how the work is cut, and errors.
+The tests cover the tiles, results that do not depend on how the work is cut, and errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers import ugraphs
 
 
 def linear(rows=16, k=256, n=64, grid=(8,), trips=4, eps=1e-6, dtype=mi.float16):
-    """RMSNorm + Linear as a program, and as a kernel that divides after the product."""
+    """Return RMSNorm + Linear as a program, and as a kernel that divides after the product."""
     g = mi.new_kernel_graph()
     X, W = g.new_input((rows, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
     g.matmul(g.rms_norm(X), W)
@@ -43,7 +43,7 @@ def linear(rows=16, k=256, n=64, grid=(8,), trips=4, eps=1e-6, dtype=mi.float16)
 
 
 def attention(heads=2, rows=16, keys=64, d=32, trips=8, dtype=mi.float32):
-    """Online softmax: sums that are relative to a running maximum."""
+    """Return online softmax, whose sums are relative to a running maximum."""
     g, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
     shapes = {"Q": (heads, rows, d), "K": (heads, keys, d), "V": (heads, keys, d)}
     q, k, v = (g.new_input(dims, dtype, name=name) for name, dims in shapes.items())
@@ -65,7 +65,7 @@ def attention(heads=2, rows=16, keys=64, d=32, trips=8, dtype=mi.float32):
 
 
 def split_k(rows=16, k=512, n=64, parts=4, trips=8):
-    """Partial sums by parts of k, and a kernel that adds them."""
+    """Return a kernel with a partial sum for each part of k, and a kernel that adds these."""
     g, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
     g.matmul(g.new_input((rows, k), name="X"), g.new_input((k, n), name="W"))
     X, W = kernels.new_input((rows, k), name="X"), kernels.new_input((k, n), name="W")
@@ -323,9 +323,10 @@ def test_numbers_take_either_side():
 
 
 def test_linear_ops_may_follow_the_product_of_a_trip():
-    """The paper accumulates late.
+    """In the paper, accumulation comes last.
 
-    Sums of one trip may be scaled and added before, and tiles accumulated before they are summed.
+    Sums of one trip may be scaled and added first, and tiles may be accumulated before they are
+    summed.
     """
     g, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
     for graph in (g, kernels):
@@ -382,7 +383,7 @@ def test_operands_are_found_by_tensor_or_by_place():
     W, X = kernels.new_input((256, 64)), kernels.new_input((16, 256))
     assert only_block_of(kernels.customized([X, W], bg), kernels).inputs[0].sources == (
         0,
-    )  # others, in order of their new_input
+    )  # other inputs, in the order of their new_input
     mine = mi.new_block_graph((8,))
     w, x = mine.new_input(W, {"x": 1}), mine.new_input(X)
     mine.new_output(mine.matmul(x, w), {"x": 1})

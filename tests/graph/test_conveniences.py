@@ -1,4 +1,4 @@
-"""Methods of graphs that later stages carry out."""
+"""Methods of graphs whose work is done by later stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor: block graphs in any number of pieces equal their programs.
+"""The executor: block graphs cut into any number of pieces equal their programs.
 
 Layout ops equal those of transformers.
 """

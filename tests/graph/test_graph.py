@@ -122,7 +122,10 @@ def test_contractions_are_found():
 
 
 def _mutations():
-    """Name, change to the RMSNorm + linear block graph, and what its error says."""
+    """Return changes to the RMSNorm + linear block graph.
+
+    Each has a name, the change, and what its error says.
+    """
 
     def stage(i, **kw):
         return lambda b: replace(
@@ -369,7 +372,7 @@ def test_outputs_are_marked_all_or_none():
     ],
 )
 def test_whole_numbers_are_not_computed_with(of):
-    """torch would give another dtype than the graph says, or refuse when it runs."""
+    """torch would give another dtype than the graph says, or raise an error when it runs."""
     g = mi.new_kernel_graph()
     n, x = g.new_input((4, 4), "int32"), g.new_input((4, 4), "float32")
     with pytest.raises(errors.DTypeError):

@@ -39,7 +39,7 @@ def test_ugraphs_round_trip(name, tmp_path):
 
 
 def everything() -> KernelGraph:
-    """Names, strides, dtypes, numbers, and attributes that are easy to lose."""
+    """Return a graph with names, strides, dtypes, numbers, and attributes that are easy to lose."""
     g = KernelGraph()
     x = g.new_input((4, 6), "bfloat16", strides=(1, 4), name="größe", constant=True)
     y = g.clamp(g.add(x, 0.1 + 0.2), min=-math.inf, max=1e-45)
@@ -87,10 +87,9 @@ def test_block_graph_numbers_and_attributes_round_trip():
 
 @st.composite
 def graphs(draw) -> KernelGraph:
-    """Random programs.
+    """Return random programs.
 
-    Every step applies a random op to random earlier tensors, and is dropped where shapes do not
-    fit.
+    Every step applies a random op to random earlier tensors, and is dropped if shapes do not fit.
     """
     g = KernelGraph()
     size = st.sampled_from((1, 2, 3, 4, 8))
