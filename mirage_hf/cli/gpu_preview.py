@@ -37,7 +37,7 @@ class KernelPreview:
         registers: Registers a thread, of each generated kernel. Empty if they are unknown.
         shared_bytes: Shared memory of a block of threads, of each generated kernel.
         predicted_us: The cost model's estimate.
-        roof_us: The time to move the kernels' bytes, at the bandwidth of device memory.
+        bytes_us: The time to move the kernels' bytes, at the bandwidth of device memory.
         failure: Why kernels could not be compiled. Empty if they were.
     """
 
@@ -47,13 +47,13 @@ class KernelPreview:
     registers: tuple[int, ...]
     shared_bytes: tuple[int, ...]
     predicted_us: float
-    roof_us: float
+    bytes_us: float
     failure: str = ""
 
     @property
-    def share_of_roof(self) -> float:
-        """The part of the predicted time that moving the bytes alone would take."""
-        return self.roof_us / self.predicted_us if self.predicted_us else 0.0
+    def memory_bound_share(self) -> float:
+        """The share of the predicted time that moving the bytes alone would take."""
+        return self.bytes_us / self.predicted_us if self.predicted_us else 0.0
 
 
 def preview(name: str, ugraph: UGraph) -> KernelPreview:
@@ -99,7 +99,14 @@ def print_previews(previews: list[KernelPreview]) -> None:
     """Print a table with a row for each block."""
     table = Table(box=None, pad_edge=False)
     table.add_column("program")
-    for column in ("launches unfused", "kernels", "registers", "shared KB", "µs", "of the roof"):
+    for column in (
+        "torch launches",
+        "kernels",
+        "registers",
+        "shared KB",
+        "µs",
+        "memory-bound share",
+    ):
         table.add_column(column, justify="right")
     for p in previews:
         table.add_row(
@@ -109,14 +116,15 @@ def print_previews(previews: list[KernelPreview]) -> None:
             ", ".join(map(str, p.registers)) or "-",
             ", ".join(f"{n / 1024:.1f}" for n in p.shared_bytes) or "-",
             f"{p.predicted_us:.1f}",
-            f"{p.share_of_roof:.0%}" if p.roof_us else "-",
+            f"{p.memory_bound_share:.0%}" if p.bytes_us else "-",
         )
     show.console.print(table)
     show.plain(
-        "Compiled here for sm_90. launches unfused: kernels that torch launches for the program. "
+        "Compiled here for sm_90. torch launches: kernels that torch launches for the program. "
         "registers: of a thread. shared KB: of a block.\n"
-        "µs: predicted for an H200, not measured. of the roof: the part of it that moving the "
-        "bytes alone would take; launch and latency are the rest, so it is small for small models."
+        "µs: predicted for an H200, not measured. memory-bound share: the share of the predicted "
+        "time that moving the bytes alone would take. Launch and latency are the rest, so it is "
+        "small for small models."
     )
     for p in previews:
         if p.failure:

@@ -91,10 +91,10 @@ def zoo_verify(root: Root = None) -> None:
                 show.plain(reason)
             else:
                 good += 1
-        show.plain(f"{store.root}: {good} entries check")
+        show.plain(f"{store.root}: {good} entries are valid")
     if bad:
         show.plain(
-            f"{bad} entries do not check; they are never used, "
+            f"{bad} entries are not valid; they are never used, "
             "and the next optimize() that needs them makes them anew"
         )
         raise typer.Exit(FAILURE)

@@ -133,7 +133,7 @@ class CacheBlock:
                 ring.fill(memory, states, length)
             else:
                 sources = self._sources_of(ring, length, first, self.lowest)
-                memory[:, :, : ring.spare].copy_(gather_slots(states, sources))
+                memory[:, :, : ring.length].copy_(gather_slots(states, sources))
 
     def _sources_of(self, ring: Ring, length: int, first: int, lowest: Tensor) -> Tensor:
         """Return which states of a padded text go to a ring's slots, once for all layers."""
@@ -190,7 +190,7 @@ class CacheBlock:
         for slab in self.slabs:
             ring, first, end = rings.get(id(slab)), length, self.dirty
             if ring is not None:
-                first = ring.spare if rings_full else min(length, ring.spare)
+                first = ring.length if rings_full else min(length, ring.length)
                 end = ring.window if self.dirty else 0
             if end > first:
                 slab[:, :, :, first:end].zero_()
@@ -265,7 +265,7 @@ class CacheBlock:
             memory[:, :, :length].copy_(states[:, :, :length])
         else:  # the device knows the length; the host has counted steps that found no row alive
             slots = ring.positions(self.control.length, self.control.lowest).clamp_min(0)
-            memory[:, :, : ring.spare].copy_(gather_slots(states, slots))
+            memory[:, :, : ring.length].copy_(gather_slots(states, slots))
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

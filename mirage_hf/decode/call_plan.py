@@ -20,9 +20,9 @@ from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.routing import (
     COVERED_MODES,
     MODEL_INPUTS,
-    refused_length,
-    refused_masks,
-    refused_options,
+    rejected_length,
+    rejected_masks,
+    rejected_options,
 )
 from mirage_hf.decode.selection import Selection
 
@@ -119,7 +119,7 @@ def plan_call(
         raise NotCoveredError("no cache")
     windows = covered(windows_of(cache, text_config.num_hidden_layers))
     covered(masks.mismatch(windows))
-    covered(refused_masks(model, masks, windows))
+    covered(rejected_masks(model, masks, windows))
     _check_rows(cache, len(inputs.input_ids))
     mask_length = getattr(config, "_mask_length", inputs.input_ids.shape[1])
     prompt = PromptPlan.of(inputs.input_ids, int(cache.get_seq_length()), mask_length, kwargs)
@@ -127,7 +127,7 @@ def plan_call(
     most_slots = prompt.length + budget - 1
     if max_cache_len is not None and most_slots > max_cache_len:
         raise NotCoveredError(f"more cache slots needed than max_cache_len={max_cache_len}")
-    covered(refused_length(model, prompt.length + budget))
+    covered(rejected_length(model, prompt.length + budget))
     has_stop_tokens = any(hasattr(c, "eos_token_id") for c in inputs.criteria)
     if config._pad_token_tensor is None and has_stop_tokens:
         raise NotCoveredError("stop tokens without a pad token")
@@ -161,7 +161,7 @@ def _check_options(inputs: CallInputs) -> None:
     model, config, kwargs, input_ids = inputs.model, inputs.config, inputs.kwargs, inputs.input_ids
     if config.get_generation_mode() not in COVERED_MODES:
         raise NotCoveredError(f"generation mode {config.get_generation_mode().value}")
-    covered(refused_options(lambda name: getattr(config, name, None)))
+    covered(rejected_options(lambda name: getattr(config, name, None)))
     for name, value in kwargs.items():
         if name not in MODEL_INPUTS and value is not None:
             raise NotCoveredError(f"model kwarg {name}")

@@ -21,9 +21,9 @@ from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.routing import (
     effective_options,
-    refused_arguments,
-    refused_model,
-    refused_options,
+    rejected_arguments,
+    rejected_model,
+    rejected_options,
 )
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.errors import MirageError
@@ -186,14 +186,16 @@ class Generate:
         """
         given = arguments.get("generation_config")
         option = effective_options(arguments, given, model.generation_config)
-        refused = refused_model(model) or refused_arguments(arguments) or refused_options(option)
-        if refused is not None:
-            return refused
+        rejected = (
+            rejected_model(model) or rejected_arguments(arguments) or rejected_options(option)
+        )
+        if rejected is not None:
+            return rejected
         tokenizer = arguments.pop("tokenizer", None)
         if option("stop_strings") is not None:
-            refused = _use_stop_strings(arguments, option("stop_strings"), tokenizer)
-            if refused is not None:
-                return refused
+            rejected = _use_stop_strings(arguments, option("stop_strings"), tokenizer)
+            if rejected is not None:
+                return rejected
             if model.generation_config.stop_strings is not None:
                 return "stop_strings in the model's generation_config"
         streamer = arguments.get("streamer")

@@ -47,7 +47,7 @@ _WITHOUT_NUMBERS = frozenset(
     {nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict}
 )
 #: PEFT puts several of these modules into each linear. Most of them are empty.
-_HOLDERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
+_PEFT_CONTAINERS = frozenset({nn.Identity, nn.ModuleDict, nn.ParameterDict})
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
         for s in states
         if s["_buffers"]
         for name, b in s["_buffers"].items()
-        if b is not None and not _is_passing(name, s)
+        if b is not None and not _is_longrope_frequencies(name, s)
     ]
     # Dictionaries of configs are kept if kernels' numbers were read from them. The id of a deleted
     # config may be used again.
@@ -154,12 +154,12 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
                 child
                 for child in children.values()
                 if child is not None
-                and not (type(child) in _HOLDERS and _is_empty_holder(child.__dict__))
+                and not (type(child) in _PEFT_CONTAINERS and _is_empty_container(child.__dict__))
             ]
     return modules
 
 
-def _is_empty_holder(state: dict[str, Any]) -> bool:
+def _is_empty_container(state: dict[str, Any]) -> bool:
     """Return whether a container is empty and has no hooks, so that it computes nothing."""
     return not (
         state["_modules"]
@@ -244,7 +244,7 @@ def _comparable_entry(entry: Any) -> Any:
     return entry if type(entry) in _SETTINGS else repr(entry)
 
 
-def _is_passing(name: str, state: dict[str, Any]) -> bool:
+def _is_longrope_frequencies(name: str, state: dict[str, Any]) -> bool:
     """Return whether every forward sets a buffer anew, so that its value does not matter.
 
     These are the frequencies of longrope: for short texts, or for long ones.

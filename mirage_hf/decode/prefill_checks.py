@@ -147,7 +147,7 @@ def _results(block: CacheBlock, tokens: int) -> tuple[list[Tensor], list[Tensor 
     for memory in (block.keys, block.values):
         for layer, states in memory.items():
             ring = block.rings[layer]
-            x = states[:, :, : tokens if ring is None else min(tokens, ring.spare)]
+            x = states[:, :, : tokens if ring is None else min(tokens, ring.length)]
             unseen = None
             if block.lowest is not None:
                 slots = torch.arange(x.shape[2], device=block.device)

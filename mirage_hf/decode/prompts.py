@@ -59,7 +59,7 @@ class PromptShape:
         windows = masks.windows_within(tokens, len(block.windows))
         exceeded = [window + 1 for window in windows if window is not None]
         exceeded += [
-            ring.window for ring in block.rings if ring is not None and tokens > ring.spare
+            ring.window for ring in block.rings if ring is not None and tokens > ring.length
         ]
         padded = block.lowest is not None
         return cls(block.batch, tokens, padded, windows, max(exceeded, default=0))
@@ -119,9 +119,9 @@ class BucketedPrompts:
                 last=torch.full((batch,), tokens - 1, dtype=torch.long, device=device),
                 sources=integers(batch, tokens) if shape.padded else None,
                 ring_sources={
-                    ring: integers(batch, ring.spare)
+                    ring: integers(batch, ring.length)
                     for ring in block.rings
-                    if ring is not None and tokens > ring.spare
+                    if ring is not None and tokens > ring.length
                 },
             )
 

@@ -45,9 +45,14 @@ class Ring:
     slots: int
 
     @property
-    def spare(self) -> int:
-        """The slot that no token keeps."""
+    def length(self) -> int:
+        """How many tokens the ring keeps. Token n lies in slot n mod `length`."""
         return self.window - 1
+
+    @property
+    def spare(self) -> int:
+        """The slot after the kept tokens, which no token keeps."""
+        return self.length
 
     def slot(self, control: Control) -> Tensor:
         """Return the slot (batch, 1) of a step's key.
@@ -60,10 +65,10 @@ class Ring:
 
     def turn(self, slab: Tensor, control: Control) -> None:
         """End a step for a slab (layers, batch, heads, slots, dim), before `control` moves on."""
-        token, spare = control.length - control.lowest[:, 0], self.spare
-        nothing_moves = ~control.alive.any() | (token < spare)
-        target = (token % spare).masked_fill(nothing_moves, spare)
-        newest = slab[:, :, :, spare : self.window].clone()
+        token = control.length - control.lowest[:, 0]
+        nothing_moves = ~control.alive.any() | (token < self.length)
+        target = (token % self.length).masked_fill(nothing_moves, self.spare)
+        newest = slab[:, :, :, self.spare : self.window].clone()
         slab.scatter_(3, target.view(1, -1, 1, 1, 1).expand_as(newest), newest)
 
     def positions(self, length: int | Tensor, lowest: Tensor) -> Tensor:
@@ -77,8 +82,8 @@ class Ring:
             Slots of the text. They are below 0 for slots of the ring that hold nothing.
         """
         last = length - 1 - lowest
-        slots = torch.arange(self.spare, device=lowest.device)
-        return lowest + last - (last - slots) % self.spare
+        slots = torch.arange(self.length, device=lowest.device)
+        return lowest + last - (last - slots) % self.length
 
     def fill(self, memory: Tensor, states: Tensor, length: int) -> None:
         """Store the states that a text without padding leaves in the ring.
@@ -88,22 +93,23 @@ class Ring:
             states: (batch, heads, n, dim) of the text's last n slots.
             length: Slots of the text.
         """
-        if length <= self.spare:
+        if length <= self.length:
             memory[:, :, :length].copy_(states)
             return
-        kept, first = states[:, :, -self.spare :], length % self.spare
-        memory[:, :, first : self.spare].copy_(kept[:, :, : self.spare - first])
-        memory[:, :, :first].copy_(kept[:, :, self.spare - first :])
+        kept, first = states[:, :, -self.length :], length % self.length
+        memory[:, :, first : self.length].copy_(kept[:, :, : self.length - first])
+        memory[:, :, :first].copy_(kept[:, :, self.length - first :])
 
     def read(self, memory: Tensor, length: int, lowest: Tensor | None) -> Tensor:
         """Return the states of a text of `length` slots that the window keeps, in their order."""
-        first, spare = max(length - self.spare, 0), self.spare
+        first = max(length - self.length, 0)
         if lowest is not None:
             slots = torch.arange(first, length, device=memory.device)
-            return gather_slots(memory, (slots - lowest) % spare)
+            return gather_slots(memory, (slots - lowest) % self.length)
         if not first:
             return memory[:, :, :length]
-        return torch.cat([memory[:, :, length % spare : spare], memory[:, :, : length % spare]], 2)
+        oldest = length % self.length
+        return torch.cat([memory[:, :, oldest : self.length], memory[:, :, :oldest]], 2)
 
 
 def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:

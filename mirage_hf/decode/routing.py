@@ -58,12 +58,12 @@ class RoutingRule:
 
     Attributes:
         name: Name of the option.
-        is_refused: Whether a value needs the stock method.
+        is_rejected: Whether a value needs the stock method.
         reason: The text of the reason. {} stands for the value.
     """
 
     name: str
-    is_refused: Callable[[Any], bool]
+    is_rejected: Callable[[Any], bool]
     reason: str
 
 
@@ -113,12 +113,12 @@ ARGUMENTS = (
 )
 
 
-def refused_arguments(arguments: Mapping[str, Any]) -> str | None:
+def rejected_arguments(arguments: Mapping[str, Any]) -> str | None:
     """Return why generate's arguments need the stock method, or None."""
     return _first_reason(ARGUMENTS, arguments.get)
 
 
-def refused_options(option: Callable[[str], Any]) -> str | None:
+def rejected_options(option: Callable[[str], Any]) -> str | None:
     """Return why the options that `option(name)` gives need the stock method, or None."""
     return _first_reason(OPTIONS, option)
 
@@ -126,7 +126,7 @@ def refused_options(option: Callable[[str], Any]) -> str | None:
 def _first_reason(rules: tuple[RoutingRule, ...], value_of: Callable[[str], Any]) -> str | None:
     for rule in rules:
         value = value_of(rule.name)
-        if rule.is_refused(value):
+        if rule.is_rejected(value):
             return rule.reason.format(value)
     return None
 
@@ -154,7 +154,7 @@ def effective_options(
 # -- models ----------------------------------------------------------------------------------------
 
 
-def refused_model(model: Any) -> str | None:
+def rejected_model(model: Any) -> str | None:
     """Return why a model's class, config or surroundings need the stock method, or None.
 
     It takes a few microseconds.
@@ -175,15 +175,15 @@ def refused_model(model: Any) -> str | None:
     for kind in type(text_config).__mro__:
         if kind.__name__ in OWN_CACHES:
             return f"{name} {OWN_CACHES[kind.__name__]}"
-    refused_attention = _refused_attention(text_config._attn_implementation)
-    if refused_attention is not None:
-        return refused_attention
+    rejected_attention = _rejected_attention(text_config._attn_implementation)
+    if rejected_attention is not None:
+        return rejected_attention
     if getattr(model, "hf_quantizer", None) is not None:
         return "quantized model"
-    return _refused_processes()
+    return _rejected_processes()
 
 
-def _refused_attention(attention: str) -> str | None:
+def _rejected_attention(attention: str) -> str | None:
     if attention not in ATTENTIONS:
         return f"attention implementation {attention}"
     for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
@@ -194,7 +194,7 @@ def _refused_attention(attention: str) -> str | None:
     return None
 
 
-def _refused_processes() -> str | None:
+def _rejected_processes() -> str | None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
@@ -202,7 +202,7 @@ def _refused_processes() -> str | None:
     return f"torch.distributed with {processes} processes" if processes > 1 else None
 
 
-def refused_length(model: Any, tokens: int) -> str | None:
+def rejected_length(model: Any, tokens: int) -> str | None:
     """Return why a text of so many tokens, new ones included, needs the stock method, or None."""
     for name, method in _overrides(type(model)):
         limit = getattr(model.config, LIMITED.get(_full_name(method), ""), None)
@@ -242,7 +242,7 @@ def _full_name(method: Any) -> str:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-def refused_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | None]) -> str | None:
+def rejected_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | None]) -> str | None:
     """Return why a model's forward makes other masks than its config asks for, or None.
 
     Configs keep entries that a class does not read.

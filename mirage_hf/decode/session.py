@@ -236,7 +236,7 @@ class Session:
         if not (self.plan.cache_is_users and self.is_prefilled):
             return
         is_ahead = self.slot > self.cached
-        if is_ahead and any(ring and self.slot > ring.spare for ring in self.block.rings):
+        if is_ahead and any(ring and self.slot > ring.length for ring in self.block.rings):
             return
         with contextlib.suppress(Exception):  # the caller must see the first error
             write_cache(self.block, self.plan.cache, self.cached)

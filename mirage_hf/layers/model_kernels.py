@@ -25,6 +25,7 @@ from mirage_hf.layers.step import LayerStep, StepInputs
 from mirage_hf.patterns.attention import LONG_FROM
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import resize, resolver
+from mirage_hf.pipeline.resolver import Resolved
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,16 @@ class LayerKernels:
     #: Which of the model's RoPE tables the layer is given.
     rope_table: int
     #: The resolved kernels, by number of rows and role.
-    found: Mapping[int, Mapping[str, Any]]
+    found: Mapping[int, Mapping[str, Resolved]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WatchedNumber:
-    """A number that kernels were made for, and where a module keeps it."""
+    """A number that kernels were made for, such as an epsilon, and where a module keeps it."""
 
-    #: A module's dictionary of attributes or buffers.
-    owner: Mapping[str, Any]
+    #: Its `get(name)` returns the present value: a dictionary of attributes or buffers, or
+    #: `swap.watch.InstanceNumbers`.
+    owner: Any
     name: str
     #: The value that the kernels were made for (see `comparable`).
     value: Any
@@ -72,7 +74,7 @@ class ModelKernels:
     rows: tuple[int, ...]
     layers: tuple[LayerKernels, ...]
     #: The kernel of the last norm and head, by number of rows.
-    heads: Mapping[int, Any]
+    heads: Mapping[int, Resolved]
     #: The weights of the last norm and head. Their role is "head".
     head_operands: OperandTable
     #: How many logits the head gives.
@@ -114,7 +116,7 @@ class ModelKernels:
         }
 
     def _for_slots(
-        self, found: Mapping[str, Any], role: str, part: Part, rows: int, slots: int
+        self, found: Mapping[str, Resolved], role: str, part: Part, rows: int, slots: int
     ) -> Kernel:
         """Return a kernel over a cache, resized to `slots`.
 
@@ -136,7 +138,7 @@ class ModelKernels:
         assert first_error is not None
         raise first_error
 
-    def _at_size(self, kernel: Any, program: KernelGraph, slots: int) -> Kernel:
+    def _at_size(self, kernel: Resolved, program: KernelGraph, slots: int) -> Kernel:
         key = kernel.digest, slots
         with self._lock:
             if key not in self._attention:
@@ -181,10 +183,10 @@ class ModelKernels:
             self._prefills[block] = RowChunks(block, self.embedding.device, self._resolver(block))
         return self._prefills[block]
 
-    def _resolver(self, block: PatternBlock) -> Callable[[KernelGraph], resolver.Resolved]:
+    def _resolver(self, block: PatternBlock) -> Callable[[KernelGraph], Resolved]:
         device, pattern = self.embedding.device, block.pattern
 
-        def resolve(program: KernelGraph) -> resolver.Resolved:
+        def resolve(program: KernelGraph) -> Resolved:
             return resolver.resolve(
                 program,
                 device=device,
@@ -287,6 +289,6 @@ class ModelKernels:
         kernel = self.heads[rows]
         operands = [x, *self.head_operands.views("head")]
         if kernel.is_fused and x.device.type == "cuda":
-            kernel.run(operands, [logits])
+            kernel.run(operands, [logits])  # type: ignore[call-arg]
         else:
             logits.copy_(kernel.run(operands)[0])

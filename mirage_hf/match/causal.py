@@ -147,7 +147,7 @@ def _match_head(
         bias=head.bias is not None,
         dtype=dtype,
         **sizes,
-        **logits_sizes(model),
+        **logits_options(model),
     )
     path = f"{layout.backbone}.{layout.norm}"
     names = ("weight", "bias") if head.bias is not None else ("weight",)
@@ -155,7 +155,7 @@ def _match_head(
     return Part("head", block, weights, (path, layout.head))
 
 
-def logits_sizes(model: Any) -> dict[str, Any]:
+def logits_options(model: Any) -> dict[str, Any]:
     """Return the scale and softcap of logits, by the model and its config, as sizes of the head."""
     divisor = getattr(model.config, causal_lm.LOGITS_DIVISOR, None)
     softcap = getattr(model.config, causal_lm.LOGITS_SOFTCAP, None)

@@ -47,7 +47,8 @@ def check_model(model: Any) -> None:
 
 
 def _not_a_model(thing: Any) -> str:
-    kind = f"a {type(thing).__module__}.{type(thing).__qualname__}"
+    module, name = type(thing).__module__, type(thing).__qualname__
+    kind = f"a {name}" if module == "builtins" else f"a {module}.{name}"
     if isinstance(thing, type):
         kind = f"the class {thing.__name__}"
     way_out = "load one with AutoModelForCausalLM.from_pretrained"

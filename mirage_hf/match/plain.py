@@ -171,7 +171,7 @@ def check_same_weights(
     return None
 
 
-def scalars(module: nn.Module) -> tuple[Any, ...]:
+def own_attributes(module: nn.Module) -> tuple[Any, ...]:
     """Return what a module's forward may depend on besides its weights.
 
     These are its plain attributes, except for its layer number.

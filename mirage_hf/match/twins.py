@@ -100,7 +100,7 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
         (
             name,
             type(child),
-            plain.scalars(child),
+            plain.own_attributes(child),
             id(child.__dict__.get("config")),
             tuple((n, p.shape) for n, p in child._parameters.items() if p is not None),
         )

@@ -13,7 +13,7 @@ from mirage_hf.layers.model_kernels import (
     comparable,
 )
 from mirage_hf.layers.operands import OperandTable, submodule
-from mirage_hf.layers.part import LONG_CACHES_ROLE
+from mirage_hf.layers.part import LONG_CACHES_ROLE, Part
 from mirage_hf.layers.prefill import layer_prefill, why_no_prefill
 from mirage_hf.layers.rope import length_rope
 from mirage_hf.layers.step import LayerStep, layer_step
@@ -27,6 +27,7 @@ from mirage_hf.patterns.causal_lm import (
     OF_LAYERS,
 )
 from mirage_hf.patterns.decoder_layer import CLIPS, MULTIPLIERS, SOFTCAPS, SWITCHES
+from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.kernels import BlockKernels
 
 
@@ -69,7 +70,7 @@ def assemble_model_kernels(
     return ModelKernels(
         rows=tuple(usable),
         layers=layer_kernels,
-        heads={n: found[causal.head.block, n] for n in usable},
+        heads={n: _kernel(causal.head, n, found) for n in usable},
         head_operands=OperandTable(causal.model, [causal.head]),
         vocab=dict(causal.head.block.sizes)["n"][0],
         embedding=causal.embedding,
@@ -109,9 +110,16 @@ def _rope_tables(
     return tables
 
 
-def _kernels_by_role(match: Match, rows: int, found: BlockKernels) -> dict[str, Any]:
+def _kernel(part: Part, rows: int, found: BlockKernels) -> Resolved:
+    """Return the kernel of a part that has one."""
+    kernel = found[part.block, rows]
+    assert not isinstance(kernel, Rejected), "rows with a missing kernel are not used"
+    return kernel
+
+
+def _kernels_by_role(match: Match, rows: int, found: BlockKernels) -> dict[str, Resolved]:
     """Return a layer's kernels, with those for long caches if there are any."""
-    kernels = {part.role: found[part.block, rows] for part in match.parts}
+    kernels = {part.role: _kernel(part, rows, found) for part in match.parts}
     attention = next((part for part in match.parts if part.role == "attention"), None)
     if attention is not None:
         long = found.get((for_long_caches(attention.block), rows))

@@ -16,6 +16,7 @@ from torch.nn.modules import module as every_module
 from transformers.utils.output_capturing import _active_collector
 
 from mirage_hf.layers.compose import Composition, Kernel
+from mirage_hf.layers.model_kernels import WatchedNumber
 from mirage_hf.match import plain
 from mirage_hf.match.matches import Match
 from mirage_hf.pipeline.resolver import Resolved
@@ -24,7 +25,6 @@ from mirage_hf.swap.watch import (
     WatchedAbsence,
     WatchedAdapter,
     WatchedChild,
-    WatchedNumber,
     WatchedWeight,
     watched_absences,
     watched_numbers,

@@ -14,9 +14,10 @@ from mirage_hf.layers.part import Part
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import layer_choice, resolver, torch_op
+from mirage_hf.pipeline.resolver import Resolved
 
-#: Maps (block, rows) to its kernel (`pipeline.resolver.Resolved`), or to `Rejected` with a reason.
-BlockKernels = Mapping[tuple[PatternBlock, int], Any]
+#: Maps (block, rows) to its kernel, or to `Rejected` with a reason.
+BlockKernels = Mapping[tuple[PatternBlock, int], Resolved | Rejected]
 
 
 @dataclass
@@ -31,7 +32,7 @@ class _Resolver:
     #: The number of blocks, for the progress report.
     total: int
     begun: int = 0
-    found: dict[tuple[PatternBlock, int], Any] = field(default_factory=dict)
+    found: dict[tuple[PatternBlock, int], Resolved | Rejected] = field(default_factory=dict)
 
     def resolve(self, block: PatternBlock, rows: int) -> None:
         """Find the kernel of a block, or the reason why it has none."""
@@ -59,7 +60,11 @@ class _Resolver:
         new = [block for block in blocks if (block, rows) not in self.found]
         for block in new:
             self.resolve(block, rows)
-        available = [b for b in blocks if not isinstance(self.found[b, rows], Rejected)]
+        available = {
+            block: kernel
+            for block in blocks
+            if not isinstance(kernel := self.found[block, rows], Rejected)
+        }
         for block in new:
             if block in available and _is_tuned_for_long_caches(block, self.device):
                 self.resolve(for_long_caches(block), rows)
@@ -67,8 +72,8 @@ class _Resolver:
             return
         # The kernels that an earlier layer chose stay.
         chain = [
-            self.found[b, rows] if b in new else replace(self.found[b, rows], outcome=None)
-            for b in available
+            kernel if block in new else replace(kernel, outcome=None)
+            for block, kernel in available.items()
         ]
         chosen = layer_choice.for_layer(chain, device=self.device, zoo=self.zoo)
         for block, kernel in zip(available, chosen, strict=True):
@@ -113,6 +118,6 @@ def _is_tuned_for_long_caches(block: PatternBlock, device: torch.device) -> bool
     return block.pattern.searched_at is not None and device.type == "cuda"
 
 
-def _appends(kernel: Any) -> bool:
+def _appends(kernel: Resolved) -> bool:
     """Return whether a kernel writes into its inputs. `torch_op` must not call such a kernel."""
     return any(op.name == APPEND for op in kernel.ugraph.program.ops)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -14,6 +13,7 @@ from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, adapter_role
 from mirage_hf.match.matches import CausalMatch, Match, Matches
 from mirage_hf.patterns import IN_STEPS, decoder_layer
+from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.assemble import assemble_model_kernels
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.guard import Binding
@@ -40,9 +40,16 @@ _Outcomes = dict[tuple[str, "int | None"], Checked]
 class Optimization:
     """One optimize() of a model: it plans, swaps, checks and reports the model's matches."""
 
-    def __init__(self, model: nn.Module, backend: str, rows: Sequence[int], matches: Matches):
-        """Start with what was found in `model`. Nothing is changed yet."""
-        self.model, self.backend, self.rows = model, backend, rows
+    def __init__(self, model: nn.Module, backend: str, batch_rows: Sequence[int], matches: Matches):
+        """Start with the matches of `model`. Nothing is changed yet.
+
+        Args:
+            model: The model.
+            backend: "triton" or "cpu".
+            batch_rows: The numbers of rows to make kernels for, one token of each sequence.
+            matches: The matches of the model.
+        """
+        self.model, self.backend, self.batch_rows = model, backend, batch_rows
         self.matches, self.rejected, self.causal = matches
         self.ledger = Ledger()
         #: The kernels of whole steps, once swapped, or None if steps run the model's own forward.
@@ -64,25 +71,26 @@ class Optimization:
 
     def plan(self) -> Report:
         """Return the report of a dry run."""
-        rows = [
-            _row(match.name, part, number, PLANNED)
+        report_rows = [
+            _row(match.name, part, rows, PLANNED)
             for match in self.matches
             for part in match.parts
-            for number in self.rows
+            for rows in self.batch_rows
         ]
         notes: tuple[str, ...] = ()
         if isinstance(self.causal, CausalMatch):
-            rows += [_row(_HEAD, self.causal.head, number, PLANNED) for number in self.rows]
-        elif rows:
+            head = self.causal.head
+            report_rows += [_row(_HEAD, head, rows, PLANNED) for rows in self.batch_rows]
+        elif report_rows:
             note = _OWN_STEPS + self.causal.reason
             notes = (note,)
-            rows = [
+            report_rows = [
                 replace(row, status=STOCK, reason=note) if _runs_only_in_steps(row) else row
-                for row in rows
+                for row in report_rows
             ]
-        if any(row.status == PLANNED for row in rows):
-            return self._report(rows, notes)
-        report = self._report(rows)
+        if any(row.status == PLANNED for row in report_rows):
+            return self._report(report_rows, notes)
+        report = self._report(report_rows)
         note = f"nothing in this {report.model} would be replaced ({_why_nothing(report)})"
         return replace(report, notes=(note,))
 
@@ -145,31 +153,31 @@ class Optimization:
             The handle, or None if nothing is swapped in the end, and the report.
         """
         bindings: dict[str, Binding] = {}
-        rows: list[ReportRow] = []
+        report_rows: list[ReportRow] = []
         for match in self.matches:
-            if kernels := _fused_kernels(match, self.rows, found):
+            if kernels := _fused_kernels(match, self.batch_rows, found):
                 bindings[match.name] = self.ledger.swap(match, kernels)
-            rows += [
-                _resolved_row(match.name, part, number, found[part.block, number])
+            report_rows += [
+                _resolved_row(match.name, part, rows, found[part.block, rows])
                 for part in match.parts
-                for number in self.rows
+                for rows in self.batch_rows
             ]
         if verify:
-            rows = self._check_modules(bindings, rows)
+            report_rows = self._check_modules(bindings, report_rows)
         if not bindings:
-            return None, self._report(rows)
+            return None, self._report(report_rows)
         if isinstance(self.causal, CausalMatch):
             head = self.causal.head
-            rows += [
-                _resolved_row(_HEAD, head, number, found[head.block, number])
-                for number in self.rows
+            report_rows += [
+                _resolved_row(_HEAD, head, rows, found[head.block, rows])
+                for rows in self.batch_rows
             ]
-        rows, notes = self._assemble_steps(found, rows, verify)
-        report = self._report(rows, notes)
+        report_rows, notes = self._assemble_steps(found, report_rows, verify)
+        report = self._report(report_rows, notes)
         return Handle(report, self.ledger, bindings), report
 
     def _check_modules(
-        self, bindings: dict[str, Binding], rows: Sequence[ReportRow]
+        self, bindings: dict[str, Binding], report_rows: Sequence[ReportRow]
     ) -> list[ReportRow]:
         """Check the swapped modules, and put back those that fail."""
         outcomes: dict[str, Checked | Rejected] = {}
@@ -183,17 +191,17 @@ class Optimization:
             binding.forget()  # the calls of the checks, also of those of enclosing layers
         return [
             row if _runs_only_in_steps(row) else _checked_row(row, outcomes.get(row.module))
-            for row in rows
+            for row in report_rows
         ]
 
     def _assemble_steps(
-        self, found: BlockKernels, rows: Sequence[ReportRow], verify: bool
+        self, found: BlockKernels, report_rows: Sequence[ReportRow], verify: bool
     ) -> tuple[list[ReportRow], tuple[str, ...]]:
         """Assemble the kernels of whole steps, and check them. Return the rows and notes."""
-        kernels = assemble_model_kernels(self.causal, self.matches, self.rows, found)
+        kernels = assemble_model_kernels(self.causal, self.matches, self.batch_rows, found)
         outcomes: _Outcomes = {}
         if verify and isinstance(kernels, ModelKernels):
-            checked = self._check_steps(kernels, rows)
+            checked = self._check_steps(kernels, report_rows)
             if isinstance(checked, Rejected):
                 kernels = checked
             else:
@@ -206,7 +214,7 @@ class Optimization:
             usable, why_idle = (), _OWN_STEPS + kernels.reason
             notes = (why_idle,)
         made = []
-        for row in rows:
+        for row in report_rows:
             if _runs_only_in_steps(row):
                 row = _checked_row(row, outcomes.get((row.module, row.rows)))
                 if row.status == SWAPPED and row.rows not in usable:
@@ -215,25 +223,25 @@ class Optimization:
         return made, notes
 
     def _check_steps(
-        self, kernels: ModelKernels, rows: Sequence[ReportRow]
+        self, kernels: ModelKernels, report_rows: Sequence[ReportRow]
     ) -> _Outcomes | Rejected:
         """Check each layer's step and the head."""
         assert isinstance(self.causal, CausalMatch)
-        put_back = next((row for row in rows if row.reason.startswith(_SWAPPED_BACK)), None)
+        put_back = next((row for row in report_rows if row.reason.startswith(_SWAPPED_BACK)), None)
         if put_back is not None:
             return Rejected(f"{put_back.module}: {put_back.reason}")
         matches = {match.name: match for match in self.matches}
         outcomes: _Outcomes = {}
-        for number in kernels.rows:
+        for rows in kernels.rows:
             for layer in kernels.layers:
-                outcome = check_step(matches[layer.name], layer, number)
+                outcome = check_step(matches[layer.name], layer, rows)
                 if isinstance(outcome, Rejected):
                     return _step_rejected(layer.name, outcome)
-                outcomes[layer.name, number] = outcome
-            outcome = check_head(kernels, self.causal, number)
+                outcomes[layer.name, rows] = outcome
+            outcome = check_head(kernels, self.causal, rows)
             if isinstance(outcome, Rejected):
                 return _step_rejected(_HEAD, outcome)
-            outcomes[_HEAD, number] = outcome
+            outcomes[_HEAD, rows] = outcome
         return outcomes
 
     def undo(self) -> None:
@@ -261,20 +269,21 @@ def _runs_only_in_steps(row: ReportRow) -> bool:
 
 
 def _fused_kernels(
-    match: Match, rows: Sequence[int], found: BlockKernels
-) -> dict[int, Mapping[str, Any]]:
+    match: Match, batch_rows: Sequence[int], found: BlockKernels
+) -> dict[int, Mapping[str, Resolved]]:
     """Return the fused kernels of a match by number of rows and role.
 
     If the library won, the stock modules do that part.
     """
     roles = {part.role for part in match.parts}
-    by_rows: dict[int, Mapping[str, Any]] = {}
-    for number in rows:
-        kernels = {
-            part.role: found[part.block, number]
-            for part in match.parts
-            if part.pattern not in IN_STEPS and _is_fused(found[part.block, number])
-        }
+    by_rows: dict[int, Mapping[str, Resolved]] = {}
+    for rows in batch_rows:
+        kernels: dict[str, Resolved] = {}
+        for part in match.parts:
+            kernel = found[part.block, rows]
+            if part.pattern in IN_STEPS or isinstance(kernel, Rejected) or not kernel.is_fused:
+                continue
+            kernels[part.role] = kernel
         for part in match.parts:
             pair = (part.role, adapter_role(part.role))
             # A part and the first products of its adapters run together or not at all.
@@ -282,12 +291,8 @@ def _fused_kernels(
                 for role in pair:
                     kernels.pop(role, None)
         if kernels:
-            by_rows[number] = kernels
+            by_rows[rows] = kernels
     return by_rows
-
-
-def _is_fused(resolved: Any) -> bool:
-    return not isinstance(resolved, Rejected) and bool(resolved.is_fused)
 
 
 # -- rows of the report ----------------------------------------------------------------------------
@@ -307,7 +312,7 @@ def _children_of(part: Part) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _resolved_row(module: str, part: Part, rows: int, resolved: Any) -> ReportRow:
+def _resolved_row(module: str, part: Part, rows: int, resolved: Resolved | Rejected) -> ReportRow:
     row = _row(module, part, rows, STOCK)
     if isinstance(resolved, Rejected):
         return replace(row, reason=resolved.reason)

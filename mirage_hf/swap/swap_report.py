@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -38,7 +38,7 @@ class ReportRow:
     #: The time of the kernel and of the library path in µs.
     time_us: float | None = None
     library_us: float | None = None
-    #: The rounding error that the kernel may have by its formula.
+    #: A bound on the probability that the proof accepted a wrong µGraph.
     error_bound: float | None = None
     #: The digest of the kernel.
     digest: str | None = None
@@ -103,56 +103,59 @@ class Report:
         calls = {row.module: row.calls for row in self.rows}
         if total := sum(calls.values()):
             lines.append(
-                f"calls of swapped modules so far: {total} "
-                "(replays of a captured step are not seen here)"
+                f"swapped modules: {_counted(total, 'call')} by kernels "
+                "(replays of a captured step are not counted)"
             )
         for reason, count in sorted(self.fallbacks.items()):
-            lines.append(f"stock forwards so far: {reason}: {count}")
+            lines.append(f"swapped modules: {_counted(count, 'stock forward')} ({reason})")
         for what, count in sorted((self.decode or {}).items()):
-            lines.append(f"generate so far: {what}: {count}")
+            lines.append(f"generate: {_generate_count(what, count)}")
         if self.pool_bytes:
             lines.append(f"generate's cache pool: {self.pool_bytes / 2**20:.1f} MiB")
         return "\n".join([*lines, *self.notes])
 
 
-# -- the table -------------------------------------------------------------------------------------
+# -- what ran since optimize() ---------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Line:
-    """One line of the table. Its fields are the columns."""
-
-    module: str
-    pattern: str
-    rows: str
-    kernel: str
-    status: str
-    source: str
-    time: str
-    error: str
-    reason: str
-
-
-_HEADER = _Line(
-    "module",
-    "pattern",
-    "rows",
-    "kernel",
-    "status",
-    "source",
-    "µs (library)",
-    "error (stock's)",
-    "reason",
+#: How the report says a count of `generate`: the key or its start, the noun, and the rest of the
+#: sentence. {} stands for the rest of the key, the reason.
+_GENERATE_COUNTS = (
+    ("captured", "call", "with captured steps"),
+    ("called: ", "call", "with steps that are not captured ({})"),
+    ("stock: ", "call", "by stock's method ({})"),
+    ("step: all by kernels", "call", "with all steps by kernels"),
+    ("step: ", "call", "with steps by the model's own forward ({})"),
+    ("selection: on the device", "call", "with tokens chosen on the device"),
+    ("selection: by the host: ", "call", "with tokens chosen by the host ({})"),
+    ("prefill: captured, by kernels", "prompt", "by captured kernels"),
+    ("prefill: captured", "prompt", "by the model's captured forward"),
+    ("prefill: called, by kernels", "prompt", "by kernels that are not captured"),
+    ("prefill: called: ", "prompt", "by the model's own forward ({})"),
+    ("prefill: not by kernels: ", "prompt", "without kernels ({})"),
 )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _generate_count(what: str, count: int) -> str:
+    """Return a count of `Report.decode` in words."""
+    for start, noun, sentence in _GENERATE_COUNTS:
+        if what == start or (start.endswith(": ") and what.startswith(start)):
+            return f"{_counted(count, noun)} {sentence.format(what.removeprefix(start))}"
+    return f"{what}: {count}"
+
+
+# -- the table -------------------------------------------------------------------------------------
 
 
 def _table(rows: Iterable[ReportRow]) -> list[str]:
     merged: dict[tuple[str, ...], list[ReportRow]] = {}
     for row in rows:
         merged.setdefault(_merge_key(row), []).append(row)
-    lines = [_HEADER, *(_line(group) for group in merged.values())]
-    cells = [tuple(vars(line).values()) for line in lines]
-    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    lines = [tuple(_COLUMNS), *(_cells(group) for group in merged.values())]
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     padded = []
     for column in columns:
         width = max(map(len, column))
@@ -160,30 +163,28 @@ def _table(rows: Iterable[ReportRow]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
-def _merge_key(row: ReportRow) -> tuple[str, ...]:
-    """Return the fields that are equal in rows of one line: not the layer's number and error."""
-    line = _line([row])
-    numberless = ".".join("*" if part.isdigit() else part for part in row.module.split("."))
-    return tuple(vars(replace(line, module=numberless, error="")).values())
-
-
-def _line(group: Sequence[ReportRow]) -> _Line:
+def _cells(group: Sequence[ReportRow]) -> tuple[str, ...]:
     """Return the line of rows that differ only in their module's name and their error."""
+    return tuple(cell(group) for cell in _COLUMNS.values())
+
+
+def _merge_key(row: ReportRow) -> tuple[str, ...]:
+    """Return the cells that are equal in rows of one line: not the layer's number and error."""
+    numberless = ".".join("*" if part.isdigit() else part for part in row.module.split("."))
+    return _cells([replace(row, module=numberless, error=None)])
+
+
+def _pattern(group: Sequence[ReportRow]) -> str:
     row = group[0]
-    time = "" if row.time_us is None else f"{row.time_us:.1f}"
-    if row.time_us is not None and row.library_us is not None:
-        time += f" ({row.library_us:.1f})"
-    return _Line(
-        module=_common_name([r.module for r in group]),
-        pattern=f"{row.pattern} ({row.part})" if row.part else row.pattern,
-        rows="" if row.rows is None else str(row.rows),
-        kernel=row.kernel,
-        status=row.status,
-        source=row.source,
-        time=time,
-        error=_largest_error(group),
-        reason=row.reason,
-    )
+    return f"{row.pattern} ({row.part})" if row.part else row.pattern
+
+
+def _time(group: Sequence[ReportRow]) -> str:
+    row = group[0]
+    if row.time_us is None:
+        return ""
+    library = "" if row.library_us is None else f" ({row.library_us:.1f})"
+    return f"{row.time_us:.1f}{library}"
 
 
 def _largest_error(group: Sequence[ReportRow]) -> str:
@@ -211,3 +212,18 @@ def _common_name(names: Sequence[str]) -> str:
         ranges.append(str(members[0]) if single else f"{members[0]}-{members[-1]}")
     before, after = split[0][:at], split[0][at + 1 :]
     return ".".join([*before, "{" + ",".join(ranges) + "}", *after])
+
+
+#: The columns of the table by title, each with the cell of a group of rows. The rows of a group
+#: differ only in their module's name and their error.
+_COLUMNS: Mapping[str, Callable[[Sequence[ReportRow]], str]] = {
+    "module": lambda group: _common_name([row.module for row in group]),
+    "pattern": _pattern,
+    "rows": lambda group: "" if group[0].rows is None else str(group[0].rows),
+    "kernel": lambda group: group[0].kernel,
+    "status": lambda group: group[0].status,
+    "source": lambda group: group[0].source,
+    "µs (library)": _time,
+    "error (stock's)": _largest_error,
+    "reason": lambda group: group[0].reason,
+}

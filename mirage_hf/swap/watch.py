@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirage_hf.layers.model_kernels import WatchedNumber
 from mirage_hf.layers.operands import Operand, submodule
 from mirage_hf.match.adapters import active_adapters, scaling_of
 from mirage_hf.match.matches import Match
@@ -59,16 +60,6 @@ class WatchedWeight:
         """Watch an operand of the module."""
         tensor = operand.tensor
         return cls(operand.owner, operand.name, tensor, tensor.data_ptr(), operand.label)
-
-
-@dataclass(slots=True)
-class WatchedNumber:
-    """A number that kernels were made for, such as an epsilon."""
-
-    #: An instance dictionary, or `InstanceNumbers`.
-    owner: Any
-    name: str
-    value: Any
 
 
 @dataclass(slots=True)

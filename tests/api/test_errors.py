@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.models, pytest.mark.usefixtures("resolved")]
     [
         (
             "meta-llama/Llama-3.2-1B",
-            r"expected a PyTorch model \(torch.nn.Module\), got a builtins.str; "
+            r"expected a PyTorch model \(torch.nn.Module\), got a str; "
             r"load one with AutoModelForCausalLM",
         ),
-        (None, "got a builtins.NoneType"),
-        ({"a": 1}, "got a builtins.dict"),
+        (None, "got a NoneType"),
+        ({"a": 1}, "got a dict"),
         (tf.LlamaForCausalLM, "got the class LlamaForCausalLM"),
         (types.SimpleNamespace(model=nn.Linear(2, 2)), r"pass its model: optimize\(it.model\)"),
         (torch.zeros(2), "got a torch.Tensor"),

@@ -191,11 +191,12 @@ def test_the_report_has_a_row_per_block_and_reads_as_a_table() -> None:
         "model.layers.{0-2}",
         "rms_norm_linear (input_layernorm, q_proj, k_proj, v_proj)",
         "swapped",
-        "prefill: 6",
+        "swapped modules: 6 stock forwards (prefill)",
         "no promise of speed",
-        "generate so far: step: all by kernels: 1",
+        "generate: 1 call with all steps by kernels",
+        "generate: 1 call with steps that are not captured (no graphs on cpu)",
         "rms_norm_linear (norm, lm_head)",
-        "calls of swapped modules so far: 9",
+        "swapped modules: 9 calls by kernels",
         f"generate's cache pool: {model.mirage.runner.bytes / 2**20:.1f} MiB",
     ):
         assert words in text
