@@ -1,7 +1,4 @@
-"""Decide which µGraphs may run.
-
-Each is proven equal to its program, then its rounding is checked.
-"""
+"""Decide which µGraphs may run: prove each equal to its program, then check its rounding."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ from mirage_hf.verify.verdict import Accepted, Verdict
 #: Candidates that are kept for each kind of arithmetic, to be measured.
 KEEP = 6
 
-#: Candidates of each number of kernels that are kept although there are enough with other numbers,
-#: if each of them stores something else between its kernels.
+#: Candidates that are kept for each number of kernels, even if there are `KEEP` with other numbers.
+#: Each must store something else between its kernels.
 KEEP_OF_EACH_COUNT = 3
 
-#: Without and with tensor cores.
+#: The kinds of arithmetic, as values of `Schedule.mma`: without and with tensor cores.
 _ARITHMETIC = (False, True)
 
 
@@ -42,8 +39,8 @@ class Candidate:
         ugraph: The program and its kernels.
         cost_us: The search's estimate in µs.
         error_bound: The probability that the proof is wrong is at most this.
-        scalar: Whether its rounding is good enough with float32 multiply-adds.
-        tensor_cores: The same with factors rounded to the run dtype, as tensor cores need them.
+        scalar: The verdict on its rounding with float32 multiply-adds.
+        tensor_cores: The verdict with factors rounded to the run dtype, as tensor cores need them.
     """
 
     ugraph: UGraph
@@ -63,7 +60,7 @@ class Acceptance:
 
     Attributes:
         candidates: The accepted µGraphs, in the search's order.
-        rejected: The others that were examined, each with its reason.
+        rejected: The µGraphs that were examined and rejected, each with its reason.
         error_bound: The largest error bound of the candidates, or None if there are none.
         seconds: Wall time.
         first_seconds: Wall time until the first candidate was accepted, or -1.
@@ -79,9 +76,9 @@ class Acceptance:
 
 
 def kind_of(ugraph: UGraph) -> tuple[object, ...]:
-    """Return what the kernels of a µGraph store for each other: the axes of each tensor.
+    """Return the axes of each tensor that the kernels of a µGraph store for later ones.
 
-    An axis that numbers splits does not count, so a value and its partial results are one kind.
+    Axes that number splits are left out, so a value and its partial results are one kind.
     """
     return tuple(
         tuple(a for a in output.axes if a is not None and op.block.axis_split_by(a) is None)
@@ -101,8 +98,8 @@ def accept(
 ) -> Acceptance:
     """Prove and check µGraphs, best first, until enough of them may run.
 
-    A µGraph is skipped if there are enough that allow what it could allow. So forms that only
-    multiply-adds may run do not push out a form that tensor cores may run.
+    Candidates for multiply-adds and for tensor cores are counted apart, so forms that only
+    multiply-adds may run do not push out a form for tensor cores.
 
     Args:
         ranked: The search's results, best first.
@@ -182,9 +179,9 @@ def _check_rounding(
 def _other_grouping(
     ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
 ) -> list[Candidate]:
-    """Return the form that tensor cores may run instead, if there is one.
+    """Return another grouping of the µGraph that tensor cores may run, if there is one.
 
-    It is for a µGraph whose rounded factors leave their range.
+    It serves a µGraph whose factors leave their range when they are rounded.
     """
     other = regrouped(ranked.ugraph)
     proof = None if other is None else prove(other, seed=seed)

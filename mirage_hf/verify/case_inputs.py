@@ -17,13 +17,8 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.random_bounds import draw_all
-from mirage_hf.verify.size_classes import (
-    PROGRAM,
-    BlockAxis,
-    ResizeError,
-    SizeClasses,
-    TensorDim,
-)
+from mirage_hf.verify.size_classes import SizeClasses
+from mirage_hf.verify.size_relations import PROGRAM, BlockAxis, ResizeError, TensorDim
 
 #: An input "grows" the arguments of exp if doubling it makes them larger by more than this.
 _GROWS = 1.3
@@ -33,8 +28,8 @@ class CaseInputs:
     """The inputs of a program for any case, in its shapes and strides.
 
     They are drawn on the device, because a CPU takes seconds for the caches of a batch. Inputs that
-    are alike in every case, mostly weights, are drawn once and shared, so callers must copy what
-    they let anything write.
+    are the same in every case, mostly weights, are drawn once and shared. So a caller must copy an
+    input before anything writes to it.
     """
 
     def __init__(self, program: KernelGraph, seed: int = 0, device: torch.device | str = "cpu"):
@@ -114,12 +109,12 @@ def make_inputs(
 
 
 def copied(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies with the same strides, which kernels have as constants."""
+    """Return copies with the same strides, because strides are constants in kernels."""
     return [strided.copied(x) for x in inputs]
 
 
 def bounded_dims(program: KernelGraph, position: int) -> list[tuple[Bounds, int]]:
-    """Return the dims of an input along which an op of the program has bounds.
+    """Return the dims of an input along which an op of the program has bounds, with the bounds.
 
     Raises:
         ResizeError: If the program has an op that cannot be proven.
@@ -184,7 +179,7 @@ def exponents(program: KernelGraph) -> KernelGraph | None:
 
 
 def with_scores(inputs: CaseInputs, case: Case) -> Case | None:
-    """Return the case with the factors that bring the arguments of exp to `case.scores`.
+    """Return the case with the inputs and the factor that bring arguments of exp to `case.scores`.
 
     If torch eager overflows on the way there, the factor is the largest at which it stays finite.
 

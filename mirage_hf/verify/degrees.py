@@ -1,8 +1,9 @@
 """Degrees as an algebra: run program and kernels on the degrees of the values they compute.
 
 A value is a quotient of sums of products of variables and exponentials. The error bound of a proof
-needs the degrees of both sides and the number of exponentials in a product of them. `Degrees` is an
-algebra like any other, so partial results, shifts and rescaling are counted as they are executed.
+needs two numbers of both sides: their degree, and the number of exponentials in one product.
+`Degrees` is an algebra like any other, so partial results, shifts and rescaling are counted as they
+are executed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _POLYNOMIAL = np.uint64(0)  # the denominator 1
 
 @dataclass(eq=False)
 class Degree:
-    """An array of quotients.
+    """The degrees of an array of quotients.
 
-    `numerator` and `denominator` have one dim more at the end, with two entries: the degree, and
-    the largest number of exponentials in a product.
+    `numerator` and `denominator` have one dim more than the array. Its two entries are the degree,
+    and the largest number of exponentials in a product.
 
     Attributes:
-        numerator: Of the numerators.
-        denominator: Of the denominators.
+        numerator: The degrees of the numerators.
+        denominator: The degrees of the denominators.
         denominator_id: Equal numbers stand for equal denominators. 0 stands for 1.
     """
 
@@ -64,7 +65,13 @@ class Degree:
         view: Callable[[np.ndarray], np.ndarray],
         view_of_pairs: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Degree:
-        """Apply a view to all arrays; `view_of_pairs` is the same view with one dim more."""
+        """Apply a view to all arrays.
+
+        Args:
+            view: The view of `denominator_id`.
+            view_of_pairs: The same view of the other arrays, which have one dim more at the end. If
+                it is None, `view` fits all.
+        """
         of_pairs = view_of_pairs or view
         return Degree(
             of_pairs(self.numerator), of_pairs(self.denominator), view(self.denominator_id)
@@ -91,20 +98,20 @@ class LargestDegree:
 
 
 class Degrees:
-    """Counts what the error bound needs while it runs as an algebra.
+    """An algebra that counts what the error bound needs while it runs.
 
     Attributes:
         exps: How often exp is applied.
         exponent: The largest argument of exp.
         applications: How often an opaque function is applied.
         opaque: The largest argument of an opaque function.
-        tests: How many conditions of `select` are computed from data.
-        tested: The largest of them.
+        conditions: How many conditions of `select` are computed from data.
+        largest_condition: The largest of these conditions.
     """
 
     def __init__(self) -> None:
-        self.exps = self.applications = self.tests = 0
-        self.exponent = self.opaque = self.tested = LargestDegree()
+        self.exps = self.applications = self.conditions = 0
+        self.exponent = self.opaque = self.largest_condition = LargestDegree()
         self._rng = np.random.default_rng(0)
 
     def variable(self, shape: Sequence[int]) -> Degree:
@@ -175,7 +182,7 @@ class Degrees:
         if fn == "cast":
             return degrees[0]
         if fn == "select" and not degrees[0].is_constant:
-            # Data decides. Where the condition is 0 or 1 it is one of the others.
+            # The condition comes from data. Where it is 0 or 1, the value is one of the others.
             return self.add(self._opaque(degrees), self.add(*degrees[1:]))
         algebra: dict[str, Callable[..., Degree]] = {
             "add": self.add,
@@ -219,8 +226,8 @@ class Degrees:
 
     def _select(self, condition: Degree, x: Degree, y: Degree) -> Degree:
         if not condition.is_constant:
-            self.tests += condition.denominator_id.size
-            self.tested = self.tested.or_larger(condition.largest())
+            self.conditions += condition.denominator_id.size
+            self.largest_condition = self.largest_condition.or_larger(condition.largest())
         either = self.add(x, y)
         return self.spread(either, np.broadcast_shapes(condition.shape, either.shape))
 

@@ -1,24 +1,27 @@
 """The probability that one trial of a proof accepts functions that differ.
 
-Let f ≠ g be the values of program and kernels at one element of an output, as formal expressions in
-variables, exponentials and values of opaque functions. Let
+Let f ≠ g be the values of program and kernels at one element of an output. They are formal
+expressions in variables, exponentials and values of opaque functions. Let
 
 - D be the degree of f − g with denominators cleared,
 - E the largest number of exponentials in a product of it,
-- m the number of linearly independent exponents b₁ … bₘ, of which every exponent is a combination
-  with integer coefficients whose magnitudes add up to at most N,
+- m the number of linearly independent exponents b₁ … bₘ,
+- N the largest sum of coefficient magnitudes, if every exponent is written as a combination of the
+  b with integer coefficients,
 - d the degree of a linear combination of the b, with denominators cleared,
-- r > m the number of copies: points at which exponents are evaluated.
+- r > m the number of copies, which are the points at which exponents are evaluated.
 
 If applications of opaque functions to different arguments get different values, a trial finds f = g
 with probability at most
 
     D/P + (m + 1)·E·N/Q + C(r, r−m+1)·(d/Q)^(r−m+1).
 
-Two of k applications of opaque functions meet with probability at most k²/2 times 1/P plus the same
-sum for two arguments. D, E and d come from `degrees`. m and N come from the exponents of a trial
-(`independent`): their rank at r points is m, except with a probability of C(r, r−m)·(d/Q)^(r−m),
-which is added to the bound. docs/proofs.md has the proof.
+Two of k applications of opaque functions get the same value with probability at most k²/2 · (1/P +
+s). Here s is the same sum for two arguments.
+
+D, E and d come from `degrees`. m and N come from the exponents of a trial (`independent`). Their
+rank at r points is m, except with a probability of C(r, r−m)·(d/Q)^(r−m). That probability is added
+to the bound. docs/proofs.md has the proof.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from mirage_hf.errors import Rejected
 from mirage_hf.verify.degrees import Degree, Degrees
 from mirage_hf.verify.field import P, Q
 
-#: Copies beyond the number of independent exponents. The rank found at them is wrong with a
-#: probability of about (d/Q)^4, below 1e-20 for the degrees that occur.
+#: Copies beyond the number of independent exponents. With four of them, the rank is wrong with a
+#: probability of about (d/Q)^4. That is below 1e-20 for the degrees that occur.
 SPARE = 4
 
 #: Numerators and denominators of coefficients between exponents stay below this.
@@ -67,7 +70,7 @@ def independent(rows: Sequence[np.ndarray], copies: int) -> Exponents | Rejected
     """Find how the exponents of a trial depend on each other.
 
     Args:
-        rows: Arrays with an exponent a row and a copy a column.
+        rows: Arrays with one row for each exponent and one column for each copy.
         copies: The number of columns.
 
     Returns:
@@ -75,7 +78,9 @@ def independent(rows: Sequence[np.ndarray], copies: int) -> Exponents | Rejected
     """
     if not rows:
         return Exponents(copies=copies)
-    points = np.unique(np.concatenate(rows), axis=0).T.copy()  # a copy a row, an exponent a column
+    points = np.unique(
+        np.concatenate(rows), axis=0
+    ).T.copy()  # rows are copies, columns are exponents
     rank, reduced = _row_reduced(points)
     if rank > copies - SPARE:
         return Rejected(
@@ -135,7 +140,7 @@ class TrialBound:
 
     Attributes:
         accepts_wrongly: The probability that it accepts outputs that differ is at most this.
-        exponents_wrong: The probability that the exponents it rests on are not the truth is at most
+        exponents_wrong: The probability that the rank of the exponents was found wrongly is at most
             this. It counts once for all trials that share them.
     """
 
@@ -167,16 +172,16 @@ def trial_bound(
     """
     difference = degrees.add(_largest_of(want, 0), _largest_of(got, 1)).largest()
     chance = _coincide(difference.degree, difference.exps, exponents)
-    # Two applications of opaque functions meet.
+    # Two applications of opaque functions get the same value by chance.
     pair = degrees.opaque
     meet = 1 / P + _coincide(
         pair.degree + pair.denominator_degree, pair.exps + pair.denominator_exps, exponents
     )
     count = degrees.applications
     chance += count * (count - 1) / 2 * meet
-    # A condition of select that is not zero is zero by chance.
-    tested = degrees.tested
-    chance += degrees.tests * _coincide(tested.degree, tested.exps, exponents)
+    # A condition of select is zero by chance, although it is not the zero function.
+    condition = degrees.largest_condition
+    chance += degrees.conditions * _coincide(condition.degree, condition.exps, exponents)
     if not degrees.exps:
         return TrialBound(min(float(chance), 1.0), 0.0)
     # A linear combination of exponents, cleared of its denominators, is zero at one more point.

@@ -203,7 +203,7 @@ def _rope(call: _Call) -> Any:
     return algebra.join([summed, call.cut(x, {last: slice(width, length)})], last)
 
 
-#: By op. `size_classes` rejects those that are missing.
+#: The rule of each op. `op_sizes` rejects ops that have none.
 _RULES: dict[str, Callable[[_Call], Any]] = {
     "within": _within,
     "matmul": _matmul,

@@ -8,16 +8,16 @@ P and Q are primes with P = 2Q + 1. An element is
 
 The operations:
 
-- exp(a) = w^(z·a), with w of order Q in Z_P^* and z a random vector with one entry for each copy.
-  It is a homomorphism, so e^(a+b) = e^a · e^b holds exactly. With at least as many copies as there
+- exp(a) = w^(z·a). Here w has order Q in Z_P^*, and z is a random vector with one entry per copy.
+  exp is a homomorphism, so e^(a+b) = e^a · e^b holds exactly. With at least as many copies as there
   are independent exponents, the exponentials of independent exponents are independent.
-- An opaque function (sqrt, tanh, exp of something that depends on an exponential, …) is a keyed
-  random function of its argument's residue mod P.
+- An opaque function is a keyed random function of its argument's residue mod P. Opaque are sqrt,
+  tanh, and exp of a value that depends on an exponential, among others.
 - A maximum over an axis is a random function of the multiset of its arguments. So it may be taken
   in pieces, and a maximum of maxima is a maximum.
-- `select` by a condition that is neither 0 nor 1, so by data and not by bounds, is a random
-  function of its three arguments. A random condition is never 0, so the other side would never be
-  taken.
+- If the condition of `select` is neither 0 nor 1, it comes from data and not from bounds. Then
+  `select` is a random function of its three arguments. A random condition is never 0, so otherwise
+  one side would never be taken.
 - A constant that is no small rational is random.
 
 Every trial draws new keys. `field_proof` says what follows if two functions agree.
@@ -95,7 +95,7 @@ def bounds_mask(
     dim: int,
     size: int,
 ) -> np.ndarray:
-    """Return where lo ≤ index < hi along a dim of `size` elements.
+    """Return a mask of the elements with lo ≤ index < hi along a dim of `size` elements.
 
     lo and hi are first permuted by `order` and reshaped to `shape`.
     """
@@ -269,7 +269,7 @@ class FieldAlgebra:
     ) -> Element:
         """Return 1 inside the bounds and 0 outside.
 
-        No variable is involved, so each draw of bounds is an identity of its own.
+        The mask has no variables, so each draw of bounds is an identity of its own.
         """
         inside = bounds_mask(lo, hi, order, shape, dim, size).astype(np.int64)
         return Element(inside, np.broadcast_to(inside[..., None], (*inside.shape, self.copies)))

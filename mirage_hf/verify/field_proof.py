@@ -2,27 +2,27 @@
 
 **What is done.** Program and kernels are shrunk to a few elements per axis. Both are evaluated on
 random elements of Z_P × Z_Q (see `field`), and every output is compared exactly. The kernels are
-executed as they would run: every grid and loop axis in two pieces, every split axis in two splits.
-So accumulators, rescaling and partial results are exercised.
+executed as they would run. Every grid and loop axis has two pieces, and every split axis two
+splits, so accumulators, rescaling and partial results are exercised.
 
-**What follows.** If an output of the shrunk program and kernels differs as a function, all trials
-find it equal with a probability of at most the bound in `Accepted.bound`. `error_bound` states the
-theorem. The bound holds for any number of exponentials, and for whatever value a maximum has,
-because opaque functions and maxima are random functions.
+**What follows.** Suppose an output of the shrunk kernels is another function than the program's.
+Then all trials find it equal with a probability of at most `Accepted.bound`. `error_bound` states
+the theorem. The bound holds for any number of exponentials. It also holds for any value of a
+maximum, because opaque functions and maxima are random functions.
 
 **What is assumed.** The bound speaks about the shrunk sizes. Three things can make other sizes
 behave differently, and each is met separately:
 
-- An identity may hold only on short axes. For example, four sums over one axis, multiplied
-  together, satisfy relations on three elements that they do not satisfy on four. One more trial on
-  axes of five to nine elements, with loops in three pieces, rejects such µGraphs.
+- An identity may hold only on short axes. For example, products of four sums over one axis satisfy
+  relations on three elements that fail on four. One more trial on axes of five to nine elements,
+  with loops in three pieces, rejects such µGraphs.
 - A program may name a size as a number, such as 1/n of a mean. Numbers stay those of the full
   sizes.
-- Bounds of ragged axes are data. Each draw of bounds is an identity of its own, and at least eight
-  draws are tried: partial, full and empty rows, and rows with only one end cut.
+- Bounds of ragged axes are data, so each draw of bounds is an identity of its own. At least eight
+  draws are tried. They have partial, full and empty rows, and rows with only one end cut.
 
-**What is not proven.** Rounding is not. Nor is it that the shift of an online softmax is the true
-maximum, because the identity holds for any shift. `numeric` checks both: a wrong shift overflows.
+**What is not proven.** Two things: rounding, and that the shift of an online softmax is the true
+maximum. The identity holds for any shift. `numeric` checks both: a wrong shift overflows.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ from mirage_hf.verify.field import DivisionByZeroError, Element, FieldAlgebra
 from mirage_hf.verify.interface import interface_differs
 from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.shrink import shrink
-from mirage_hf.verify.size_classes import ResizeError, SizeClasses
+from mirage_hf.verify.size_classes import SizeClasses
+from mirage_hf.verify.size_relations import ResizeError
 from mirage_hf.verify.verdict import Accepted, Verdict
 
-#: Sizes of shrunk axes, used in turn. The next list is tried if the first leads to more than
-#: `_MANY_EXPS` exponentials, or to exponents whose relations stay unclear.
+#: Sizes of shrunk axes, used in turn. The next tuple is tried if one leads to more than
+#: `_MANY_EXPS` exponentials, or if the relations of its exponents stay unclear.
 _SIZES = ((3, 4, 2, 3, 5), (2, 3, 2, 2, 3), (2,))
 
 #: Sizes of the one trial on longer axes.
@@ -67,8 +68,8 @@ WORST = 1e-6
 _MAX_TRIALS = 32
 _MAX_REDRAWS = 16
 
-#: The least number of trials if there are bounds, so that a single row meets each of the five kinds
-#: of bounds, and most of them more than once.
+#: The least number of trials if there are bounds. A single row then meets each of the five kinds of
+#: bounds, and most of them more than once.
 _BOUNDS_TRIALS = 8
 
 #: With a target of at least this, a proof needs no error bound.
@@ -239,7 +240,7 @@ class Pair:
 
     @cached_property
     def degrees(self) -> Degrees:
-        """What both sides count when they are executed on degrees as in a trial."""
+        """The counts of both sides, from executing them on degrees as in a trial."""
         return self._counted[0]
 
     @cached_property
@@ -252,7 +253,7 @@ class Pair:
         return degrees, want, got
 
     def bound(self, exponents: Exponents) -> TrialBound:
-        """Return the error bound of a trial whose exponents depend on each other so."""
+        """Return the error bound of a trial with these relations among its exponents."""
         degrees, want, got = self._counted
         return trial_bound(want, got, degrees, exponents)
 

@@ -8,19 +8,18 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.verify.shrink import Sizes, resized_block, resized_dims
-from mirage_hf.verify.size_classes import (
+from mirage_hf.verify.size_classes import SizeClasses
+from mirage_hf.verify.size_relations import (
     KERNELS,
     PROGRAM,
     BlockAxis,
     Key,
     ResizeError,
-    SizeClasses,
     SizeRule,
     TensorDim,
 )
 
-#: Grid axes are cut to this many elements. More columns of the same matrix product show nothing
-#: new.
+#: Grid axes are cut to this many elements. Further columns of a matrix product show nothing new.
 _WIDE_AXIS = 32
 
 #: Batch dims of matrix products are cut to this many elements.
@@ -30,8 +29,7 @@ _WIDE_BATCH = 2
 def narrowed(ugraph: UGraph) -> UGraph | None:
     """Return the µGraph with the dims that its program does not reduce cut short.
 
-    Program and kernels are cut alike. Axes that anything is reduced over, and numbers of splits,
-    keep their sizes.
+    Program and kernels are cut alike. Reduced axes and numbers of splits keep their sizes.
 
     Returns:
         The smaller µGraph with row-major tensors, or None if its dims cannot be cut.
@@ -103,7 +101,7 @@ class _NarrowSizes:
         ]
 
     def _apply(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
-        """Make a joined dim as long as its parts. What is split or cut keeps its size."""
+        """Make a joined dim as long as its parts. Dims that are split or cut keep their size."""
         total, parts = self._roots_of(rule)
         if rule.kind == "sum" and total not in self.kept and self.kept.isdisjoint(parts):
             for p in parts:

@@ -1,12 +1,15 @@
 """Check the rounding of a candidate: compare it in its run dtype with float64, on many inputs.
 
-The rule: where torch eager (the program op by op in the run dtype) is finite, the candidate is
-finite. Its largest error and its RMS error against float64 are at most 1.25 times eager's plus one
-ulp of the output's scale.
+Torch eager is the program run op by op in the run dtype. The rule has two parts:
 
-There is one exception. On constant rows, and where the mean is far above the spread, x − mean(x) is
-what rounding left of the mean. Which order of a sum is lucky there says nothing. So a candidate may
-also err as much as float32 sums do that are off by as much as they may be.
+- Where eager is finite, the candidate is finite.
+- The candidate's largest error and its RMS error against float64 are at most 1.25 times eager's,
+  plus one ulp of the output's scale.
+
+There is one exception: constant rows, and rows whose mean is far above their spread. There
+x − mean(x) is mostly the rounding error of the mean, and chance decides which order of a sum has
+less of it. So a candidate may also err as much as if each float32 sum had its largest usual error
+(see `NumericCheck._sums`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from mirage_hf.verify.verdict import Accepted, Verdict
 #: A candidate's error may be this many times eager's.
 SLACK = 1.25
 
-#: Results beyond this share of the dtype's largest number may round to infinity or not.
+#: Results beyond this share of the dtype's largest number are not compared: rounding alone may make
+#: them infinite.
 _IN_RANGE = 0.98
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -93,7 +97,7 @@ class _CaseData:
 
 
 class NumericCheck:
-    """References and eager's errors of one program, computed once for all its candidates.
+    """The numeric check of one program. References and eager's errors are computed once.
 
     >>> check = NumericCheck(program)
     >>> check.judge(lambda inputs: my_kernel(*inputs))
@@ -194,17 +198,16 @@ class NumericCheck:
         return self._eager_errors[case, k]
 
     def _sums(self, case: Case) -> list[Errors]:
-        """Return the errors of results whose sums are off by as much as float32 sums may be.
+        """Return the errors of the outputs if each sum errs as much as a float32 sum may.
 
-        A sum over n elements is off by log2(n) / 2 ulps of float32, the most that adding up in
-        pairs loses. torch's own norms are off by less in most rows and by nothing in some, in an
-        order of their own.
+        A sum over n elements gets an error of log2(n) / 2 ulps of float32, the most that adding up
+        in pairs loses. The errors of torch's own norms are smaller in most rows, and zero in some.
         """
         if case not in self._sum_errors:
             data = self._run_torch(case)
             generator = torch.Generator(data.inputs[0].device).manual_seed(self._inputs.seed)
 
-            def off(op: KernelOp, y: torch.Tensor) -> torch.Tensor:
+            def with_error(op: KernelOp, y: torch.Tensor) -> torch.Tensor:
                 x, attrs = op.inputs[0], dict(op.attrs)
                 if op.name != "reduction" or attrs["kind"] == "max" or not isinstance(x, DTensor):
                     return y
@@ -213,7 +216,7 @@ class NumericCheck:
                 return y * (1 + sign * ulps * torch.finfo(torch.float32).eps)
 
             expanded = expand(self.program)
-            results = run_kernel_graph(expanded, data.inputs, torch.float64, err=off)
+            results = run_kernel_graph(expanded, data.inputs, torch.float64, err=with_error)
             self._sum_errors[case] = [
                 measure(y, r, w)
                 for y, r, w in zip(results, data.reference, data.where, strict=True)
@@ -232,7 +235,8 @@ def run_kernels(
 
     Block graphs run in float32, and their results are rounded to the tensors they are stored in.
     With `tensor_cores` the factors of contractions are rounded to the 16-bit dtype of the kernel's
-    inputs. A kernel of float32 partial results has none. Library ops run by their oracle.
+    inputs. The inputs of a kernel that adds float32 partial results have no such dtype, so nothing
+    is rounded there. Library ops run by their oracle.
     """
     values = {t.index: x for t, x in zip(kernels.inputs, inputs, strict=True)}
     for op in kernels.ops:
@@ -255,7 +259,7 @@ def judge_on_cpu(ugraph: UGraph, checks: dict[object, NumericCheck], tensor_core
 
     Args:
         ugraph: The candidate. Its grid axes are cut short.
-        checks: Keeps references, so that candidates of one program share them.
+        checks: The checks made so far, by program. Candidates of one program share a check.
         tensor_cores: Whether factors of contractions are rounded.
     """
     small = narrowed(ugraph) or ugraph

@@ -23,15 +23,15 @@ class Case:
     offset: float = 0.0
     #: Every row of the first input is one number.
     constant_rows: bool = False
-    #: Only infinities and NaN count. So near the largest number most results overflow, and the
-    #: errors of the few cancellations that do not are a matter of luck.
+    #: Only infinities and NaN count. Most results are so near the largest number that they
+    #: overflow, and the errors of the others are a matter of luck.
     range_only: bool = False
-    #: Inputs with which the arguments of exp grow are scaled until these reach this size.
+    #: The size that the arguments of exp should reach. The inputs `grown` are scaled for it.
     scores: float = 0.0
-    #: The sign of the last input that is scaled so. The others are made positive, so that products
-    #: of them are far from 0 in every row.
+    #: The sign of the last input of `grown`. The others are made positive, so that products of them
+    #: are far from 0 in every row.
     sign: int = 0
-    #: Which inputs are scaled so, counted among those of floating point.
+    #: The inputs that are scaled, numbered among the floating-point inputs.
     grown: tuple[int, ...] = ()
     #: The factor by which they are scaled.
     by: float = 1.0
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def cancels(self) -> bool:
-        """True if a mean is so near the values it is subtracted from that its rounding shows."""
+        """True if x − mean(x) is so small that the rounding of the mean shows."""
         return self.constant_rows or self.offset != 0
 
 

@@ -24,11 +24,11 @@ def draw(
         size: Elements of the axis.
         rows: The number of rows.
         first: The kind of the first row, modulo five.
-        partial: Draw the first kind for every row, and leave out the first and the last element if
-            there are three or more.
+        partial: Draw the first kind for every row. If the axis has three or more elements, the
+            first and the last stay outside.
 
     Returns:
-        lo and hi, one element a row.
+        lo and hi, with one element per row.
     """
     lo, hi = np.zeros(rows, dtype=np.int64), np.full(rows, size, dtype=np.int64)
     for row in range(rows):

@@ -10,13 +10,13 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph, BlockInput
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
 from mirage_hf.verify.evaluate import SmallGraph
-from mirage_hf.verify.size_classes import (
+from mirage_hf.verify.size_classes import SizeClasses
+from mirage_hf.verify.size_relations import (
     KERNELS,
     PROGRAM,
     BlockAxis,
     Key,
     ResizeError,
-    SizeClasses,
     TensorDim,
     TensorPart,
     rotated_part,
