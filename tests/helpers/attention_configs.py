@@ -56,7 +56,7 @@ MOST_ELEMENTS = 1 << 29
 
 @dataclass(frozen=True)
 class Kind:
-    """All that a µGraph is searched for, except the number of cache slots."""
+    """All sizes and options that a µGraph is searched for, except the number of cache slots."""
 
     rows: int
     sizes: tuple[tuple[str, Any], ...]
@@ -125,7 +125,7 @@ def chosen(
     """
     options: list[
         tuple[UGraph, list[list[Schedule]]]
-    ] = []  # where short keys cannot be held whole, they are walked
+    ] = []  # short keys that cannot be held whole are walked
     short = () if slots >= LONG_FROM else ((reference, 1),)
     for searched_at, width in (*short, (LONG_SLOTS, 1), (LONG_SLOTS, 2)):
         for c in () if options else searched(k, searched_at, reference, width):
@@ -155,7 +155,7 @@ def chosen(
     try:
         triton.generate(u, other)
         return u, other
-    except errors.CodegenError:  # too few steps to share, say
+    except errors.CodegenError:  # for example, too few steps to share
         return u, schedules
 
 
@@ -319,7 +319,7 @@ def both(
 def untouched(
     k: Kind, g: KernelGraph, before: list[torch.Tensor], after: list[torch.Tensor]
 ) -> bool:
-    """Tell whether the caches are unchanged in every slot except those of the new rows."""
+    """Return whether the caches are unchanged in every slot except those of the new rows."""
     slot = (
         next(x for t, x in zip(g.inputs, before, strict=True) if t.name == "slot")
         .flatten()

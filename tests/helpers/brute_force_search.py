@@ -1,9 +1,10 @@
 """A search by brute force. It shares only the cost of one kernel with the core.
 
-It finds ways to compute a program by breadth-first rewriting of expression DAGs with a few textbook
-rules, to closure or up to a cap. For each way it tries all plans: every set of values that are
-kept, every grouping of what is stored into kernels, and for each kernel every choice of which kept
-values it reads and which it computes again.
+It rewrites expression DAGs breadth-first with a few textbook rules, to closure or up to a cap. That
+gives ways to compute a program. For each way it tries all plans:
+
+- every set of values that are stored, - every grouping of these into kernels, - for each kernel,
+every choice of the stored values that it reads. It computes the others again.
 """
 
 from __future__ import annotations

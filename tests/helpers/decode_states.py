@@ -41,7 +41,7 @@ def random_control(rng: random.Random, batch: int, vocab: int) -> Control:
         c.report[:, row] = torch.tensor([rng.randrange(vocab), 1])
     c.eos.fill_(-1)
     for n in range(rng.choice((0, 1, 3, MAX_EOS))):
-        c.eos[n] = rng.randrange(min(vocab, 12))  # where `random_logits` likes to have its maxima
+        c.eos[n] = rng.randrange(min(vocab, 12))  # `random_logits` often has maxima there
     return c
 
 
@@ -60,7 +60,7 @@ def compiled(what: KernelLaunch, dtypes: list[torch.dtype], sm: int) -> Any:
 
     names = what.kernel.arg_names
     pointers, constexprs = names[: len(dtypes)], names[len(dtypes) :]
-    assert constexprs == ["overlaps", *what.constants]  # a launch gives them by their places
+    assert constexprs == ["overlaps", *what.constants]  # a launch passes them by position
     types = dict(zip(pointers, (TYPES[dtype] for dtype in dtypes), strict=True))
     source = compiler.ASTSource(
         what.kernel,
@@ -84,7 +84,7 @@ def assert_compiles_and_waits(what: KernelLaunch, dtypes: list[torch.dtype]) -> 
         kernel = compiled(what, dtypes, sm)
         ptx = kernel.asm["ptx"]
         assert kernel.asm["cubin"]
-        assert ".ftz" not in ptx  # numbers that are not normal have an order too
+        assert ".ftz" not in ptx  # subnormal numbers have an order too
         waits = ptx.count("griddepcontrol.wait")
         triggers = ptx.count("griddepcontrol.launch_dependents")
         assert waits == triggers == (1 if sm >= 90 else 0)

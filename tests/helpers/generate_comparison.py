@@ -241,6 +241,6 @@ def assert_same_cache(
                 length = a.get_seq_length()
                 seen = torch.nn.functional.pad(mask != 0, (0, length), value=True).to(mine.device)
                 seen = seen[:, None, length - theirs.shape[2] : length, None]
-                assert bool(mine.isfinite().all())  # what is seen with weight 0
+                assert bool(mine.isfinite().all())  # keys that are seen with weight 0
                 theirs, mine = theirs * seen, mine * seen
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)

@@ -99,7 +99,7 @@ class Pair:
 
     @property
     def half(self) -> bool:
-        """Tell whether tokens may differ at ties."""
+        """Return whether tokens may differ at ties."""
         return self.stock.dtype in (torch.bfloat16, torch.float16)
 
     @property
@@ -308,14 +308,14 @@ def left_padded_batches(pair: Pair) -> None:
 @feature
 def num_return_sequences(pair: Pair) -> None:
     sampled = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12}
-    if not pair.half:  # of one candidate each: the same for whatever is drawn
+    if not pair.half:  # one candidate each, so the random number does not matter
         out = pair.agree({"inputs": prompt(), **sampled, "top_k": 1})
         assert out.shape == (3, 19) and len(set(map(tuple, out.tolist()))) == 1
     seen = [
         pair.generate({"inputs": prompt(), **sampled, "top_k": 20}, seed=seed).tolist()
         for seed in (1, 1, 2)
     ]
-    # in 16 bits a replayed prefill may round otherwise than the first one, which was called
+    # in 16 bits a replayed prefill may round differently from the first one, which was called
     assert (
         (pair.half or seen[0] == seen[1])
         and seen[1] != seen[2]
@@ -411,7 +411,7 @@ def text_streamers(pair: Pair) -> None:
         out = (pair.generate if "do_sample" in extra else pair.agree)(
             lambda given=given, kept=kept: {**given, "streamer": kept}
         )
-        # stock has used the same one before us
+        # stock has used the same object before
         text = tok.decode(out[0, 7:])
         assert kept.text.endswith(text) and len(text) >= 12, (kept.text, text)
 
@@ -500,7 +500,7 @@ def max_time(pair: Pair) -> None:
 
     limits = iter(
         ({}, {"max_time": 0.2, "streamer": Slow()})
-    )  # stock has no limit: ours writes a beginning of its text
+    )  # stock has no time limit: our text is a beginning of its text
     out = pair.agree(
         lambda: {"inputs": prompt(), "do_sample": False, "max_new_tokens": 60, **next(limits)},
         whole=False,
@@ -536,7 +536,7 @@ def interrupted_calls(pair: Pair) -> None:
             assert not pair.runner.pool._leased
         if (
             at or pair.runner.counts.total() > before
-        ):  # the put of the prompt comes before a step is chosen, but where that was early
+        ):  # the prompt is put before a step is chosen, except if the step ran early
             pair.expect(2)
         pair.agree({"inputs": prompt(2), **GREEDY, **FULL})
 
@@ -555,7 +555,7 @@ def caches_passed_in(pair: Pair) -> None:
 
         text = pair.agree(first)
         if pair.half:
-            continue  # where texts part so do the caches
+            continue  # after texts differ, so do the caches
         assert_same_cache(*used, mask=given.get("attention_mask"))
         again, mask = iter(used), given.get("attention_mask", torch.ones_like(given["input_ids"]))
         longer = torch.cat([text, prompt(len(text), 3, seed=9).to(text)], -1)
@@ -645,7 +645,7 @@ def two_models_at_once(pair: Pair) -> None:
                     }
                 )
 
-    # the other's calls in the middle of one's, then beside them
+    # first calls inside of the other's calls, then at the same time
     pair.agree(
         lambda: {"inputs": prompt(), "do_sample": False, "max_new_tokens": 5, "streamer": Asking()}
     )

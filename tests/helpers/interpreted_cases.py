@@ -1,7 +1,7 @@
 """Run generated programs through Triton's interpreter, for the tests of their text.
 
-It prints one JSON object: for each case the error of each output and the error allowed, or what was
-raised.
+The script prints one JSON object. For each case it has the error of each output and the error
+allowed, or the exception.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def chain(
 ) -> UGraph:
     """Return the µGraph that runs blocks and library ops in order.
 
-    Each step names the tensors that it reads by number: first the inputs of the program, then all
-    results in order. The results of the last step are the outputs.
+    Each step names the tensors that it reads by number. The inputs of the program come first, then
+    all results in order. The results of the last step are the outputs.
     """
     kernels = new_kernel_graph()
     tensors = [kernels.input_like(t) for t in program.inputs]
@@ -684,7 +684,7 @@ def attention_inputs(
         k[:, keys // 3] = 0.0
         bias = (torch.rand(1, q, keys, generator=generator) * 2e4 - 1e4).to(dtype)
     if name.startswith("masked"):
-        bias[:, :, : keys // 2 + 3] = -math.inf  # the first tiles, and the first parts
+        bias[:, :, : keys // 2 + 3] = -math.inf  # the first tiles and the first splits
         bias[:, 0, -5:] = -math.inf
     if name == "masked rows":
         bias[:, 1] = -math.inf
@@ -723,7 +723,7 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a µGraph of one kernel."""
+        """Return the schedule of a µGraph of one kernel."""
         (schedule,) = self.schedules
         return schedule
 
@@ -755,7 +755,7 @@ def _case(
 
 
 def _cases(name: str, u: UGraph, *schedules: dict, interpreted: bool = True) -> Case:
-    """Of several kernels: tiles and other choices of each."""
+    """Return cases of several kernels, each with several tiles and other choices."""
     known = (
         "mma",
         "weights_first",

@@ -177,9 +177,9 @@ def split_attention(heads=2, q=3, keys=50, d=8, parts=4, dtype="float16") -> UGr
 
 
 def softmax_two_passes(rows=3, n=40, dtype="float16") -> UGraph:
-    """Compute maximum and sum in one loop and the quotients in another.
+    """Compute maximum and sum in one loop, and the quotients in another.
 
-    Only the sum of the exponentials crosses from the first loop to the second.
+    The second loop reads only the sum of the exponentials from the first.
     """
     g = KernelGraph()
     x = g.new_input((rows, n), dtype, name="x")

@@ -587,8 +587,9 @@ def distance(
 class Judge:
     """Classify mutants of a program's µGraphs.
 
-    A mutant is "differs", "equal", "unclear" or "range only". The last one is equal as a function,
-    but infinite or NaN in float32 on large inputs for which the program is finite in its own dtype.
+    A mutant is "differs", "equal", "unclear" or "range only". "Range only" means that it is the
+    same function, but gives inf or NaN in float32 on large inputs. The program is finite there in
+    its own dtype.
     """
 
     def __init__(self, program: KernelGraph, seeds: Sequence[int] = (0, 1, 2)):

@@ -107,7 +107,7 @@ class _Builder:
         if self.loop:
             self.size["k"] = r.choice((5, 16, 37, 64, 100))
         self.order = order
-        self.split: str | None = None  # the axis that has parts, numbered by p
+        self.split: str | None = None  # the axis that is split, with the splits numbered by p
         dealt = [a for a in (*self.tile, self.loop) if a and self.size[a] > 1]
         if dealt and r.random() < 0.4:
             self.split = self.loop if self.loop and r.random() < 0.7 else r.choice(dealt)
@@ -128,7 +128,7 @@ class _Builder:
         return self.sorted((set(axes) - {over}) | ({"p"} if over == self.split else set()))
 
     def storable(self, axes) -> bool:
-        """Tell whether each block stores its own elements: its range of an axis, or its split."""
+        """Return whether each block stores its own elements: its range of an axis, or its split."""
         return all(a in axes or (a == "p" and self.split in axes) for a in self.grid) and not (
             self.split is not None and {"p", self.split} <= set(axes)
         )
@@ -254,7 +254,7 @@ class _Builder:
             )
             return out
 
-        known = self.plain and r.random() < 0.6  # what tensor cores may take
+        known = self.plain and r.random() < 0.6  # the products that tensor cores may compute
         x = "in0" if known else r.choice(walked)
         top = accumulate(x, "max", None)
         e = op("exp", op("sub", x, top) if r.random() < 0.6 else op("add", x, op("neg", top)))
@@ -314,7 +314,7 @@ class _Builder:
         if r.random() < 0.3:
             arg = r.choice(local)
             fn = r.choice(UNARY)
-            # what grows fast is only taken of what is small
+            # ops that grow fast are only applied to small values
             fn = "tanh" if fn in ("exp", "square") and not arg.startswith("in") else fn
             self.carried[out] = self.carried[arg]
             return BlockOp(out, fn, (arg,), self.carried[out])
@@ -394,7 +394,7 @@ def random_cases(count: int, seed: int = 0) -> list[tuple[int, KernelGraph, Sche
         except (
             Unsuitable,
             errors.CodegenError,
-        ):  # stores nothing, or its tiles are larger than Triton takes
+        ):  # it stores nothing, or its tiles are larger than Triton allows
             continue
         if (
             max(map(planned.tiling.numel, planned.tiling.block.carried.values())) > 1 << 15

@@ -1,4 +1,4 @@
-"""Generated kernels of what the search finds for random programs.
+"""Generated kernels of the µGraphs that the search finds for random programs.
 
 Tests run them on a GPU or through Triton's interpreter.
 """

@@ -1,8 +1,8 @@
 """A second executor of µGraphs: whole arrays with named axes, without blocks or tiles.
 
-It shares no code with graph/execute.py. A value that carries an axis and the number of its split is
-kept by element of the axis alone, because the element determines the split. A running maximum is
-the final maximum, as the definition of a shifted sum says.
+It shares no code with graph/execute.py. A value may carry an axis and the number of its split. Such
+a value is stored by element of the axis, because the element determines the split. A running
+maximum is the final maximum, as in the definition of a shifted sum.
 """
 
 from __future__ import annotations

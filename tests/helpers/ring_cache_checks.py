@@ -137,9 +137,9 @@ def caches_passed_in(r: Rings) -> None:
 
         text = r.agree(first, r.window + 2).sequences
         if r.pair.half:
-            continue  # where texts part so do the caches
+            continue  # after texts differ, so do the caches
         mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
-        for more in (1, r.window + 3):  # the text so far and some tokens more
+        for more in (1, r.window + 3):  # the whole text and some more tokens
             assert_same_cache(*used, mask=mask)
             again, text = (
                 iter(used),
@@ -187,7 +187,7 @@ def blocks_that_grow(r: Rings) -> None:
             assert capacities == (
                 [3 * r.slots] if all(r.sliding) else [r.slots, 2 * r.slots, 3 * r.slots]
             ), capacities
-            for last in (3, 4):  # steps ahead of the host find nobody alive when the block grows
+            for last in (3, 4):  # steps ahead of the host find no row alive when the block grows
                 r.agree(
                     given, r.slots + 9, eos_token_id=sorted(set(text[:, length + last].tolist()))
                 )
@@ -216,7 +216,7 @@ def calls_that_the_host_ends(r: Rings) -> None:
             time.sleep(0.01)
 
     given = {"inputs": prompt(1, r.slots).to(r.pair.device)}
-    for limit in (0.0, 0.01 * (r.window + 9)):  # with the first, what has to be made is made
+    for limit in (0.0, 0.01 * (r.window + 9)):  # the first call makes all that is kept
         out = r.pair.generate(
             {
                 **given,

@@ -1,4 +1,4 @@
-"""µGraphs whose spaces of schedules the tests look at, by name."""
+"""µGraphs for tests of the space of schedules, by name."""
 
 from tests.helpers import kernel_cases
 

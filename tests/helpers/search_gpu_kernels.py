@@ -1,7 +1,7 @@
-"""Search on a machine without a GPU what the models of the GPU tests need.
+"""Search the kernels of the GPU tests' models on a machine without a GPU.
 
 With MIRAGE_HF_TEST_KERNELS=FOLDER the tests start with the kernels in that folder and spend no GPU
-time on searches. An interrupted run goes on where it stopped.
+time on searches. An interrupted run continues where it stopped.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _set_data(m: Any) -> None:
 
 
 def _there_and_back(m: Any) -> None:
-    held = [p.data for p in m.parameters()]  # so that no weight comes back to the address it had
+    held = [p.data for p in m.parameters()]  # so that no weight gets its old address again
     m.bfloat16().float()
     del held
 

@@ -1,6 +1,6 @@
-"""How much the tests try.
+"""How many cases the tests try.
 
-`make test` tries some of it, because it has ten minutes on two cores. `make thorough` tries all.
+`make test` has ten minutes on two cores, so it tries some of them. `make thorough` tries all.
 """
 
 from __future__ import annotations

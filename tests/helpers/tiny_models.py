@@ -249,7 +249,7 @@ def decode_logits(model: Any, batch: int = 1, steps: int = 4, **kwargs: Any) -> 
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Return all that restore() must bring back: classes, dictionaries, weights, addresses."""
+    """Return what restore() must bring back: classes, dictionaries, weights, addresses."""
     return {
         "classes": {n: type(m) for n, m in model.named_modules()},
         "dicts": {
@@ -278,9 +278,9 @@ def twin_of(model: Any) -> Any:
 def parted_at_a_tie(model: Any, ids: torch.Tensor, change: Any, tokens: int = 256) -> int | None:
     """Find where greedy 16-bit tokens of one row differ before and after `change(model)`.
 
-    Assert that they differ only at a tie, and that the logits of the whole text are about as close
-    to float32 as those of stock. At a tie, the logits of the two tokens in the stock run differ by
-    less than the error of the stock logits there.
+    Assert that they differ only at a tie. There, stock's logits of the two tokens differ by less
+    than the error of these logits. Assert also that the logits of the whole text are about as close
+    to float32 as stock's.
 
     Returns:
         The position of the first difference, or None.
@@ -321,9 +321,9 @@ def parted_at_a_tie(model: Any, ids: torch.Tensor, change: Any, tokens: int = 25
 def rows_parted(model: Any, stock: Any, tokens: torch.Tensor, arguments: dict[str, Any]) -> int:
     """Count rows whose tokens differ, and assert that each differs only at a tie.
 
-    `stock` is the 16-bit output of `model` for `arguments`, with its logits. In float32, the logits
-    of the two tokens (after a repetition penalty, if any) must differ by at most twice the error of
-    the stock logits in that row.
+    `stock` is the 16-bit output of `model` for `arguments`, with its logits. At a tie, the float32
+    logits of the two tokens differ by at most twice the error of stock's logits in that row. A
+    repetition penalty is applied to them first.
     """
     given, penalty = (
         arguments.get("input_ids", arguments.get("inputs")),

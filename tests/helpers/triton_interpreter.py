@@ -81,12 +81,12 @@ def quicken() -> None:
         return
     interpreter.quickened = True
 
-    # every sum and product of int32 is computed in int64 too, to see whether it overflows; sizes
-    # here are far from that
+    # Triton also computes every sum and product of int32 in int64, to detect overflow. The sizes
+    # here are far too small to overflow.
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
-    # tl is patched anew in each call of a function from a kernel; once for each kernel is enough
+    # tl is patched again in each call of a function; once for each kernel is enough
     patch, modules = (
         interpreter._patch_lang,
         type("Modules", (), {"__globals__": {"tl": tl, "core": core}}),
@@ -105,7 +105,7 @@ def quicken() -> None:
 
     interpreter._get_np_dtype = known_dtype
 
-    # shapes are checked, and written out, for each type and each tensor
+    # each type and each tensor checks its shape and writes it out
     block_type, blocks, scalar = core.block_type.__init__, {}, (core.tuple([]), core.constexpr(1))
 
     def known_block_type(self, element_ty, shape):
@@ -185,7 +185,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(
         True, warn_only=True
-    )  # fills what is allocated without a value with NaN: no kernel may read it
+    )  # fills memory that is allocated without a value with NaN: no kernel may read it
     quicken()
     mend()
     answers = sys.stdout

@@ -16,7 +16,7 @@ SEARCH = SearchOptions(time_limit=2, threads=1)
 
 
 def same(a: Element, b: Element) -> bool:
-    """Tell whether two elements of the field are equal."""
+    """Return whether two elements of the field are equal."""
     return (
         bool((a.p == b.p).all())
         and (a.q is None) == (b.q is None)

@@ -79,11 +79,11 @@ def test_row_chunks_give_the_same_as_the_whole(name: str, monkeypatch: pytest.Mo
         got = kernel(inputs)
         for y, x in zip(got, run_kernel_graph(whole, inputs), strict=True):
             assert y.shape == x.shape and torch.allclose(y, x, atol=16 * torch.finfo(x.dtype).eps)
-    assert sorted(asked) == [64, 128]  # each made once
+    assert sorted(asked) == [64, 128]  # each is made once
 
 
 def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
-    """In one row of thousands, in a dtype that rounds as much as that is of them all."""
+    """One row of thousands is wrong, by as little as the rounding of all rows together."""
     graph = PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16}).program(4096)
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Matching: some families match in full, others in the parts that a probe confirms.
 
-Every "no" has a reason.
+Every rejection has a reason.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_gpt_oss_matches_except_its_experts() -> None:
         ("self_attn", "sinks"),
     )
     model.config._attn_implementation = (
-        "flash_attention_2"  # of which no twin can say what it does with sinks
+        "flash_attention_2"  # no probe can tell what it does with sinks
     )
     assert (
         "a probe cannot tell whether the sinks are used with flash_attention_2 attention"
@@ -298,7 +298,7 @@ def test_a_softcap_is_what_the_installed_attention_makes_of_it() -> None:
     assert dict(attention.block.sizes)["softcap"] == 50.0
     if not model._supports_sdpa:
         return
-    model.set_attn_implementation("sdpa")  # some versions' ignores it
+    model.set_attn_implementation("sdpa")  # some versions ignore it
     x = torch.randn(1, 3, 32)
     rope = model.model.rotary_emb(x, torch.arange(3)[None])
     seen = []
@@ -438,7 +438,7 @@ def test_the_probe_sees_another_attention() -> None:
             out, weights = super().forward(hidden_states, **kwargs)
             return out * hidden_states.mean(
                 -1, keepdim=True
-            ), weights  # a gate from the normed input
+            ), weights  # a gate that reads the normed input
 
     attention.__class__ = Reads
     assert "model.layers.0" not in found(model)

@@ -44,9 +44,9 @@ DECODING = {
 
 
 def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
-    """Return what is wrong with the generated kernels; nothing, if they are right.
+    """Return what is wrong with the generated kernels, or nothing if they are right.
 
-    The first µGraphs are run, at some schedules of the space.
+    The first µGraphs run, each with some schedules of the space.
     """
     wrong, ran = [], 0
     for f in test_shifts.found_of(g)[:4]:
@@ -66,15 +66,15 @@ def run_all(g: KernelGraph, schedules: int = 6) -> list[str]:
                 )
                 try:
                     got = [y.cpu() for y in module.run(inputs)]
-                except OutOfResources:  # more shared memory than there is
+                except OutOfResources:  # a schedule may need more shared memory than there is
                     break
                 error, torchs = (
                     test_shifts.error_of(got, want),
                     test_shifts.error_of([y.cpu() for y in run_kernel_graph(g, inputs)], want),
                 )
                 ran += 1
-                # large numbers rotated and rounded to 16 bits before they are multiplied lose as
-                # much in torch
+                # torch loses as much when it rotates large numbers and rounds them to 16 bits
+                # before the product
                 if not error < max(
                     4e-2 if g.inputs[0].dtype is torch.bfloat16 else 6e-3, 1.25 * torchs
                 ):

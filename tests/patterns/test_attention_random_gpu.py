@@ -52,6 +52,6 @@ def test_random_configurations_are_as_close_to_float64_as_sdpa(seed):
                     f"{what} {bounds}: a slot that is not appended to has changed"
                 )
             return
-        except OutOfResources:  # more shared memory than there is
+        except OutOfResources:  # a schedule may need more shared memory than there is
             assert not ran, f"{what}: out of resources after {ran} runs"
     pytest.fail(f"{what}: no schedule fits into shared memory")

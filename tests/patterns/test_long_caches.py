@@ -51,7 +51,7 @@ def program(
 
 @functools.cache
 def searched(d: int, **sizes: int) -> list[UGraph]:
-    """What is found at a short cache, cheapest first."""
+    """Return the µGraphs found for a short cache, cheapest first."""
     taken = split_appends(program(256, d, **sizes))
     assert taken is not None
     return [
@@ -61,7 +61,10 @@ def searched(d: int, **sizes: int) -> list[UGraph]:
 
 
 def found(d: int, kernels: int, **sizes: int) -> UGraph:
-    """The first µGraph of one kernel, or of two of which the second combines parts."""
+    """Return the first µGraph of one kernel, or of two kernels.
+
+    Of two kernels, the second combines partial results.
+    """
     return next(
         u
         for u in searched(d, **sizes)
@@ -74,7 +77,7 @@ def walks_in_parts(u: UGraph) -> bool:
 
 
 def spilled(ptx: str, sm: int) -> tuple[int, int]:
-    """Registers of a thread and bytes that it spills, as ptxas tells."""
+    """Return the registers of a thread and the bytes that it spills, as ptxas reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     told = subprocess.run(
@@ -123,7 +126,7 @@ def test_a_longer_cache_gets_longer_parts_and_no_more_of_them():
         p.tiling.is_looped
         and p.loop_bounds.are_split
         and not plan_kernel(ugraph.block_ops[0], cut[0]).loop_bounds.are_split
-    )  # who else reads the parts is known of the whole only
+    )  # only the whole µGraph shows which other kernels read the partial results
 
 
 INTERPRETED = """
@@ -216,7 +219,7 @@ def test_a_loop_that_was_held_whole_is_pipelined_and_fits_into_shared_memory_whe
 def test_more_blocks_share_a_longer_loop_but_not_one_as_long_as_it_was(monkeypatch):
     monkeypatch.setattr(
         "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
-    )  # with which other tiles would fit shared memory
+    )  # with it, other tiles would fit into shared memory
     tuned = symbolic.for_program(
         found(128, 1, kv_heads=8), program(attention.LONG_SLOTS, 128, kv_heads=8)
     )
@@ -246,7 +249,7 @@ def test_a_schedule_that_is_none_for_a_short_cache_gives_way_to_one_of_its_kind(
 
 
 def test_keys_are_not_prefetched_before_a_block_s_share_is_known():
-    """Bounds that may not be read before the wait say where a block's share of keys begins."""
+    """Bounds say where a block's share of keys begins, and may not be read before the wait."""
     g = new_kernel_graph()
     q, k = (
         g.new_input((2, 4, 64), "float16"),
@@ -284,9 +287,9 @@ def test_the_tuner_begins_with_schedules_that_prefetch_caches():
 
 
 def test_heads_and_queries_share_the_rows_of_a_product():
-    """Axes of the grid on one side of a product.
+    """Heads and queries are grid axes on one side of a product.
 
-    Together as many rows as tensor cores want, not each of them.
+    Together they have as many rows as tensor cores need.
     """
     g = new_kernel_graph()
     q, k, v = (
@@ -303,9 +306,9 @@ def test_heads_and_queries_share_the_rows_of_a_product():
 
 
 def test_keys_held_whole_are_not_cut_to_more_than_shared_memory_holds():
-    """Masked attention tuned at 256 slots serves up to 1,023.
+    """Masked attention tuned at 256 slots serves up to 1,023 slots.
 
-    The cost model's first kernel holds all keys in a tile, 290 KiB there.
+    The cost model's first kernel holds all keys in a tile, which takes 290 KiB there.
     """
     block = MASKED_ATTENTION.block(
         kv_heads=2,

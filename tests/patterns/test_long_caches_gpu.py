@@ -46,7 +46,7 @@ CASES = {
 def found(name: str) -> list[UGraph]:
     """Return µGraphs of one kernel, and of two that combine splits.
 
-    They are searched at a short cache, for the size at which long caches are tuned.
+    They are searched for a short cache, and resized to the length at which long caches are tuned.
     """
     searched = search_and_verify(
         program(name, attention.REFERENCE_SLOTS), SearchOptions(time_limit=20)
@@ -65,9 +65,9 @@ def program(name: str, slots: int | None = None):
 
 
 def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
-    """Every second sequence is one key shorter where it can be.
+    """Return random inputs. Every second sequence is one key shorter if possible.
 
-    Cosine and sine are those of angles.
+    Cosine and sine belong to real angles.
     """
     generator = torch.Generator("cuda").manual_seed(7)
     inputs = {}
@@ -86,7 +86,7 @@ def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
 
 
 def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """With their strides, also those of views, which clone() does not keep."""
+    """Copy tensors with their strides. clone() does not keep the strides of views."""
     return [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
         for x in inputs
@@ -94,7 +94,7 @@ def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def schedules_of(u: UGraph):
-    """The best schedule of each kind, and some further down."""
+    """Return the best schedule of each kind, and some that rank lower."""
     ranked = [space.schedules(op, limit=24) for op in place_kernels(u)]
     for n in {
         0,

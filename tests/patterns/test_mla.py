@@ -35,8 +35,8 @@ SMALL = dict(heads=2, latent=32, nope=16, rope=8, q_rank=12)
 def test_latents_are_never_expanded(ropes: str, heads: int, rows: int, us: float) -> None:
     """The weight meets the query in one kernel and the result in another.
 
-    The kernel over the cache reads latents and rotated keys only. The cost model expects the time
-    of bytes and products; it does not know that few blocks have little in flight.
+    The kernel over the cache reads latents and rotated keys only. The cost model estimates the time
+    of bytes and products. It does not know that few blocks have few loads in flight.
     """
     block = MLA.block(
         **{**LITE, "heads": heads}, value=128, scale=0.07, ropes=ropes, dtype=torch.bfloat16
@@ -96,9 +96,9 @@ def test_another_rope_is_an_error() -> None:
 
 
 def memory(sizes: dict[str, Any], ropes: str, rows: int, slots: int) -> dict[str, torch.Tensor]:
-    """Inputs as a model's step has them.
+    """Return inputs with the memory layout of a model's step.
 
-    Q and new latents are views of packed rows, both keys of one cache.
+    q and the new latents are views of packed rows. Both keys are views of one cache.
     """
     heads, latent, nope, rope, rank = (
         sizes[n] for n in ("heads", "latent", "nope", "rope", "q_rank")
@@ -174,7 +174,7 @@ def together(ropes: str, run: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
     for exact in (False, True):
         held = memory(SMALL, ropes, 2, 24)
         if exact:
-            # doubles that share memory as the halves do
+            # float64 tensors that share memory as the half-precision ones do
             held = {n: x if not x.is_floating_point() else x.double() for n, x in held.items()}
         given = []
         for number, g in enumerate(programs(ropes)):
@@ -226,6 +226,6 @@ def test_generated_code_equals_torch() -> None:
 
 @pytest.mark.parametrize("ropes", ROPES)
 def test_programs_append_through_views(ropes: str) -> None:
-    """Both halves of a rotated key go to one cache, in half precision as in double."""
+    """Both halves of a rotated key go to one cache, in half precision and in float64."""
     for y, z in zip(*together(ropes, run_kernel_graph), strict=True):
         torch.testing.assert_close(y.double(), z, rtol=2e-2, atol=6e-3)

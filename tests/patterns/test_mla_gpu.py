@@ -43,9 +43,9 @@ NAMES = [
 
 
 def inputs_of(g: KernelGraph, slots: int) -> list[torch.Tensor]:
-    """Unit normal numbers, weights of unit gain.
+    """Return unit normal numbers, and weights of unit gain.
 
-    Rows that see all of the cache, most, some and one slot of it.
+    Rows see all, most, some and one slot of the cache.
     """
     generator, found = torch.Generator().manual_seed(0), []
     bounds = {

@@ -117,7 +117,7 @@ def test_resolved_kernels_are_right():
 
 
 def test_a_program_without_a_kernel_is_kept_too(searches, monkeypatch):
-    """Until another version of the search may find one."""
+    """It is kept until another version of the search may find a kernel."""
     g = mi.new_kernel_graph()
     g.mark_output(g.cast(g.new_input((4, 8)), "int32"))
     for version in ("this", "another"):
@@ -192,7 +192,7 @@ def test_a_named_zoo_and_a_full_search(tmp_path, monkeypatch, searches):
 def test_rounding_decides_which_schedule_is_taken():
     """x·γ in float16 may not go to tensor cores.
 
-    16 rows take a form that divides first, or one that multiplies γ by W.
+    For 16 rows a form is chosen that divides first, or one that multiplies γ by W.
     """
     r = resolver.resolve(programs.rms_norm_linear(mi, rows=16, k=512, n=256), device="cpu")
     (schedule,) = r.ugraph.schedules
@@ -206,7 +206,7 @@ def test_rounding_decides_which_schedule_is_taken():
 def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog):
     """Newer versions of Triton read factors of 8 columns while the next ones are copied.
 
-    A packaged kernel that relies on the older instruction is made anew, and no other.
+    Only packaged kernels that rely on the older instruction are made again.
     """
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
     for newer in (False, True):
@@ -217,7 +217,7 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
         assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
         loaded: list[str] = []
         monkeypatch.setattr(torch_op, "launcher", loaded.append)
-        for e in unsafe:  # graphs that were saved name them by digest
+        for e in unsafe:  # saved graphs name kernels by digest
             before = len(loaded)
             torch_op.run_of_entry(e)
             assert (
@@ -242,9 +242,10 @@ def searched(program):
 
 
 def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
-    """A program whose kernel was just tuned: a candidate for each of the times, best first.
+    """Return a program's outcome as if it was just tuned.
 
-    `library`: None where that path failed.
+    It has a candidate for each of the times, best first. `library` is None if the library path
+    failed.
     """
     program = programs.rms_norm_linear(mi, rows=1, k=k, n=256)
     found = searched(program)
@@ -269,7 +270,7 @@ def made(k: int, *us: float, library: float | None = 9.0) -> resolver.Resolved:
 
 @pytest.fixture
 def offered(monkeypatch):
-    """Return the choices that `choose_for_layer` gets; it takes the last of each."""
+    """Return the choices that `choose_for_layer` gets. It takes the last of each."""
     asked = []
     monkeypatch.setattr(
         layer_choice,
@@ -315,7 +316,7 @@ def test_kernels_slower_than_the_library_are_not_offered(offered):
 
 
 def test_a_library_path_that_failed_does_not_compete(cache):
-    """As for want of memory, which kernels that form no intermediate results need less of."""
+    """It may lack memory. Kernels without intermediate results need less memory."""
     resolved = made(512, 1.0, 2.0, library=None)
     found, entry = resolved.outcome, resolved.entry
     assert found.contenders() == found.measured

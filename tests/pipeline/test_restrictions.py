@@ -1,4 +1,4 @@
-"""What a user may restrict, and the reason of each refusal.
+"""Restrictions by the user, and the reason of each rejection.
 
 There are restrictions of tensor maps, of numbers of blocks, threads and trips, of kernels and of
 time.
@@ -43,7 +43,10 @@ def found(graph, max_kernels=4, **maps):
 
 
 def maps(u):
-    """imaps and fmaps of inputs, omaps of outputs of every kernel, as dims that are cut."""
+    """Return the maps of every kernel, as dims that are cut.
+
+    These are imaps and fmaps of inputs, and omaps of outputs.
+    """
     of = [maps_of(op.block) for op in u.block_ops]
     return (
         [{d for _, d in m.grid if d is not None} for k in of for m in k.inputs],
@@ -108,7 +111,7 @@ def test_omaps():
 
 
 def test_a_restriction_costs_no_result_that_keeps_to_it():
-    """Whatever the unrestricted search finds is found when its own maps are what is allowed."""
+    """If the maps of a result are allowed, the restricted search finds this result too."""
     for name in ("attention_decode", "lora_paper", "norm_gated_mlp"):
         g = programs.build(mi, name)
         for f in search(g, SearchOptions(time_limit=20, threads=1))[0][:4]:
@@ -129,7 +132,7 @@ def test_a_restriction_costs_no_result_that_keeps_to_it():
 def test_plans_that_have_no_block_graph_are_left_out():
     """With a loop other than the cheapest, a plan may have no block graph.
 
-    It would store along its loop what only a shift in another kernel cancels.
+    It would store an exponential along its loop that only a shift in another kernel cancels.
     """
     g = programs.build(mi, "mla_decode", small=False)
     assert search(

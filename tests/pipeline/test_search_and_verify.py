@@ -1,4 +1,4 @@
-"""What drives a search and its verification: how often it does the same work."""
+"""The search and its verification do no work twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.decoder_layers import decoder_layer
 
 @pytest.fixture
 def lowered(monkeypatch) -> list[KernelGraph]:
-    """The graphs that are lowered, in order."""
+    """Return a list that gets the graphs that are lowered, in order."""
     graphs: list[KernelGraph] = []
 
     def recorded(graph: KernelGraph):

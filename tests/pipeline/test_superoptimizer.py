@@ -50,7 +50,7 @@ from tests.helpers import programs
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """No test sees what another one, or its user, has searched."""
+    """Give each test an empty cache, so that it sees no other searches."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "user_cache"))
     superoptimizer._memory.clear()
 
@@ -125,7 +125,7 @@ def test_presets(config):
 def test_without_a_gpu_no_code_is_generated_whose_rounding_was_refused(tmp_path, monkeypatch):
     """x·γ overflows float16 in the one-pass form.
 
-    The cost model would give that form to tensor cores.
+    The cost model alone would run that form on tensor cores.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     g = programs.rms_norm_linear(mi, rows=16, k=512, n=512)
@@ -304,7 +304,7 @@ def test_a_checkpoint_is_loaded_without_searching(tmp_path, no_search):
     first = mi.superoptimize(g, checkpoint=path)
     assert [p.name for p in tmp_path.iterdir()] == [
         "c.json"
-    ]  # the cache on disk is not used as well
+    ]  # the cache on disk is not used either
     no_search()
     again = mi.superoptimize(small(), checkpoint=str(path))
     assert (
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_cannot_be_kept_is_refused_before_the_search(
         mi.superoptimize(small(), checkpoint=tmp_path)
     monkeypatch.setattr(
         os, "access", lambda path, mode: Path(path) != tmp_path
-    )  # the tests' user may be root
+    )  # the tests may run as root
     with pytest.raises(
         errors.SearchError, match=r"checkpoint .* cannot be kept, .* cannot be written to"
     ):
@@ -401,7 +401,7 @@ def test_a_search_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
 
 
 def anew():
-    """As in another process."""
+    """Forget everything in memory, as in another process."""
     superoptimizer._memory.clear()
 
 
@@ -411,7 +411,7 @@ def kept():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """The programs searched so far."""
+    """Return the programs searched so far."""
     seen = []
 
     def count(program, *args, **kwargs):
@@ -445,7 +445,7 @@ def test_the_second_call_searches_nothing(searches):
 
 
 def test_results_belong_to_the_graph_they_are_asked_for():
-    """Also when ops are added to the first graph after its search."""
+    """Ops that are added to the first graph after its search change nothing."""
     g = small()
     first = mi.superoptimize(g)
     h = small()
@@ -543,7 +543,7 @@ def _cut(folder):
 
 
 def _signed(folder, **changes):
-    """Edit entry.json, and sign what is there."""
+    """Edit entry.json, and sign it again."""
     data = json.loads((folder / ENTRY).read_text()) | changes
     data["sha256"] = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in data["sha256"]
@@ -702,7 +702,7 @@ def test_the_caches_are_bounded(monkeypatch):
     monkeypatch.setattr(store, "MOST_SEARCHES", 2)
     for rows in (1, 2, 3):
         mi.superoptimize(small(rows=rows))
-        (user_store().root / ".partial-a8f3").mkdir()  # a process that ended while it wrote
+        (user_store().root / ".partial-a8f3").mkdir()  # left by a process that ended while it wrote
     assert len(kept()) == 2
     assert {p.name for p in user_store().root.iterdir()} == {".lock", ".partial-a8f3", "program"}
 
@@ -711,7 +711,7 @@ def test_the_caches_are_bounded(monkeypatch):
 
 
 class Page(HTMLParser):
-    """A page read strictly: tags close in order, ids are unique, and nothing is loaded."""
+    """A strict reader of HTML: tags close in order, ids are unique, and nothing is loaded."""
 
     VOID = ("meta", "path", "rect")
 
@@ -794,7 +794,7 @@ def test_counters_without_a_label_are_shown_by_their_name():
 
 
 def test_a_users_default_device_changes_nothing():
-    with torch.device("meta"):  # of which nothing can be read
+    with torch.device("meta"):  # nothing in it can be read
         found = mi.superoptimize(small(), backend="cpu", cache=False)
         x = [torch.ones(t.dims, dtype=t.dtype, device="cpu") for t in small().inputs]
         got = found[0](inputs=x)

@@ -72,7 +72,7 @@ def test_text_and_json_keep_dims():
 
 
 def test_results_of_programs_with_dims_are_kept_and_loaded(tmp_path, monkeypatch):
-    """In a checkpoint and in the user's cache: axes of block graphs are written with their dims."""
+    """A checkpoint and the user's cache store the axes of block graphs with their dims."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     for kept in (dict(checkpoint=tmp_path / "checkpoint.json"), {}):
         superoptimizer._memory.clear()
@@ -203,7 +203,10 @@ def test_parts_follow_the_size():
     ],
 )
 def test_a_dim_that_cannot_be_one_is_refused_before_the_search(of):
-    """A size of 1 broadcasts, so a dim of at most 2 meets another 2 without an error of an op."""
+    """A size of 1 broadcasts.
+
+    So a dim of at most 2 can meet another 2 without an error of an op.
+    """
     g = mi.new_kernel_graph()
     of(g, mi.Dim("t", 2))
     with pytest.raises(errors.GraphError, match="dim t cannot have every size up to 2"):

@@ -35,7 +35,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def known(graph: Any, name: str = "it") -> str:
-    """A program run by its own ops, registered."""
+    """Register a program that runs by its own ops."""
     torch_op.register(name, library_ugraph(graph), partial(run_kernel_graph, graph), "cpu")
     return name
 
@@ -51,7 +51,10 @@ def linear() -> Any:
 
 
 def views() -> Any:
-    """Outputs that torch would give as an input, a view of it, and twice the same."""
+    """Return a program whose outputs need copies.
+
+    In torch they would be an input, a view of it, and one tensor twice.
+    """
     g = mi.new_graph()
     x, y = g.new_input((4, 8), "float32", name="x"), g.new_input((4, 8), "float32", name="y")
     total = g.add(x, y)
@@ -161,7 +164,7 @@ def test_kernels_are_found_by_digest_in_the_users_cache(
 
 
 def test_copies_of_a_ugraph_have_numbers_of_their_own() -> None:
-    """Compiled code finds a µGraph by its number, so a copy must not take over that of another."""
+    """Compiled code finds a µGraph by its number, so a copy must not take the number of another."""
     ugraph = library_ugraph(linear())
     for other in (copy.deepcopy(ugraph), pickle.loads(pickle.dumps(ugraph)), replace(ugraph)):
         assert (

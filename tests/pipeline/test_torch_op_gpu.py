@@ -34,7 +34,7 @@ def found() -> Any:
 
 
 def sharing(found: list[Any]) -> list[Any]:
-    """Those whose loops two blocks can share, with schedules by which these count who is done."""
+    """Return µGraphs whose loops two blocks can share, with schedules that use counters."""
     chosen = [
         (
             u,
@@ -52,7 +52,7 @@ def sharing(found: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @torch.no_grad()
 def test_inductor_runs_the_kernel(found: Any, mode: str, split: bool) -> None:
-    """A graph of inductor's allows nothing to stay in its memory."""
+    """Inductor allows nothing to stay in the memory of its graph."""
     torch.compiler.reset()
     fused = [u for u in found if u.num_kernels == 1 and u.is_fused]
     fused = (sharing(fused) if split else fused)[0]

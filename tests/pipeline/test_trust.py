@@ -1,6 +1,6 @@
-"""What a kernel zoo or a checkpoint holds is checked before it runs.
+"""Contents of a kernel zoo or a checkpoint are checked before they run.
 
-Its text, its µGraph, its rounding.
+The checks cover an entry's text, its µGraph and its rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def entry_for(target: str):
 
 
 def wrong(ugraph: UGraph) -> UGraph:
-    """The same kernels with sqrt in place of rsqrt."""
+    """Return the same kernels with sqrt instead of rsqrt."""
     data = json_format.ugraph_to_dict(ugraph)
     kernels = json.dumps(data["kernels"])
     assert '"rsqrt"' in kernels
@@ -55,7 +55,7 @@ def wrong(ugraph: UGraph) -> UGraph:
 
 
 def wrong_entry(target: str):
-    """An entry whose files agree with each other, for a µGraph that computes something else."""
+    """Return an entry with consistent files whose µGraph computes something else."""
     entry = entry_for(target)
     ugraph = wrong(entry.ugraph)
     return replace(
@@ -67,7 +67,7 @@ def wrong_entry(target: str):
 
 
 def sign(folder: Path) -> None:
-    """Make entry.json name the files as they are now."""
+    """Write the digests of the present files into entry.json."""
     data = json.loads((folder / ENTRY).read_text())
     for name in data["sha256"]:
         data["sha256"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()

@@ -47,7 +47,7 @@ def searched(graph: KernelGraph, **options) -> VerifiedCandidates:
 
 @functools.cache
 def layer(**sizes) -> VerifiedCandidates:
-    """What is found for a decoder layer: several tests look at the same."""
+    """Return the search result of a decoder layer, which several tests share."""
     return searched(decoder_layer(mi, **sizes))
 
 
@@ -64,7 +64,7 @@ def same_as_float64(ugraph: UGraph) -> bool:
 
 
 def called(ugraph: UGraph) -> Counter[str]:
-    """The library calls of a µGraph."""
+    """Return the library calls of a µGraph."""
     return Counter(
         op.name
         for op in ugraph.kernels.ops
@@ -73,7 +73,7 @@ def called(ugraph: UGraph) -> Counter[str]:
 
 
 def fewest(result: VerifiedCandidates) -> UGraph:
-    """The candidate with the fewest launches, and the fewest library calls among them."""
+    """Return the candidate with the fewest launches, and among equals the fewest library calls."""
     return min(
         (c.ugraph for c in result.candidates), key=lambda u: (u.num_kernels, called(u).total())
     )
@@ -98,7 +98,7 @@ def test_a_decoder_layer(name):
     past = "past" in LAYERS[name]
     assert called(best) == (
         Counter(concat=2) if past else Counter()
-    )  # everything else is in kernels, both rotations in one
+    )  # everything else is in kernels, and both rotations are in one
     assert (
         best.num_kernels <= (14 if LAYERS[name].get("sandwich") else 12)
         and best.num_kernels <= 0.6 * library
@@ -160,7 +160,7 @@ def test_two_equal_layers_are_searched_once(monkeypatch):
                 g.silu(g.matmul(h, g.new_input((32, 48)))), g.matmul(h, g.new_input((32, 48)))
             )
             halves = [g.matmul(m, g.new_input((48, 16))) for _ in range(2)]
-            x = g.concat([g.silu(y) for y in halves], 1)  # the library's: its parts are computed
+            x = g.concat([g.silu(y) for y in halves], 1)  # a library op
         g.mark_output(x)
         seen.clear()
         return searched(g), sorted(seen)
@@ -250,7 +250,7 @@ def test_ops_that_end_a_kernel_are_library_calls_between_kernels(build):
 def test_a_cache_written_in_place_keeps_its_readers_in_order():
     g = mi.new_kernel_graph()
     cache, row, slot = g.new_input((1, 6, 8)), g.new_input((1, 1, 8)), g.new_input((1,), "int64")
-    old = g.reduction(g.square(cache), 1)  # reads what was there before
+    old = g.reduction(g.square(cache), 1)  # it reads the data from before the append
     new = g.cache_append(cache, g.exp(row), slot)
     g.mark_output(new, g.reduction(g.square(new), 1), old)
     units = cut.cut(g).units
@@ -337,7 +337,7 @@ def test_max_kernels_bounds_a_window_there_and_the_whole_in_superoptimize():
 
 
 def test_a_refused_window_is_replaced(monkeypatch):
-    """Refuse one window of the best path after the other. The path must go around them."""
+    """Each window of the best path is rejected in turn. The path must go around them."""
     g, free = decoder_layer(mi, **SMALL, past=6), layer(**SMALL, past=6).candidates[0]
 
     def no_gate(found, **more):
@@ -491,7 +491,10 @@ def test_progress_is_reported_and_an_interrupted_search_returns_the_best_so_far(
     result = search_and_verify(
         decoder_layer(mi, past=127), replace(OPTIONS, threads=2), stop_after(0)
     )
-    assert result.report.stop in ("interrupted", "exhausted")  # a window may end before it is asked
+    assert result.report.stop in (
+        "interrupted",
+        "exhausted",
+    )  # a window may end first
     assert all(
         isinstance(c.ugraph, UGraph) and c.ugraph.num_kernels < 24 for c in result.candidates
     )
@@ -536,7 +539,7 @@ def test_calls_cost_what_the_tuner_thinks():
 
 
 def test_every_window_is_its_part_of_the_program():
-    """Views, core and views of each window, run in order, make the tensors that the units make."""
+    """The views, core and views of each window make the same tensors as its units, run in order."""
     g = decoder_layer(mi, **SMALL, tokens=3)
     parts = cut.cut(g)
     inputs = mutants.float64_inputs(g)

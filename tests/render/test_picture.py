@@ -35,9 +35,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def split_attention(heads=3, keys=50, d=8, parts=4) -> UGraph:
-    """Two kernels.
+    """Return two kernels of attention.
 
-    Keys dealt out in parts, sums rescaled as the maximum grows, then the parts brought together.
+    The first splits the keys and rescales sums as the maximum grows. The second combines the
+    splits.
     """
     first = BlockGraph(
         (
@@ -108,7 +109,7 @@ def split_attention(heads=3, keys=50, d=8, parts=4) -> UGraph:
 
 
 def many_kernels() -> UGraph:
-    """Split attention between library calls, three times over.
+    """Return split attention between library calls, three times in a row.
 
     The program has numbers, layouts and long names.
     """
@@ -137,7 +138,7 @@ def many_kernels() -> UGraph:
 
 
 def stored_input() -> UGraph:
-    """An input stored as it is, and one that nothing reads."""
+    """Return an input that is stored as it is, and one that nothing reads."""
     block = BlockGraph(
         (Axis("m", 4, Role.GRID),),
         (BlockInput("x", (0,), ("m",)), BlockInput("y", (1,), ("m",))),
@@ -157,7 +158,7 @@ def scheduled() -> UGraph:
 
 
 def random_ugraph(seed: int) -> UGraph:
-    """Seeds that make no kernel give way to others."""
+    """Return a random µGraph. Seeds that give no kernel are skipped."""
     for n in itertools.count(seed, 1000):
         try:
             g = random_block_graphs.random_graph(n)
@@ -230,7 +231,7 @@ class Drawn:
 
 
 def _along(d):
-    """Points along a path of M, L and C."""
+    """Yield points along a path of M, L and C."""
     points = []
     for letter, rest in re.findall(r"([MLC])([^MLC]*)", d):
         numbers = [float(n) for n in re.findall(r"-?[\d.]+", rest)]
@@ -407,7 +408,7 @@ def luminance(colour):
 
 
 def test_text_has_contrast_on_every_box():
-    """WCAG's 4.5 to 1, for normal and for small text.
+    """WCAG asks for 4.5 to 1, for normal and for small text.
 
     Borders differ from their fill by 1.6 to 1.
     """

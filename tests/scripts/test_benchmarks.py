@@ -127,7 +127,7 @@ def test_a_row_is_cut_from_the_size_that_it_is_tuned_at(on_cpu):
         tuned_at=tuple({"keys": 40}.items()),
     )
     args = argparse.Namespace(search_seconds=20.0, ugraphs=1, schedules=2, replays=1)
-    for _ in range(2):  # what was tuned is kept
+    for _ in range(2):  # the tuned kernels are kept
         record: dict = {}
         assert len(bench_blocks.find_ours(row, args, record)) == 1
         assert (
@@ -171,7 +171,7 @@ def test_the_chain_is_the_same_as_programs_and_as_torch(rows, separate):
 
 
 def test_a_zoo_gets_no_result_whose_candidates_failed(monkeypatch, tmp_path):
-    """Every candidate failed: the library would stand in the zoo for good."""
+    """If every candidate failed, the library path would stay in the zoo for good."""
     ugraph = ugraphs.rms_norm_linear()
     fused = Entry(
         key_of(ugraph.program, "sm_90"),
@@ -201,7 +201,7 @@ def test_a_zoo_gets_no_result_whose_candidates_failed(monkeypatch, tmp_path):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Contenders run once on the CPU, and take 1 µs, 2 µs, … a call; no GPU is asked."""
+    """Run contenders once on the CPU. They take 1 µs, 2 µs, … a call, and no GPU is used."""
 
     def captured(run, sets):
         run(sets[0])
@@ -332,7 +332,7 @@ def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
 
     jobs["b"] = lambda: job("b")
     benching.run_all(benching.Report(path, {}, resume=True), jobs, benching.Budget(), str)
-    assert ran == ["a", "b", "b", "c"]  # what failed is tried again
+    assert ran == ["a", "b", "b", "c"]  # failed rows are tried again
     assert sorted(r["name"] for r in json.loads(path.read_text())["rows"]) == ["a", "b", "c"]
     assert benching.run_all(benching.Report(path, {}), jobs, benching.Budget(0.0), str) == [
         "a",
@@ -366,7 +366,7 @@ def row_that_ends(how):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """Processes that are there at once: new ones import torch, which takes seconds."""
+    """Fork processes instead of starting new ones, which import torch for seconds."""
     monkeypatch.setattr(
         benching.multiprocessing,
         "get_context",
@@ -376,7 +376,7 @@ def forked(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_rows_are_set_up_side_by_side_and_measured_alone(forked, tmp_path, capsys):
-    """Also where one fails before its turn, which the others would wait for."""
+    """This holds too if one fails before its turn, because the others would wait for it."""
     report = benching.Report(tmp_path / "rows.json", {})
     report.rows.append({"name": "there"})
     jobs = {
@@ -398,7 +398,7 @@ def test_rows_are_set_up_side_by_side_and_measured_alone(forked, tmp_path, capsy
 
 
 def test_a_row_beside_others_is_one_of_a_new_process(tmp_path, monkeypatch):
-    """What a GPU has begun cannot be forked."""
+    """A process that has used a GPU cannot be forked."""
     text = """
 import os
 from scripts.benching import alone
@@ -418,7 +418,7 @@ def job():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_row_whose_process_ends_takes_no_other_row_with_it(forked):
-    """As for want of the host's memory, before its turn and in it."""
+    """A process may end for lack of the host's memory, before its turn or in it."""
     report = benching.Report(None, {})
     jobs = {how: partial(row_that_ends, how) for how in ("exits", "is killed", "in its turn")} | {
         "good": partial(row_beside, 0.5)
@@ -455,7 +455,7 @@ def test_a_report_of_another_gpu_is_not_resumed(tmp_path):
 
 
 def made_up(name: str) -> dict:
-    """A row of numbers that nobody measured."""
+    """Return a row with invented numbers."""
     row = block_rows.ROWS[name]
     contenders = {
         "ours": {"us": 10.0, "whole": True},
@@ -758,8 +758,8 @@ def test_padded_prompts_of_bench_generate():
         * model.config.head_dim
         * 2
     )
-    # a model in float32 in place of ours is as far from float32 as its steps behind padding are
-    # from a forward
+    # A float32 model stands for ours. Its distance from float32 is that of its steps after
+    # padding from a whole forward.
     wide = copy.deepcopy(model).float()
     ids = bench_generate.random_ids(wide, 3, 12, seed=0, padded=True)
     far = bench_generate.closeness(model, wide, ids, 4)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_thousand_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prints memory and what ran; fails with the call that was wrong."""
+    """The test prints memory and what ran. If it fails, it names the call that was wrong."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     assert not torch.backends.cuda.matmul.allow_tf32
     pairs = [

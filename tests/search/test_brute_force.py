@@ -5,13 +5,16 @@ program by its rules. For each DAG it tries every plan of at most three kernels 
 in between. Only the cost of one kernel is the core's. Two differences are known and allowed for:
 
 - SCALARS: among ways that form the same sums, the search keeps the one with the least scalar
-  work on a whole GPU (`op_work`), before it knows the kernels. Another order of the same
-  products may cost a kernel up to 1% less.
-- DEARER: on at most 2% of the programs the search may miss a plan that is cheaper by more.
-  Known causes: normal forms do not merge Σ_k a · Σ_k b, whose bound axis has one name, so ways
-  that differ in which of the two an outer sum takes in are not found from each other
-  (`sums_meet`). `op_work` may drop the order of three factors that is cheaper in kernels
-  (f(x)·W·V with a large W: 5%).
+  work on a whole GPU (`op_work`). It does so before it knows the kernels. Another order of the
+  same products may cost a kernel up to 1% less.
+- DEARER: on at most 2% of the programs the search may miss a plan that is cheaper by more than
+  that. Two causes are known:
+
+  - Normal forms do not merge Σ_k a · Σ_k b, because both bound axes have one name. An outer sum
+    may take in either of the two, and these two ways are not found from each other
+    (`sums_meet`).
+  - `op_work` may drop the order of three factors that is cheaper in kernels (f(x)·W·V with a
+    large W: 5%).
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 def small_program(rng: random.Random) -> KernelGraph:
-    """A program that is lowered to 2 to 6 primitives.
+    """Return a program that is lowered to 2 to 6 primitives.
 
-    Sums, products, quotients, exponentials and opaque functions.
+    These are sums, products, quotients, exponentials and opaque functions.
     """
     while True:
         g = KernelGraph()
@@ -91,7 +94,7 @@ def core_call(g: KernelGraph):
 
 
 def sums_meet(g: KernelGraph) -> bool:
-    """Tell whether two sums over one axis are multiplied, divided or summed somewhere."""
+    """Return whether two sums over one axis are multiplied, divided or summed somewhere."""
     spec = lower(g)
     below: list[set[str]] = []
     for t in spec.terms:
@@ -107,7 +110,7 @@ def compare(g: KernelGraph) -> tuple[float | None, brute_force_search.Plan, int,
 
     Returns:
         The search's best cost (None if it found nothing), the oracle's cheapest plan of at most
-        that cost, the number of ways tried, and whether these are all.
+        that cost, the number of ways tried, and whether these are all ways.
     """
     found, report = search(g, SEARCH)
     assert report.stop == "exhausted", report

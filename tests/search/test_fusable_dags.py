@@ -32,25 +32,24 @@ UNARY = ("silu", "gelu", "sigmoid", "tanh", "relu", "exp", "square", "neg")
 
 
 def dag(rng: random.Random) -> KernelGraph:
-    """A DAG of 3 to 10 ops.
+    """Return a DAG of 3 to 10 ops with one or more outputs.
 
-    Rows × columns, matrices, norms, softmax, scalar work, residuals, reductions; one or more
-    outputs.
+    It has rows × columns, matrices, norms, softmax, scalar work, residuals and reductions.
     """
     g = KernelGraph()
     rows, columns = rng.choice(ROWS), rng.sample(COLUMNS, rng.randint(1, 3))
-    tensors: list[DTensor] = [g.new_input((rows, rng.choice(columns)))]  # of that many rows
+    tensors: list[DTensor] = [g.new_input((rows, rng.choice(columns)))]
     most = rng.randint(3, 10)
 
     def shared(x: DTensor) -> DTensor:
-        """Another tensor like x: one that is there, or a new input."""
+        """Return another tensor like x: an existing one, or a new input."""
         old = [t for t in tensors if t.dims == x.dims and t is not x]
         return rng.choice(old) if old and rng.random() < 0.5 else g.new_input(x.dims)
 
     while sum(op.name != "permute" for op in g.ops) < most:
         x = (
             tensors[-1] if rng.random() < 0.7 else rng.choice(tensors)
-        )  # mostly go on with what was just computed, as models do
+        )  # mostly continue with the last result, as models do
         n = x.dims[1]
         kind = rng.choice(
             (
@@ -96,16 +95,16 @@ def dag(rng: random.Random) -> KernelGraph:
     made = [op.outputs[0] for op in g.ops if op.name != "permute"]
     outputs = [t for t in made if t.index not in used]
     inner = [t for t in made if t.index in used]
-    if inner and rng.random() < 0.25:  # a result that the rest of the program reads, too
+    if inner and rng.random() < 0.25:  # an output that the rest of the program reads too
         outputs.append(rng.choice(inner))
     g.mark_output(*outputs)
     return g
 
 
 def provable(ugraph: UGraph) -> bool:
-    """Whether `prove` takes it on.
+    """Return whether `prove` can prove a µGraph.
 
-    Once it takes all (several kernels, running maxima), this goes.
+    This can go when it proves all of them (several kernels, running maxima).
     """
     return ugraph.num_kernels == 1 and all(
         a.shift is None for op in ugraph.block_ops for s in op.block.stages for a in s.accumulators
@@ -113,7 +112,7 @@ def provable(ugraph: UGraph) -> bool:
 
 
 def check(g: KernelGraph, seed: int) -> Counter[str]:
-    """Search, and check everything that comes back."""
+    """Search, and check every result."""
     found, report = search(g, SEARCH)
     small = reduced_ugraphs.sizes(g)
     program = reduced_ugraphs.program(g, small)
@@ -129,13 +128,13 @@ def check(g: KernelGraph, seed: int) -> Counter[str]:
             < TOLERANCE
         ):
             return True
-        # the sum of a constant along an axis is a multiple of its length, so such a µGraph is right
-        # at its own sizes only
+        # the sum of a constant along an axis is a multiple of its length. Such a µGraph is right
+        # only at its own sizes.
         counts["right at whole sizes only"] += 1
         whole = [x / 2 for x in mutants.float64_inputs(g, seed)]
         exact = mutants.reference(g, whole)
         if any(float(y.abs().max()) < 1e-9 for y in exact):
-            return True  # zero but for rounding: the sum of x − mean(x)
+            return True  # the sum of x − mean(x) is zero except for rounding
         return (
             reduced_ugraphs.distance(reduced_ugraphs.run(f.kernels, whole, pieces), exact)
             < TOLERANCE
@@ -186,7 +185,7 @@ def test_random_dags_come_back_in_fewer_kernels_and_all_are_right():
 
 
 def test_reduced_programs_are_the_programs_with_composites_written_out():
-    """What stands for a program at reduced sizes is the program, where sizes are not reduced."""
+    """If no size is reduced, the reduced program is the program itself."""
     g = KernelGraph()
     x, w, gamma = (
         g.new_input((4, 8), mi.float32),

@@ -33,7 +33,7 @@ def written(
     rename: bool = False,
     identities: int = 0,
 ) -> KernelGraph:
-    """The same program in other words."""
+    """Return the same program, written differently."""
     g = KernelGraph()
     order = list(graph.inputs)
     if rename:

@@ -1,6 +1,6 @@
-"""Random programs: all that the search finds is proven and right in float64.
+"""Random programs: all results of the search are proven and right in float64.
 
-Results do not depend on how the work is cut, and survive their text and JSON.
+Results do not depend on how the work is cut. They stay the same as text and JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BINARY = ("add", "sub", "mul", "div", "max")
 
 @st.composite
 def programs(draw, most: int = 8):
-    """A program of 2 to `most` ops of the table over matrices and batches of them."""
+    """Return a program of 2 to `most` ops of the table over matrices and batches of them."""
     g = KernelGraph()
     a, b, c, d = (draw(st.sampled_from(SIZES)) for _ in range(4))
     shapes = [(a, b), (b, c), (a, 1), (1, b), (a, b), (d, a, b), (b, a)]

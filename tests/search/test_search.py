@@ -46,7 +46,7 @@ def block_of(found: RankedUGraph) -> BlockGraph:
 
 
 def checked(found: RankedUGraph) -> RankedUGraph:
-    """It is proven, and right in float64."""
+    """Assert that a candidate is proven, and right in float64."""
     graph = found.ugraph.program
     assert isinstance(prove(found.ugraph), Accepted)
     if sum(math.prod(t.dims) for t in graph.inputs) < 1 << 20:
@@ -56,7 +56,7 @@ def checked(found: RankedUGraph) -> RankedUGraph:
 
 
 def best(graph: KernelGraph, options: SearchOptions = SEARCH) -> BlockGraph:
-    """The cheapest candidate, which is one kernel."""
+    """Return the cheapest candidate, which must be one kernel."""
     return block_of(checked(found_in(graph, options)[0]))
 
 
@@ -65,7 +65,7 @@ def blocks_of(found: RankedUGraph) -> list[BlockGraph]:
 
 
 def cheapest(graph: KernelGraph, kernels: int) -> list[BlockGraph]:
-    """The kernels of the cheapest candidate of that many."""
+    """Return the kernels of the cheapest candidate with this many kernels."""
     return blocks_of(checked(next(f for f in found_in(graph) if f.ugraph.num_kernels == kernels)))
 
 
@@ -82,7 +82,7 @@ def loaders(block: BlockGraph, source: int):
 
 
 def passes(block: BlockGraph, source: int) -> int:
-    """How many stages read an operand."""
+    """Return how many stages read an operand."""
     names = {i.name for i in loaders(block, source)}
     return sum(
         any(a in names for op in s.body for a in op.args)
@@ -92,7 +92,7 @@ def passes(block: BlockGraph, source: int) -> int:
 
 
 def depends(block: BlockGraph, value: str) -> set[str]:
-    """Everything a value is computed from, itself included."""
+    """Return everything that a value is computed from, itself included."""
     read = {op.out: [a for a in op.args if isinstance(a, str)] for op in block.ops()}
     read |= {a.out: [a.arg] for s in block.stages for a in s.accumulators}
     known, todo = {value}, [value]
@@ -214,7 +214,7 @@ def test_softmax_rows_short_and_too_long_for_a_block():
             assert "k" in block.outputs[0].axes and block.role("k") is Role.LOOP
             sums, scaled = blocks_of(
                 found_in(g)[0]
-            )  # three rows are three blocks, unless the row is dealt out
+            )  # three rows are three blocks, unless a row is split
             assert any(a.split_axis for a in sums.axes) and scaled.role("k") is Role.GRID
 
 
@@ -228,7 +228,8 @@ def test_layer_norm_linear():
     )
     g.matmul(g.layer_norm(x, a, b), w)
     walks = {len(loops(block_of(f))) for f in found_in(g) if f.ugraph.num_kernels == 1}
-    assert walks & {0, 2, 3}  # rows held whole; or walks for the mean, the spread and the product
+    # rows are held whole, or there are walks for the mean, the spread and the product
+    assert walks & {0, 2, 3}
     cheapest(g, 1)
 
 
@@ -312,7 +313,7 @@ def test_mla_reads_only_the_latent():
     query, part, up = blocks_of(first)
     ops = first.ugraph.block_ops
     reads = [{g.inputs.index(t) for t in op.inputs if t in g.inputs} for op in ops]
-    # the up-projections (4, 5) meet one row per head each; the keys' axis is only in the middle
+    # the up-projections (4, 5) each meet one row per head; only the middle has the keys' axis
     # kernel
     assert reads == [{0, 4}, {1, 2, 3}, {5}]
     assert [4096 in {a.size for a in b.axes} for b in (query, part, up)] == [False, True, False]
@@ -347,7 +348,7 @@ def test_linear_residual_and_statistics_have_two_outputs():
     g.mark_output(y, g.reduction(g.square(y), 1, "mean"))
     first = checked(found_in(g)[0])
     assert first.ugraph.num_kernels == 2
-    # the squares are summed in the matmul's kernel, a part per block of columns, so that y is not
+    # each block of columns of the matmul's kernel sums its squares, so that y is not
     # read again
     linear, _ = blocks_of(first)
     (columns,) = (a for a in linear.axes if a.split_axis)
@@ -380,7 +381,7 @@ def test_programs_at_full_size(name):
     assert searched.report.stop == "exhausted" and searched.report.counters.width == 2
     assert (
         searched.report.counters.first_seconds >= 0 and time.process_time() - start < 40
-    )  # of two cores, whatever else they do
+    )  # two cores are busy the whole time, whatever else runs
     assert searched.report.error_bound < 1e-9 and "exhausted at width 2" in str(searched.report)
 
 
@@ -565,7 +566,7 @@ def test_no_single_kernel_is_an_answer_with_a_reason(build, says):
     assert found == [] and says in report.reason
     result = mi.superoptimize(g, backend="cpu")
     assert result.report.reason == report.reason and says in str(result.report)
-    # what lies beside the op that ends a kernel is searched as a window of its own
+    # ops beside the op that ends a kernel are searched as a window
     assert result[0].is_fused == (build in (_split, _slice, _computed)) and not result[-1].is_fused
 
 
@@ -642,7 +643,7 @@ def test_the_result_does_not_depend_on_threads_or_on_the_run():
 
 
 def hard_program() -> KernelGraph:
-    """A search that takes many seconds to exhaust."""
+    """Return a program whose search takes many seconds to exhaust."""
     g = mi.new_kernel_graph()
     x = y = g.new_input((64, 64))
     for _ in range(4):
@@ -754,7 +755,10 @@ def softplus():
 
 
 def _log1p_exp(x):
-    """log(1 + e^-|x|) from what bodies may use: 2 artanh(t) with t = e / (2 + e), by its series."""
+    """Return log(1 + e^-|x|) in ops that bodies may use.
+
+    It is the series of 2 artanh(t) with t = e / (2 + e).
+    """
     e = scalar.exp(-scalar.maximum(x, -x))
     t = e / (2.0 + e)
     s = t * t
@@ -834,9 +838,9 @@ def test_many_axes_do_not_share_names():
 
 
 def test_a_slow_machine_does_not_stop_the_search():
-    """Progress is told between role assignments too.
+    """Progress is also reported between role assignments.
 
-    A callback slower than its interval used to meet a lock held.
+    A callback that was slower than its interval used to find a lock held.
     """
     for threads in (1, 2):
         told = []

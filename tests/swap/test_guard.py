@@ -171,13 +171,13 @@ def test_moved_weights_free_their_old_memory() -> None:
 
 @pytest.mark.parametrize(
     "family", ["llama", "granite"]
-)  # the second one's layers have numbers of their own
+)  # the second model's layers have other numbers
 def test_a_deleted_model_frees_its_memory(family: str) -> None:
     model = optimize(tiny(family))
     model.generate(prompt(), max_new_tokens=3)
     alive = weakref.ref(
         layer_of(model).mlp.gate_proj.weight
-    )  # not of the layer: its dictionary may outlive it
+    )  # it is not the layer's, because its dictionary may outlive it
     gc.collect()
     gc.disable()
     try:
@@ -200,7 +200,7 @@ def test_gradients_go_the_stock_way() -> None:
         layer_of(ours).mlp.gate_proj.weight.grad, layer_of(stock).mlp.gate_proj.weight.grad
     )
     frozen = twin_of(stock).requires_grad_(False)
-    layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)  # of a part that stays stock
+    layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)  # its part stays stock
     optimize(frozen, patterns=["gated_mlp"])
     run_once(frozen)
     assert counts(frozen) == {"gradients needed": 1}
@@ -283,7 +283,7 @@ def test_inner_outputs_are_those_of_stock() -> None:
     run_once(ours)
     assert (
         counts(ours) == before and layer_of(ours).__dict__[BINDING_KEY].calls == 2
-    )  # the hooks stay, and do not count
+    )  # the hooks stay, and are ignored
 
 
 @torch.no_grad()
@@ -314,7 +314,7 @@ def test_the_guard_costs_little() -> None:
     timer = timeit.Timer(lambda: bound.choose(state, args, kwargs), timer=time.thread_time)
     seconds = min(timer.repeat(number=2000, repeat=15)) / 2000
     assert type(bound.choose(state, args, kwargs)) is not str
-    assert seconds < 12e-6  # 2.8 µs on an idle core of 2026; the rest is for a loaded machine
+    assert seconds < 12e-6  # an idle core takes 2.8 µs; the rest is for a loaded machine
 
 
 # -- one decision at a time -----------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_the_guard_costs_little() -> None:
 
 @pytest.fixture
 def swapped_layer() -> Any:
-    """A swapped layer with kernels for one and three rows; nothing wants gradients."""
+    """Return a swapped layer with kernels for one and three rows. Nothing wants gradients."""
     return layer_of(optimize(tiny("llama").requires_grad_(False), batch_sizes=(1, 3)))
 
 

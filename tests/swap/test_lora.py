@@ -1,6 +1,6 @@
 """PEFT adapters: one plain unmerged adapter runs in kernels, within its layer or alone.
 
-Stock runs whatever else PEFT does. The result is right at any moment.
+Stock runs all other uses of PEFT. The result is right at any moment.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def with_lora(
 
 
 def both(patterns: Any = None, **options: Any) -> tuple[Any, Any]:
-    """A stock PEFT model, and the same optimized. Both have a second adapter that is not active."""
+    """Return a stock PEFT model and the same optimized.
+
+    Both have a second adapter that is not active.
+    """
     models = []
     for _ in range(2):
         model = with_lora(**options)
@@ -67,7 +70,7 @@ def lora_layer(model: Any) -> Any:
 
 
 def binding(model: Any) -> Any:
-    """That of the second layer, of a linear of it where layers stay stock."""
+    """Return the binding of the second layer, or of one of its linears if layers stay stock."""
     layer = model.get_base_model().model.layers[1]
     return (layer if BINDING_KEY in layer.__dict__ else lora_layer(model)).__dict__[BINDING_KEY]
 
@@ -105,7 +108,7 @@ def test_layers_with_adapters_are_whole(targets: tuple[str, ...], low: set[str])
 
 
 def test_linears_whose_layer_cannot_be_are_swapped_alone() -> None:
-    """Of q, k and v, which are one product, adapters must be alike.
+    """q, k and v are one product, so their adapters must be alike.
 
     Other patterns may not be asked for.
     """
@@ -122,8 +125,7 @@ def test_linears_whose_layer_cannot_be_are_swapped_alone() -> None:
 def test_kernels_serve_adapters_of_any_scaling() -> None:
     """Scalings are operands.
 
-    Blocks, which say what kernels are for, are the same, and linears of one block may differ in
-    them.
+    So kernels are made for the same blocks, and linears of one block may have different scalings.
     """
 
     def blocks(**options: Any) -> list[Any]:
@@ -147,13 +149,13 @@ def test_kernels_serve_adapters_of_any_scaling() -> None:
 def test_layers_that_differ_in_scalings_are_probed_each(
     scaling: float, patterns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer with scaling 0 says nothing about others, nor does one without a number."""
+    """A layer with scaling 0 says nothing about other layers, nor does one without a scaling."""
     model = with_lora()
     for name in QV:
         getattr(model.get_base_model().model.layers[0].self_attn, name).scaling["default"] = scaling
     linear = type(lora_layer(model))
     own = linear.forward
-    if scaling == 0:  # this one's adapters are twice as much
+    if scaling == 0:  # its adapters are scaled twice as much
         monkeypatch.setattr(
             linear, "forward", lambda self, x: 2 * own(self, x) - self.base_layer(x)
         )
@@ -168,7 +170,7 @@ def test_layers_that_differ_in_scalings_are_probed_each(
 def test_operands_that_are_no_parameters_are_there_before_any_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Made in a capture they would be nothing before the first replay."""
+    """If they were made during a capture, they would be empty before the first replay."""
     model = with_lora(targets=("q_proj", "v_proj", "o_proj"), alpha_pattern={"v_proj": 3})
     monkeypatch.setattr(operands, "_shared_constants", {})
     with torch.inference_mode():
@@ -176,7 +178,7 @@ def test_operands_that_are_no_parameters_are_there_before_any_call(
     made = dict(operands._shared_constants)
     assert len(made) == 3 and not any(
         x.is_inference() for x in made.values()
-    )  # of q and v, of o, and zeros for k
+    )  # those of q and v, of o, and zeros for k
     decode_logits(model)
     model.generate(input_ids=prompt(), max_new_tokens=3)
     assert binding(model).calls and list(map(id, operands._shared_constants.values())) == list(
@@ -185,7 +187,7 @@ def test_operands_that_are_no_parameters_are_there_before_any_call(
 
 
 def test_an_operand_that_two_threads_make_is_what_the_first_made() -> None:
-    """A graph may be captured over it meanwhile, and would read memory that was given back."""
+    """A graph may be captured with it meanwhile, and would read memory that was freed."""
     others: list[torch.Tensor] = []
 
     def make(n: int) -> torch.Tensor:
@@ -221,15 +223,18 @@ def test_decoding_gives_the_stock_logits(family: str, targets: Any, patterns: An
     ],
 )
 def test_every_linear_of_other_layers_too(family: str, low: set[str]) -> None:
-    """MLPs without a gate, and packed projections.
+    """These are MLPs without a gate, and packed projections.
 
-    Gate and up in one linear have one adapter, and are swapped alone.
+    If gate and up are one linear, they have one adapter, and are swapped alone.
     """
     as_stock(family, "all-linear", low)
 
 
 def as_stock(family: str, targets: Any, low: set[str], patterns: Any = None) -> list[Any]:
-    """Compare logits of decoding; the report's rows of adapters, which have the patterns `low`."""
+    """Compare the logits of decoding, and return the report's rows of adapters.
+
+    Their patterns are `low`.
+    """
     stock, ours = (
         with_lora(family, targets=targets),
         optimize(with_lora(family, targets=targets), batch_sizes=(1, 3), patterns=patterns),
@@ -273,7 +278,7 @@ def test_steps_by_kernels_give_the_stock_tokens(
     ], report.decode
     assert (
         not ours.mirage.runner.model_kernels.no_prefill
-    )  # the probe of a step has compared them, too
+    )  # the probe of a step has compared them too
     close = CLOSE if dtype is torch.float32 else dict(atol=0.15, rtol=0.05)
     torch.testing.assert_close(got.logits[0], want.logits[0], **close)
     if dtype is torch.float32:
@@ -285,7 +290,7 @@ def test_steps_by_kernels_give_the_stock_tokens(
 def test_prompts_by_kernels_give_the_stock_logits(
     family: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With residual multipliers, norms behind the adapters and biases."""
+    """The models have residual multipliers, norms after the adapters, and biases."""
     fake_captures(monkeypatch)
     stock, ours = (with_lora(family, targets=targets) for _ in range(2))
     optimize(ours, batch_sizes=(2,))
@@ -314,7 +319,7 @@ def test_prompts_by_kernels_give_the_stock_logits(
     ],
 )
 def test_layers_are_whole_whatever_adapters_are_scaled_by(options: dict[str, Any]) -> None:
-    """Random adapters times much would make scores of which float32 has no exponential."""
+    """Adapters are small, because a large scaling would make scores whose exponential overflows."""
     found = match(with_lora(targets=ALL, **options), list(PATTERNS))
     assert not found.rejected and all(
         "attention" in {p.role for p in m.parts} for m in found.modules
@@ -375,9 +380,9 @@ def test_other_states_of_peft_say_why_not(change: Callable[[Any], Any], reason: 
 @pytest.mark.parametrize("prepared", ["before", "after"])
 @pytest.mark.parametrize("patterns", [None, ALONE])
 def test_scalings_that_are_tensors_and_written_in_place(prepared: str, patterns: Any) -> None:
-    """PEFT's preparation for hot-swapping makes tensors of them.
+    """PEFT's preparation for hot-swapping makes scalings tensors.
 
-    Swapping, and `scale_layer`, write into those.
+    Swapping, and `scale_layer`, write into these tensors.
     """
     from peft.utils.hotswap import (
         hotswap_adapter_from_state_dict,
@@ -447,7 +452,7 @@ def _reload(m: Any) -> None:
 
 
 def _new_holders(name: str, make: Callable[[nn.Module], nn.Module]) -> Callable[[Any], None]:
-    """Put a new dictionary of modules in the place of one of PEFT's."""
+    """Replace one of PEFT's dictionaries of modules by a new one."""
 
     def change(m: Any) -> None:
         torch.manual_seed(9)
@@ -499,7 +504,7 @@ EVENTS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 @pytest.mark.parametrize("event", EVENTS)
 def test_every_state_of_peft_is_right_at_any_moment(event: str, patterns: Any) -> None:
     change, reason = EVENTS[event]
-    if reason is not None and patterns is ALONE:  # a linear knows itself only
+    if reason is not None and patterns is ALONE:  # a linear that is swapped alone sees only itself
         reason = {"new targets": "another adapter is active"}.get(
             event, reason.removeprefix("q_proj.")
         )

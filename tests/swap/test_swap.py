@@ -1,4 +1,4 @@
-"""A swapped layer: nothing that others see changes.
+"""A swapped layer looks unchanged from outside.
 
 Its guard is tested in test_guard.py.
 """
@@ -170,7 +170,7 @@ def test_the_fingerprint_sees_an_epsilon_and_a_second_forward_at_the_address_of_
         seen.append(take_fingerprint(ours).facts)
         del layer_of(
             ours
-        ).mlp.forward  # its memory is free for the next, unless the fingerprint keeps it
+        ).mlp.forward  # the next weight may get its memory, unless the fingerprint keeps it
     assert len(set(seen)) == 5
 
 

@@ -57,13 +57,13 @@ def counting() -> tuple[Any, list[int]]:
 
 
 def compiled(module: Any) -> tuple[Any, list[int]]:
-    """The module compiled without graph breaks, and what `counting` counts."""
+    """Return the module compiled without graph breaks, and the list that `counting` returns."""
     backend, seen = counting()
     return torch.compile(module, backend=backend, fullgraph=True), seen
 
 
 def pair(family: str = "llama", **options: Any) -> tuple[Any, Any]:
-    """The first layer of a stock model and of its optimized copy."""
+    """Return the first layer of a stock model and that of its optimized copy."""
     stock = tiny(family, num_hidden_layers=1)
     ours = optimize(twin_of(stock), **options)
     return stock.model.layers[0], ours.model.layers[0]
@@ -269,7 +269,7 @@ OFTEN = "a hook", "another child", "another epsilon"
 def test_changes_send_a_graph_to_stock(change: str) -> None:
     stock, ours = pair()
     run, seen = compiled(ours)
-    if change != "a hook":  # torch.compile does not guard on hooks, of stock modules neither
+    if change != "a hook":  # torch.compile does not guard on hooks, not even of stock modules
         run(hidden(), **ROPE)
     for m in (stock, ours):
         CHANGES[change](m)
@@ -348,7 +348,7 @@ def test_weights_are_inputs_of_the_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False])
 def test_adapters_that_change_are_seen(alone: bool) -> None:
-    """Of a linear that is swapped alone, and of a layer that is swapped with its adapters."""
+    """The adapters belong to a linear that is swapped alone, or to a layer."""
     peft = pytest.importorskip("peft")
     models = []
     for _ in range(2):
@@ -417,7 +417,7 @@ def test_the_scaling_of_an_adapter_is_a_constant_of_the_graph(
 
 @pytest.mark.slow
 def test_scalings_that_are_tensors_are_read_by_the_graph() -> None:
-    """What they hold may change without a trace: such adapters run as stock's there."""
+    """Their values may change unnoticed, so such adapters run stock there."""
     peft = pytest.importorskip("peft")
     from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 

@@ -1,4 +1,4 @@
-"""The cost model: what was measured as fast ranks high."""
+"""The cost model: kernels that were measured as fast rank high."""
 
 import torch
 
@@ -13,7 +13,7 @@ from tests.helpers.schedule_cases import SPACES
 
 
 def test_estimates_count_parts():
-    """More parts: more blocks, shorter loops, more partial results to write."""
+    """More splits mean more blocks, shorter loops, and more partial results to write."""
     few, many = (
         kernel_cases.online_attention(8, 1, 4096, 128, parts).block_ops[0] for parts in (4, 16)
     )
@@ -48,8 +48,8 @@ def test_measured_winners_rank_high():
     assert all(s.mma for s in space.schedules(SPACES["16 rows"].block_ops[0], limit=10))
 
 
-#: (k, n, warps, stages, cooperating blocks): µs of RMSNorm + Linear 4096 to 6144 of 16 rows in one
-#: kernel that multiplies γ with the weights, on an H200.
+#: By (k, n, warps, stages, cooperating blocks): µs on an H200. The kernel is RMSNorm + Linear, 4096
+#: to 6144, of 16 rows, and multiplies γ with the weights.
 MEASURED = {
     (256, 64, 4, 4, 1): 21.3,
     (128, 64, 4, 4, 1): 21.4,
@@ -61,7 +61,7 @@ MEASURED = {
 
 
 def test_kernels_whose_steps_are_long_are_expected_to_be_slow():
-    """By bytes alone all of them would take 15 µs, and be tried before the two kernels that do."""
+    """By bytes alone all of them would take 15 µs, and would be tried before the two that do."""
     g = new_kernel_graph()
     g.new_input((16, 4096), torch.float16)
     g.new_input((1, 4096), torch.float16, constant=True)
@@ -124,4 +124,4 @@ def test_scores_by_multiply_adds_and_products_held_whole_are_expected_to_be_slow
     assert walked < space.REGISTER_BUDGET < 2 * space.REGISTER_BUDGET < whole
     assert all(
         s.num_stages == 1 for s in space.schedules(op, limit=10**6) if s.tiles["k"] == 2048
-    )  # the same kernel for all of them
+    )  # all cases use the same kernel

@@ -101,7 +101,7 @@ def test_kernels_are_as_close_to_float64_as_torch(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_schedule_of_the_space(name):
-    """Compiles, and computes the same, in any order and twice."""
+    """Each compiles and computes the same, in any order and twice."""
     ugraph = SHAPES[name]()
     properties = torch.cuda.get_device_properties(0)
     sm = 10 * properties.major + properties.minor
@@ -186,8 +186,8 @@ def test_tuner_measures_and_keeps_the_library_path(name):
     result = tuner.tune(
         [SHAPES[name]()], per_graph=8, replays=5, progress=lambda *args: seen.append(args)
     )
-    # tensor cores overflow float16 where x·γ comes before the division: those candidates are
-    # rightly refused
+    # On tensor cores float16 overflows if x·γ comes before the division. Those candidates are
+    # rightly rejected.
     refused = [
         c.reason
         for c in result.candidates
@@ -274,10 +274,13 @@ def test_large_strides_need_64_bit_offsets():
 
 
 def test_a_launch_takes_what_was_compiled_for_the_dtypes_of_its_tensors():
-    """Float32 tables read as the bfloat16 ones of an earlier launch of the same file gave NaN."""
+    """A kernel compiled for other dtypes gives wrong numbers.
+
+    Float32 tables were once read as the bfloat16 tables of an earlier launch and gave NaN.
+    """
     program = triton.generate(
         kernel_cases.softmax(64, 300, dtype=torch.float16)
-    )  # what it loads it widens, whatever it is
+    )  # it widens loaded values of any dtype
     run = compiler.load(program.source, program.digest).run
     x = torch.randn(64, 300, device="cuda")
     for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16):

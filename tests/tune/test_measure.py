@@ -15,7 +15,7 @@ from tests.helpers.schedule_cases import SPACES
 
 
 def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch):
-    """A race that the one check before timing missed."""
+    """The single check before timing missed the race."""
     ugraph = SPACES["norm linear"]
     candidate = next(c for c in rank_by_estimate([ugraph], per_graph=1) if not c.is_library)
     calls = [0]
@@ -50,7 +50,7 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch
 
 @pytest.mark.parametrize("worth, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
 def test_a_slow_candidate_is_not_replayed_to_the_end(worth, replays, monkeypatch):
-    """Of the two replays that warm up one was fast enough to be worth more."""
+    """One of the two warm-up replays was fast enough, so the candidate is replayed more."""
     samples = iter([4.5, 4.0, *[9.0] * 15])
     monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     event = SimpleNamespace(elapsed_time=lambda end: next(samples) * 1e-3)
@@ -67,7 +67,10 @@ def test_long_calls_are_replayed_less_often(us, replays, monkeypatch):
 
 
 def test_a_chain_links_through_inputs_whose_elements_share_a_place(monkeypatch):
-    """The link between kernels writes the memory of such an input once and not beyond it."""
+    """Elements of such an input share memory.
+
+    The link between kernels writes this memory once, and nothing beyond it.
+    """
     g = new_kernel_graph()
     g.mark_output(g.exp(g.new_input((4, 8), "float32", strides=(0, 1))))
     linked = []

@@ -68,7 +68,7 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
 
 
 def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
-    """The fastest of each alone are not the fastest together."""
+    """The kernels that are fastest alone are not the fastest together."""
     ugraph = SPACES["norm linear"]
     found = [
         replace(c, status=MEASURED)
@@ -95,4 +95,4 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
         ),
     )
     chosen, whole = layer.choose_for_layer([found, found], device="cuda")
-    assert chosen == [found[1], found[1]] and whole.us == 8.0  # (1, 2) gains less than what counts
+    assert chosen == [found[1], found[1]] and whole.us == 8.0  # (1, 2) gains too little to count

@@ -25,7 +25,7 @@ from tests.helpers.verification import same
 
 
 def is_prime(n: int) -> bool:
-    """Miller–Rabin, exact below 3.3e24 with these bases."""
+    """Return whether n is prime, by Miller–Rabin. It is exact below 3.3e24 with these bases."""
     d, r = n - 1, 0
     while d % 2 == 0:
         d, r = d // 2, r + 1
@@ -73,7 +73,7 @@ def test_exp_is_a_homomorphism_and_its_image_has_order_q():
     assert same(f.exp(f.sub(a, b)), f.div(f.exp(a), f.exp(b)))
     assert (f.exp(f.constant(0.0)).p == 1).all() and f.exp(a).q is None
     assert all(pow(int(x), Q, P) == 1 for x in f.exp(a).p) and f.w not in (0, 1)
-    twice = f.exp(f.exp(a))  # has no exponent in the field: opaque
+    twice = f.exp(f.exp(a))  # it has no exponent in the field, so it is opaque
     assert not same(f.exp(f.add(f.exp(a), f.exp(b))), f.mul(twice, f.exp(f.exp(b))))
 
 

@@ -49,9 +49,9 @@ from tests.helpers.verification import SEARCH, rewired, same, verdicts
 
 
 def extra() -> dict[str, KernelGraph]:
-    """Programs whose µGraphs have what the listed ones lack.
+    """Return programs whose µGraphs have features that the listed ones lack.
 
-    Attributes, joins, several outputs, squares, maxima.
+    These are attributes, joins, several outputs, squares and maxima.
     """
     made = {}
 
@@ -96,7 +96,7 @@ def extra() -> dict[str, KernelGraph]:
 
 @pytest.fixture(scope="module")
 def found():
-    """Candidates of every program at reduced sizes, by name."""
+    """Return the candidates of every program at reduced sizes, by name."""
     all_programs = {n: programs.build(mi, n) for n in programs.PROGRAMS} | extra()
     return {name: [f.ugraph for f in search(g, SEARCH)[0]] for name, g in all_programs.items()}
 
@@ -176,7 +176,7 @@ class _FirstPart(FieldAlgebra):
 
 @pytest.mark.parametrize("broken", [_LastPart, _FirstPart])
 def test_accumulators_are_exercised(monkeypatch, broken):
-    """A kernel that keeps one tile of its loop only is refused.
+    """A kernel that keeps only one tile of its loop is rejected.
 
     Every loop runs in two tiles or more.
     """
@@ -257,7 +257,7 @@ def test_reduced_sizes_have_two_splits_or_more_and_none_is_empty():
 
 
 def _by_hand(of, tensors=3):
-    """A kernel graph of one block graph, each of whose blocks has a row of every input."""
+    """Return a kernel graph with one block graph, in which each block has a row of every input."""
     g = mi.new_kernel_graph()
     xs = [g.new_input((8, 8), "float32") for _ in range(tensors)]
     b = mi.new_block_graph((8,))
@@ -397,9 +397,9 @@ def test_a_maximum_of_maxima_is_one_and_a_sum_of_maxima_is_not():
 
 
 def test_library_ops_between_kernels_are_evaluated():
-    """Every library op with a fused kernel behind it.
+    """Every library op is tried with a fused kernel after it.
 
-    The same µGraph with another attribute is refused.
+    The same µGraph with another attribute is rejected.
     """
 
     def built(change):
@@ -489,7 +489,7 @@ def test_a_graph_that_cannot_be_shrunk_or_proven_says_why():
     u = multi_kernel_ugraphs.finished(
         g, kernels, kernels.customized([kernels.cache_append(*inputs)], block)
     )
-    assert isinstance(prove(u), Accepted)  # an append is proven, whoever does it
+    assert isinstance(prove(u), Accepted)  # an append is proven, whichever kernel does it
     h = mi.new_kernel_graph()
     x = h.new_input((4, 6))
     h.mark_output(h.exp(h.reshape(x, (6, 4))))
@@ -527,7 +527,7 @@ def test_the_error_bound_falls_with_trials_and_grows_with_the_program(found):
     u = found["rms_norm_linear"][0]
     bounds = [prove(u, trials=t, target=1.0).bound for t in (1, 2, 4, 8)]
     assert bounds == sorted(bounds, reverse=True) and bounds[0] < 1e-4 and bounds[-1] < 1e-30
-    assert prove(u, trials=1, target=1e-20).bound < 1e-20  # as many trials as it takes
+    assert prove(u, trials=1, target=1e-20).bound < 1e-20  # as many trials as needed
     small, large = (one_trial(v) for v in (ugraphs.lora(), ugraphs.ntrans()))
     assert 0 < small < large <= 1
 
@@ -596,7 +596,7 @@ def test_a_proof_without_a_bound_is_refused():
     u = two_exponentials(0.123457)
     verdict = prove(u)
     assert isinstance(verdict, Rejected) and "small multiples" in verdict.reason
-    assert prove(u, target=1.0).bound == 1.0  # who asks for no bound gets none
+    assert prove(u, target=1.0).bound == 1.0  # without a wanted bound there is none
 
 
 def test_every_accepted_bound_is_small(found):
@@ -616,7 +616,7 @@ def test_independent_exponents_are_found_with_their_relations():
     ]
     found = error_bound.independent(rows, 16)
     assert isinstance(found, error_bound.Exponents) and found.rank == 5
-    assert found.weight in (4, 6, 8)  # b/2 + 3c by whichever two were met first
+    assert found.weight in (4, 6, 8)  # b/2 + 3c, in terms of the two functions that came first
     assert error_bound.independent([], 16).rank == 0
     assert "too many" in error_bound.independent([rng.integers(Q, size=(13, 16))], 16).reason
     assert "small multiples" in error_bound.independent([basis, basis[:1] * 123457 % Q], 16).reason

@@ -52,15 +52,15 @@ def walking(ugraphs_found, stages):
 
 
 def multiplies(ugraph, *inputs):
-    """Whether some op is the product of these inputs."""
+    """Return whether some op is the product of these inputs."""
     block = ugraph.block_ops[0].block
     return any(set(op.args) == {block.inputs[n].name for n in inputs} for op in block.ops())
 
 
 def test_a_product_that_overflows_before_the_division_is_replaced_by_another():
-    """x·γ leaves float16 where torch, which divides first, does not.
+    """x·γ exceeds float16. torch divides first and stays in range.
 
-    Fine in float32, refused for tensor cores. γ·W does not.
+    The form is accepted in float32 and rejected for tensor cores. γ·W stays in range.
     """
     g = programs.rms_norm_linear(mi, rows=16, k=256, n=64)
     accepted = accept(search(g, SEARCH)[0])
@@ -89,7 +89,7 @@ def test_bfloat16_has_the_range():
 
 
 def one_pass_variance(rows=8, n=256, dtype="float32") -> UGraph:
-    """mean(x²) − mean(x)² in one walk, for a program that writes mean((x − mean)²)."""
+    """Return mean(x²) − mean(x)² in one walk, for a program that writes mean((x − mean)²)."""
     g = KernelGraph()
     x = g.new_input((rows, n), dtype, name="x")
     g.mark_output(g.reduction(g.square(g.sub(x, g.reduction(x, 1, "mean"))), 1, "mean"))
@@ -147,10 +147,10 @@ def layer_norm_linear(rows, k, n=24, dtype="float32"):
 
 @pytest.mark.parametrize("rows, k", [(1, 256), (3, 256), (3, 768)])
 def test_a_float32_mean_may_round_as_float32_means_do(monkeypatch, rows, k):
-    """F.layer_norm computes the mean of constant rows exactly on a CPU; x.mean() does not.
+    """F.layer_norm on a CPU computes the mean of constant rows exactly, and x.mean() does not.
 
-    Families that write out their norm use x.mean(). The error of one ulp is 300 times as large
-    after the norm. Every kernel was refused for it with most seeds.
+    Families that write out their norm use x.mean(). The norm enlarges an error of one ulp 300-fold.
+    With most seeds every kernel was rejected for it.
     """
     monkeypatch.setattr(
         numeric,
@@ -172,7 +172,7 @@ def test_a_float32_mean_may_round_as_float32_means_do(monkeypatch, rows, k):
 
 @pytest.mark.parametrize("dtype, by", [("float32", 1e-6), ("float32", -1e-6), ("bfloat16", 1e-5)])
 def test_a_mean_that_no_float32_sum_gives_is_refused(dtype, by):
-    """For 256 elements 5e-7 is what a sum in pairs may lose."""
+    """For 256 elements, a pairwise sum may lose 5e-7."""
     g = layer_norm_linear(3, 256, dtype=dtype)
 
     def run(inputs):
@@ -276,9 +276,9 @@ def test_cases_share_unchanged_inputs_and_draw_the_same_numbers_as_alone(name):
 
 
 def test_no_case_writes_into_shared_inputs():
-    """Rows have slots of their own, and others where bounds lie elsewhere.
+    """Rows have their own slots, and other slots if their bounds differ.
 
-    What is left there would be read in other cases.
+    Other cases would read data that was left there.
     """
     sizes = dict(
         kv_heads=1,
@@ -313,12 +313,12 @@ def test_several_kernels_hold_their_numbers_and_round_their_partial_results():
     u = multi_kernel_ugraphs.finished(
         split.program, kernels, kernels.customized(kernels.customized(inputs, rounded), second)
     )
-    assert isinstance(prove(u), Accepted)  # rounding is for numbers to judge
+    assert isinstance(prove(u), Accepted)  # the numeric check judges rounding
     assert all(isinstance(v, Rejected) and "eager" in v.reason for v in verdicts(u)), verdicts(u)
 
 
 def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
-    """q/k norm takes the scale of q and k away; the weights of the norms have it."""
+    """q/k norm removes the scale of q and k, so the norms' weights make the scores large."""
     for name in ("attention_decode", "qk_norm_attention"):
         g = programs.build(mi, name)
         check = numeric.NumericCheck(g)
@@ -345,9 +345,9 @@ def test_huge_scores_ask_for_the_maximum_wherever_their_size_comes_from():
 
 
 def test_the_numeric_check_refuses_a_sum_that_follows_no_maximum():
-    """exp(s) summed beside exp(s − m).
+    """exp(s) is summed next to exp(s − m).
 
-    Equal as functions once divided, out of range on large scores.
+    After the division both are equal as functions, but exp(s) is out of range for large scores.
     """
     for u in (multi_kernel_ugraphs.flash(), multi_kernel_ugraphs.split_attention()):
         judge = mutants.Judge(u.program)
@@ -401,7 +401,7 @@ def test_accept_keeps_the_order_of_alternatives():
 
 
 def test_a_kernel_is_judged_on_inputs_of_the_programs_strides():
-    """Views of packed rows have gaps, and a kernel has their strides as constants."""
+    """Views of packed rows have gaps, and their strides are constants of a kernel."""
     g = mi.new_kernel_graph()
     x = g.new_input((3, 2, 8), strides=(40, 8, 1))
     g.mark_output(g.mul(x, 2.0))
@@ -414,9 +414,9 @@ def test_a_kernel_is_judged_on_inputs_of_the_programs_strides():
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_numbers_of_programs_with_whole_numbers_among_their_outputs(dtype):
-    """Computed ones, and an input that is an output, first.
+    """Some are computed, and one is an input that is an output.
 
-    The tuner refused every candidate of such programs with a TypeError.
+    The tuner once rejected every candidate of such programs with a TypeError.
     """
     g = mi.new_kernel_graph()
     x, whole = g.new_input((8, 16)), g.new_input((4,), dtype)

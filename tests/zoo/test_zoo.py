@@ -167,10 +167,10 @@ def test_every_entry_of_the_packaged_zoo_is_usable():
 
 
 def test_kernels_of_the_packaged_zoo_are_what_is_generated_now(monkeypatch):
-    """Where they are not, raise schedule.VERSION and build the zoo again."""
+    """If they are not, raise schedule.VERSION and build the zoo again."""
     monkeypatch.setattr(
         "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
-    )  # as of the Triton that they were tuned with
+    )  # as with the Triton that they were tuned with
     assert not [
         str(e.folder) for e in packaged_store().entries() if e.generate().source != e.kernel
     ]
@@ -181,7 +181,7 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
 ):
     monkeypatch.setattr(
         "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
-    )  # as of the Triton that they were tuned with
+    )  # as with the Triton that they were tuned with
     for e in packaged_store().entries():
         estimates = [
             estimate(plan_kernel(op, s))
@@ -254,7 +254,7 @@ def test_damage_is_refused_with_a_reason_and_can_be_rebuilt(zoo, spoil, reason):
 
 
 def test_a_consistent_entry_under_the_wrong_key_is_refused(zoo):
-    """Someone moves an honest entry to where another program would look for it."""
+    """Somebody may move a valid entry to the folder of another program."""
     three, four = entry(rows=3), entry(rows=4)
     shutil.copytree(zoo.put(three), zoo.root / four.folder)
     found = zoo.get(four.key)
@@ -290,7 +290,7 @@ def test_fuzzed_files_never_raise_and_never_pass(zoo):
             found = zoo.get(e.key)
             assert found == e or isinstance(
                 found, Rejected
-            )  # white space between JSON values changes nothing
+            )  # white space between JSON values does not matter
             if name != ENTRY and bytes(raw) != original:
                 assert isinstance(found, Rejected)
         (folder / name).write_bytes(original)
@@ -324,7 +324,7 @@ def test_concurrent_writers_leave_whole_entries(zoo):
 
 
 def _write_and_wait(root: str, stop_at: int, waiting) -> None:
-    """Write an entry, and stay at the call of os.replace after `stop_at` others."""
+    """Write an entry, and stop at the call of os.replace number `stop_at`."""
     real = os.replace
 
     def replace(*args):
