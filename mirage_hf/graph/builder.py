@@ -30,10 +30,12 @@ from mirage_hf.graph.tensors import DTensor
 from mirage_hf.graph.tile_rules import (
     Map,
     check_distinct,
+    check_filled,
     grid_map,
     join_cut,
     join_spans,
     pending_after,
+    split_position,
     time_of,
     unfinished,
 )
@@ -180,51 +182,12 @@ class BlockGraphBuilder:
         for g, n in zip(GRID_DIMS, self.grid_dim, strict=False):
             if n == 1:
                 continue
-            self._check_filled(tensor, where, g, given.get(g))
+            check_filled(tensor, where, g, given.get(g))
             if g in splits:
-                position = self._split_position(tensor, where, g, given.get(g), splits_at)
+                position = split_position(tensor, where, g, given.get(g), splits_at)
                 splits_at.append((position, splits[g]))
         name = None if dtype is None else table.dtype_name(table.as_dtype(dtype))
         self.outputs.append(TiledOutput(tensor, tensor.axes, tuple(splits_at), name))
-
-    def _check_filled(self, tensor: STensor, where: str, g: str, d: int | None) -> None:
-        """Check that grid dim `g` may fill dim `d` of the output, as omap says."""
-        carried = {a.root.grid: n for n, a in enumerate(tensor.axes) if a is not None}
-        split = any(p.root.grid == g for p in tensor.splits)
-        if g in carried and split:
-            raise errors.GraphError(
-                f"{where} holds the dim that grid dim {g} cuts, and sums over it; "
-                "store one or the other"
-            )
-        if g in carried and d != carried[g]:
-            raise errors.GraphError(
-                f"{where}: dim {carried[g]} is cut by grid dim {g}; "
-                f"omap must say so ({g!r}: {carried[g]})"
-            )
-        if d is not None and g not in carried and not split:
-            raise errors.GraphError(
-                f"{where}: grid dim {g} cuts nothing that it is made of, "
-                f"so it cannot fill dim {d}; cut an input by {g}, or leave it out of omap"
-            )
-
-    def _split_position(
-        self,
-        tensor: STensor,
-        where: str,
-        g: str,
-        d: int | None,
-        splits_at: Sequence[tuple[int, Span]],
-    ) -> int:
-        """Return the output dim that numbers the splits of grid dim `g`, −1 for a new one."""
-        if d is None:
-            return -1
-        if tensor.axes[d] is not None or any(d == position for position, _ in splits_at):
-            raise errors.GraphError(
-                f"{where}: one result per block of grid dim {g} has no room in dim {d} of size "
-                f"{tensor.dims[d]}; name a dim of size 1, or leave {g} out of omap "
-                "for a new first dim"
-            )
-        return d
 
     # -- ops ---------------------------------------------------------------------------------------
 

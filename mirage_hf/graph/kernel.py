@@ -18,10 +18,17 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.graph import conveniences
-from mirage_hf.graph.block import BlockGraph, BlockInput
+from mirage_hf.graph.block import BlockGraph
 from mirage_hf.graph.json_files import save_json
 from mirage_hf.graph.json_writer import graph_to_dict
-from mirage_hf.graph.operands import computed_dtype, number, several
+from mirage_hf.graph.operands import (
+    check_arity,
+    check_block_operands,
+    computed_dtype,
+    number,
+    result_dims,
+    several,
+)
 from mirage_hf.graph.printing import format_graph
 from mirage_hf.graph.tensors import CUSTOMIZED, DTensor, KernelOp, Operand, row_major
 from mirage_hf.ops import table
@@ -159,7 +166,7 @@ class KernelGraph:
                 )
             block_graph = block_graph.build(inputs)
         for i in block_graph.inputs:
-            _check_operands(block_graph, i, inputs)
+            check_block_operands(block_graph, i, inputs)
         count = len(block_graph.outputs)
         if names and len(names) != count:
             raise errors.GraphError(
@@ -308,7 +315,7 @@ class KernelGraph:
             out_name: The name of the result. None: one is made.
         """
         row = table.lookup(name)
-        _check_arity(row, len(operands))
+        check_arity(row, len(operands))
         table.check_attrs(name, attrs)
         attrs = row.attrs | attrs
         operands = tuple(
@@ -323,7 +330,7 @@ class KernelGraph:
         dtype = computed_dtype(row, operands)
         if row.out_dtype:
             dtype = row.out_dtype(dtype, **attrs)
-        out = self._tensor(_result_dims(row, operands, attrs), dtype, out_name)
+        out = self._tensor(result_dims(row, operands, attrs), dtype, out_name)
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
 
@@ -470,57 +477,3 @@ def _is_identifier(name: Any) -> bool:
         and name.isidentifier()
         and unicodedata.normalize("NFKC", name) == name
     )
-
-
-def _check_arity(row: table.Op, count: int) -> None:
-    low, high = row.arity
-    if low <= count <= high:
-        return
-    takes = str(low) if low == high else f"{low} to {high}"
-    by_name = ""
-    if row.attrs and count > high:
-        by_name = f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…"
-    raise errors.GraphError(
-        f"{row.name}: takes {takes} operand{'s' * (high != 1)} ({row.signature}), "
-        f"got {count}{by_name}"
-    )
-
-
-def _result_dims(
-    row: table.Op, operands: Sequence[Operand], attrs: dict[str, Any]
-) -> tuple[int, ...]:
-    shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
-    if row.name == "matmul":
-        (a, b), names = shapes, [x.name for x in operands if isinstance(x, DTensor)]
-        if len(a) > 1 and len(b) > 1 and a[-1] != b[-2]:  # the shape rule knows no names
-            raise errors.inner_sizes_differ(names[0], a, names[1], b)
-    return row.infer(*shapes, **attrs)
-
-
-def _check_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DTensor]) -> None:
-    """Check the operands that a block input reads."""
-    for number_in_input, source in enumerate(i.sources):
-        if not 0 <= source < len(operands):
-            raise errors.GraphError(
-                f"customized: block input {i.name} reads operand {source}, "
-                f"there are {len(operands)}"
-            )
-        operand = operands[source]
-        wanted = tuple(_source_size(block, i, a, number_in_input) for a in i.axes)
-        if wanted != operand.dims:
-            raise errors.GraphError(
-                f"customized: block input {i.name} wants {errors.shape(wanted)}, "
-                f"operand {source} is {errors.shape(operand.dims)}"
-            )
-        if i.bounds is not None and operand.dtype != torch.int32:
-            raise errors.DTypeError(
-                f"customized: block input {i.name} holds bounds, which are int32; "
-                f"operand {source} is {table.dtype_name(operand.dtype)}"
-            )
-
-
-def _source_size(block: BlockGraph, i: BlockInput, axis: str | None, source: int) -> int:
-    """Return how many elements a source of a block input has along an axis."""
-    if axis is None:
-        return 1
-    return i.sizes[source] if axis == i.joined and i.sizes else block.extent(i, axis)

@@ -1,4 +1,4 @@
-"""Check the arguments that users give to the methods of graphs: lists, numbers, dtypes, bounds."""
+"""Check the arguments that users give to the methods of graphs: lists, numbers and operands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mirage_hf import errors
+from mirage_hf.graph.block import BlockGraph, BlockInput
 from mirage_hf.graph.tensors import DTensor, Operand
 from mirage_hf.ops import table
 
@@ -96,3 +97,72 @@ def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
             f"{row.name}: operands have dtypes {names}; bring them to one with graph.cast"
         )
     return dtypes.pop()
+
+
+def check_arity(row: table.Op, count: int) -> None:
+    """Check the number of operands of an op of the table.
+
+    Raises:
+        GraphError: If the op does not take so many.
+    """
+    low, high = row.arity
+    if low <= count <= high:
+        return
+    takes = str(low) if low == high else f"{low} to {high}"
+    by_name = ""
+    if row.attrs and count > high:
+        by_name = f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…"
+    raise errors.GraphError(
+        f"{row.name}: takes {takes} operand{'s' * (high != 1)} ({row.signature}), "
+        f"got {count}{by_name}"
+    )
+
+
+def result_dims(
+    row: table.Op, operands: Sequence[Operand], attrs: dict[str, Any]
+) -> tuple[int, ...]:
+    """Return the dims of the result of an op of the table.
+
+    Raises:
+        GraphError: If the operands do not fit.
+    """
+    shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
+    if row.name == "matmul":
+        (a, b), names = shapes, [x.name for x in operands if isinstance(x, DTensor)]
+        if len(a) > 1 and len(b) > 1 and a[-1] != b[-2]:  # the shape rule knows no names
+            raise errors.inner_sizes_differ(names[0], a, names[1], b)
+    return row.infer(*shapes, **attrs)
+
+
+def check_block_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DTensor]) -> None:
+    """Check the operands of a kernel that an input of its block graph reads.
+
+    Raises:
+        GraphError: If an operand does not exist, or its dims do not fit.
+        DTypeError: If it holds bounds and is not int32.
+    """
+    for number_in_input, source in enumerate(i.sources):
+        if not 0 <= source < len(operands):
+            raise errors.GraphError(
+                f"customized: block input {i.name} reads operand {source}, "
+                f"there are {len(operands)}"
+            )
+        operand = operands[source]
+        wanted = tuple(_source_size(block, i, a, number_in_input) for a in i.axes)
+        if wanted != operand.dims:
+            raise errors.GraphError(
+                f"customized: block input {i.name} wants {errors.shape(wanted)}, "
+                f"operand {source} is {errors.shape(operand.dims)}"
+            )
+        if i.bounds is not None and operand.dtype != torch.int32:
+            raise errors.DTypeError(
+                f"customized: block input {i.name} holds bounds, which are int32; "
+                f"operand {source} is {table.dtype_name(operand.dtype)}"
+            )
+
+
+def _source_size(block: BlockGraph, i: BlockInput, axis: str | None, source: int) -> int:
+    """Return how many elements a source of a block input has along an axis."""
+    if axis is None:
+        return 1
+    return i.sizes[source] if axis == i.joined and i.sizes else block.extent(i, axis)

@@ -1,4 +1,4 @@
-"""Rules for ops on tiles: which dims become one, when a tile exists, which sums are unfinished."""
+"""Rules for ops on tiles: joined dims, the time of values, unfinished sums, outputs."""
 
 from __future__ import annotations
 
@@ -211,3 +211,61 @@ def unfinished(t: STensor, where: str) -> errors.GraphError:
         f"{where}: {t} is the {t.pending} over one trip of the loop only; "
         f"accumulate it first ({accumulate}), or do not walk that dim"
     )
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def check_filled(tensor: STensor, where: str, g: str, d: int | None) -> None:
+    """Check that grid dim `g` may fill dim `d` of the output, as omap says.
+
+    Raises:
+        GraphError: If it may not.
+    """
+    carried = {a.root.grid: n for n, a in enumerate(tensor.axes) if a is not None}
+    split = any(p.root.grid == g for p in tensor.splits)
+    if g in carried and split:
+        raise errors.GraphError(
+            f"{where} holds the dim that grid dim {g} cuts, and sums over it; "
+            "store one or the other"
+        )
+    if g in carried and d != carried[g]:
+        raise errors.GraphError(
+            f"{where}: dim {carried[g]} is cut by grid dim {g}; "
+            f"omap must say so ({g!r}: {carried[g]})"
+        )
+    if d is not None and g not in carried and not split:
+        raise errors.GraphError(
+            f"{where}: grid dim {g} cuts nothing that it is made of, "
+            f"so it cannot fill dim {d}; cut an input by {g}, or leave it out of omap"
+        )
+
+
+def split_position(
+    tensor: STensor,
+    where: str,
+    g: str,
+    d: int | None,
+    splits_at: Sequence[tuple[int, Span]],
+) -> int:
+    """Return the output dim that numbers the splits of grid dim `g`, −1 for a new one.
+
+    Args:
+        tensor: The tile that is stored.
+        where: The call, for messages.
+        g: The grid dim.
+        d: The dim that omap gives it, None if it gives none.
+        splits_at: The dims that number the splits of earlier grid dims.
+
+    Raises:
+        GraphError: If dim `d` cannot number splits.
+    """
+    if d is None:
+        return -1
+    if tensor.axes[d] is not None or any(d == position for position, _ in splits_at):
+        raise errors.GraphError(
+            f"{where}: one result per block of grid dim {g} has no room in dim {d} of size "
+            f"{tensor.dims[d]}; name a dim of size 1, or leave {g} out of omap "
+            "for a new first dim"
+        )
+    return d
