@@ -1,4 +1,4 @@
-// The Python surface of the core: plain data in, plain data out, the GIL released in between.
+// The Python surface of the core: plain data in, plain data out, with the GIL released in between.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -214,7 +214,7 @@ void bind_candidates(py::module_& m) {
       .def_readonly("roles", &FoundKernel::roles)
       .def_readonly("axes", &FoundKernel::axes)
       .def_readonly("split", &FoundKernel::split)
-      .def_readonly("parts", &FoundKernel::parts)
+      .def_readonly("parts", &FoundKernel::num_splits)
       .def_readonly("leaves", &FoundKernel::leaves)
       .def_readonly("stages", &FoundKernel::stages)
       .def_readonly("outputs", &FoundKernel::outputs);

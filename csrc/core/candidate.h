@@ -9,7 +9,7 @@
 
 namespace mirage {
 
-// What an axis is to a kernel: dealt out to its blocks, walked by a loop, or held in a tile.
+// What a kernel does with an axis: cut it among blocks, walk it in a loop, or hold it in a tile.
 enum class Role : std::uint8_t { grid, loop, tile };
 
 // A value of a kernel: a node of the variant. `pass` is 0, unless a later pass over the loop computes
@@ -39,7 +39,7 @@ struct FoundStage {
 struct FoundLeaf {
   ValueName value;
   ProgramNodeId source;  // none: stored by an earlier kernel
-  AxisId partial_over;   // stored as one partial result for each part of this axis
+  AxisId partial_over;   // stored as one partial result for each split of this axis
   Op combine = Op::sum;  // how partial results are combined: sum or max
 };
 
@@ -52,8 +52,8 @@ struct FoundOutput {
 struct FoundKernel {
   std::vector<Role> roles;  // of each axis of the program
   AxisSet axes;             // axes in use
-  AxisId split;             // a loop or tile axis dealt out to blocks in `parts` parts
-  std::int64_t parts = 1;
+  AxisId split;             // a loop or tile axis that is split among blocks
+  std::int64_t num_splits = 1;
   std::vector<FoundLeaf> leaves;
   std::vector<FoundStage> stages;
   std::vector<FoundOutput> outputs;

@@ -57,7 +57,7 @@ class Signature {
     put(Tag::kernel);
     for (const Role role : kernel.roles) put(role);
     put(kernel.split.index());
-    put(kernel.parts);
+    put(kernel.num_splits);
     put(kernel.stages.size());
     for (const FoundStage& stage : kernel.stages) {
       put(stage.loop.index());

@@ -74,8 +74,8 @@ struct Kernel {
       if (program.axes[id].name == name) return id;
     throw std::runtime_error("no such axis");
   }
-  KernelShape shape(AxisId loop = kNone, AxisId split = kNone, std::int64_t part = 0) const {
-    return {nodes.grid(), loop, split, part};
+  KernelShape shape(AxisId loop = kNone, AxisId split = kNone, std::int64_t split_size = 0) const {
+    return {nodes.grid(), loop, split, split_size};
   }
   LoopPasses passes(AxisId loop) const { return {nodes, loop}; }
   double us(const KernelShape& shape, const GpuRates& gpu = {}) const {
@@ -143,13 +143,13 @@ TEST(forced_roles_are_kept) {
   CHECK(!keeps_forced_roles(matmul.nodes, walked, forced(Role::loop, matmul.axis("m"))));
 }
 
-TEST(parts_must_be_independent) {
+TEST(splits_must_be_independent) {
   const PartialKernel matmul(kMatmul);
   const AxisId k = matmul.axis("k");
-  CHECK(!parts_are_independent(matmul.nodes, k));  // y must be whole
-  CHECK(parts_are_independent(matmul.partial_nodes(), k));
+  CHECK(!splits_are_independent(matmul.nodes, k));  // y must be whole
+  CHECK(splits_are_independent(matmul.partial_nodes(), k));
   const PartialKernel normalize(kNormalize);
-  CHECK(!parts_are_independent(normalize.partial_nodes(), normalize.axis("k")));  // uses the sum
+  CHECK(!splits_are_independent(normalize.partial_nodes(), normalize.axis("k")));  // uses the sum
 }
 
 TEST(a_loop_is_walked_a_few_times) {
@@ -166,7 +166,7 @@ TEST(a_loop_is_walked_a_few_times) {
   CHECK(!is_walked(often.passes(often.axis("k")), often.axis("k")));
 }
 
-TEST(tiles_hold_tile_axes_or_a_part_of_them) {
+TEST(tiles_hold_tile_axes_or_a_split_of_them) {
   const Kernel normalize(kNormalize);
   const AxisId k = normalize.axis("k");
   CHECK(largest_tile(normalize.nodes, normalize.shape()) == 1024);
@@ -200,18 +200,18 @@ TEST(blocks_are_fine_along_the_largest_input) {
   CHECK(grid_blocks(exp.nodes, exp.shape()) == 64.0 * 1024 / 4);
 }
 
-TEST(parts_fill_the_gpu_and_none_is_empty) {
+TEST(splits_fill_the_gpu_and_none_is_empty) {
   const Kernel matmul(kMatmul);
   const AxisId k = matmul.axis("k");
   const GpuRates gpu;
-  CHECK(split_parts(matmul.program, matmul.shape(k, k), 1, gpu) == 16);  // of 64 elements at least
-  CHECK(split_parts(matmul.program, matmul.shape(k, k), gpu.sms, gpu) == 2);
-  CHECK(split_parts(matmul.program, matmul.shape(k, k), 2 * gpu.sms, gpu) == 1);
-  CHECK(split_parts(matmul.program, matmul.shape(kNone, k, 128), 1, gpu) == 8);
+  CHECK(num_splits(matmul.program, matmul.shape(k, k), 1, gpu) == 16);  // of 64 elements at least
+  CHECK(num_splits(matmul.program, matmul.shape(k, k), gpu.sms, gpu) == 2);
+  CHECK(num_splits(matmul.program, matmul.shape(k, k), 2 * gpu.sms, gpu) == 1);
+  CHECK(num_splits(matmul.program, matmul.shape(kNone, k, 128), 1, gpu) == 8);
   Program odd = matmul.program;
   odd.axes[k].size = 130;
-  CHECK(split_parts(odd, matmul.shape(kNone, k, 128), 1, gpu) == 2);
-  CHECK(split_parts(odd, matmul.shape(kNone, k, 16), 1, gpu) == 9);
+  CHECK(num_splits(odd, matmul.shape(kNone, k, 128), 1, gpu) == 2);
+  CHECK(num_splits(odd, matmul.shape(kNone, k, 16), 1, gpu) == 9);
 }
 
 TEST(work_counts_every_byte_once) {
@@ -262,7 +262,7 @@ TEST(the_search_walks_the_long_axis_of_a_product) {
   const auto choices =
       KernelSearch(matmul.program, matmul.variant, limits, stats).choices(matmul.task, 8);
   CHECK(!choices.empty() && choices[0].shape.loop == matmul.axis("k"));
-  CHECK(choices[0].parts == 1 && !choices[0].shape.split.valid());  // y must be whole
+  CHECK(choices[0].num_splits == 1 && !choices[0].shape.split.valid());  // y must be whole
   CHECK(std::abs(choices[0].cost_us - matmul.us(choices[0].shape)) < 1e-12);
   CHECK(stats.kernels >= stats.illegal && stats.illegal > 0);
 }

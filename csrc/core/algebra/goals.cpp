@@ -101,7 +101,7 @@ bool Goals::inside_sum(const Factors& rest, const Atom& sum) const {
 
 bool Goals::inside(const Monomial& value, const Monomial& goal) const {
   if (value.coefficient != Rational{} && value.coefficient != goal.coefficient) return false;
-  Factors rest;  // what is no factor of the goal itself must lie in one of its sums
+  Factors rest;  // factors that the goal itself lacks must lie in one of its sums
   for (const Factor& f : value.factors)
     if (!contains(goal.factors, f)) rest.push_back(f);
   if (rest.empty()) return true;

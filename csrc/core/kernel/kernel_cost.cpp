@@ -16,11 +16,11 @@ constexpr double kSmallTile = 64;      // elements up to which a tile costs noth
 class WorkCounter {
  public:
   WorkCounter(const KernelNodes& nodes, const LoopPasses& passes, const KernelShape& shape,
-              std::int64_t parts, const GpuRates& gpu)
+              std::int64_t num_splits, const GpuRates& gpu)
       : nodes_(nodes),
         passes_(passes),
         shape_(shape),
-        parts_(static_cast<double>(parts)),
+        num_splits_(static_cast<double>(num_splits)),
         gpu_(gpu) {}
 
   KernelWork run() {
@@ -41,7 +41,7 @@ class WorkCounter {
     double copies = 1;
     for (const AxisId axis : shape_.grid - axes)
       copies *= std::max(1.0, nodes_.program().size(axis) / kNominalTile);
-    if (shape_.split.valid() && !axes.has(shape_.split)) copies *= parts_;
+    if (shape_.split.valid() && !axes.has(shape_.split)) copies *= num_splits_;
     return copies;
   }
 
@@ -59,8 +59,8 @@ class WorkCounter {
   void store(NodeId id) {
     const bool partial = nodes_[id].reduces(shape_.split);
     const double elements = nodes_.elements(id);
-    work_.dram_bytes += nodes_.stored_itemsize(id) * elements * (partial ? parts_ : 1.0);
-    if (partial) work_.cache_bytes += kIntermediateItemsize * elements * parts_;
+    work_.dram_bytes += nodes_.stored_itemsize(id) * elements * (partial ? num_splits_ : 1.0);
+    if (partial) work_.cache_bytes += kIntermediateItemsize * elements * num_splits_;
   }
 
   // Every block computes its own tile of what does not carry a grid axis.
@@ -83,7 +83,7 @@ class WorkCounter {
   const KernelNodes& nodes_;
   const LoopPasses& passes_;
   const KernelShape& shape_;
-  double parts_;
+  double num_splits_;
   const GpuRates& gpu_;
   KernelWork work_;
 };
@@ -91,8 +91,8 @@ class WorkCounter {
 }  // namespace
 
 KernelWork kernel_work(const KernelNodes& nodes, const LoopPasses& passes, const KernelShape& shape,
-                       std::int64_t parts, const GpuRates& gpu) {
-  return WorkCounter(nodes, passes, shape, parts, gpu).run();
+                       std::int64_t num_splits, const GpuRates& gpu) {
+  return WorkCounter(nodes, passes, shape, num_splits, gpu).run();
 }
 
 double kernel_us(const KernelWork& work, double blocks, const LoopPasses& passes,

@@ -17,7 +17,7 @@ struct KernelWork {
 };
 
 KernelWork kernel_work(const KernelNodes& nodes, const LoopPasses& passes, const KernelShape& shape,
-                       std::int64_t parts, const GpuRates& gpu);
+                       std::int64_t num_splits, const GpuRates& gpu);
 
 // Returns the µs of one launch. `largest_tile`: elements of the largest value that a block holds.
 double kernel_us(const KernelWork& work, double blocks, const LoopPasses& passes,

@@ -128,7 +128,7 @@ FoundKernel found_kernel(const Program& program, const Variant& variant, const K
                          const KernelChoice& choice, const IdVector<NodeId, AxisId>& partial_over) {
   FoundKernel kernel =
       Emitter(program, variant, task, choice.shape).run(choice.shape, partial_over);
-  kernel.parts = choice.parts;
+  kernel.num_splits = choice.num_splits;
   return kernel;
 }
 

@@ -22,7 +22,7 @@ std::vector<KernelChoice> KernelSearch::choices(const KernelTask& task, std::siz
   for (std::size_t loop = 0; loop < candidates.size(); ++loop) {
     for (std::size_t split = 0; split < candidates.size(); ++split) {
       const KernelShape shape{nodes.grid(), candidates[loop], candidates[split]};
-      const auto best = best_part(nodes, passes[loop], passes[split], shape);
+      const auto best = best_split(nodes, passes[loop], passes[split], shape);
       if (best) found.push_back(*best);
     }
   }
@@ -32,29 +32,30 @@ std::vector<KernelChoice> KernelSearch::choices(const KernelTask& task, std::siz
   return found;
 }
 
-// Tries the sizes of parts of a split tile axis. `walked`: the passes if that axis is the loop.
-std::optional<KernelChoice> KernelSearch::best_part(const KernelNodes& nodes,
-                                                    const LoopPasses& passes,
-                                                    const LoopPasses& walked,
-                                                    KernelShape shape) const {
+// Returns the best choice over the sizes of a split. Those of a tile axis are tried in turn.
+// `walked`: the passes if that axis is the loop.
+std::optional<KernelChoice> KernelSearch::best_split(const KernelNodes& nodes,
+                                                     const LoopPasses& passes,
+                                                     const LoopPasses& walked,
+                                                     KernelShape shape) const {
   const bool splits_tile = shape.split.valid() && shape.split != shape.loop;
   std::optional<KernelChoice> best;
-  for (const std::int64_t part : kTileParts) {
+  for (const std::int64_t split_size : kTileSplits) {
     ++stats_.kernels;
-    shape.part = splits_tile ? part : 0;
+    shape.split_size = splits_tile ? split_size : 0;
     auto choice = evaluate(nodes, passes, shape);
     if (!choice) {
       ++stats_.illegal;
       break;
     }
     if (splits_tile && !shape.loop.valid()) {
-      // Walk a part if that costs no more: a schedule may still hold it whole, and a longer axis is
-      // walked anyway.
-      const auto loop = evaluate(nodes, walked, {shape.grid, shape.split, shape.split, part});
+      // Walk a split if that costs no more. A schedule may still hold it whole, and a longer axis
+      // is walked anyway.
+      const auto loop = evaluate(nodes, walked, {shape.grid, shape.split, shape.split, split_size});
       if (loop && loop->cost_us <= choice->cost_us) choice = loop;
     }
     if (!best || choice->cost_us < best->cost_us) best = choice;
-    if (!splits_tile) break;  // there are as many parts of a loop axis as the grid needs
+    if (!splits_tile) break;  // a loop axis has as many splits as the grid needs
   }
   return best;
 }
@@ -63,20 +64,20 @@ std::optional<KernelChoice> KernelSearch::evaluate(const KernelNodes& nodes,
                                                    const LoopPasses& passes,
                                                    const KernelShape& shape) const {
   if (!keeps_forced_roles(nodes, shape, limits_.forced)) return std::nullopt;
-  if (shape.split.valid() && !parts_are_independent(nodes, shape.split)) return std::nullopt;
+  if (shape.split.valid() && !splits_are_independent(nodes, shape.split)) return std::nullopt;
   if (!is_walked(passes, shape.loop)) return std::nullopt;
   const double tile = largest_tile(nodes, shape);
   if (tile > kLargestTile) return std::nullopt;
 
   double blocks = grid_blocks(nodes, shape);
-  std::int64_t parts = 1;
+  std::int64_t splits = 1;
   if (shape.split.valid()) {
-    parts = split_parts(program_, shape, blocks, limits_.gpu);
-    if (parts < 2) return std::nullopt;
-    blocks *= static_cast<double>(parts);
+    splits = num_splits(program_, shape, blocks, limits_.gpu);
+    if (splits < 2) return std::nullopt;
+    blocks *= static_cast<double>(splits);
   }
-  const KernelWork work = kernel_work(nodes, passes, shape, parts, limits_.gpu);
-  return KernelChoice{shape, parts, kernel_us(work, blocks, passes, tile, limits_.gpu)};
+  const KernelWork work = kernel_work(nodes, passes, shape, splits, limits_.gpu);
+  return KernelChoice{shape, splits, kernel_us(work, blocks, passes, tile, limits_.gpu)};
 }
 
 }  // namespace mirage

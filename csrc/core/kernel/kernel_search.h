@@ -23,8 +23,8 @@ class KernelSearch {
   std::vector<KernelChoice> choices(const KernelTask& task, std::size_t most) const;
 
  private:
-  std::optional<KernelChoice> best_part(const KernelNodes& nodes, const LoopPasses& passes,
-                                        const LoopPasses& walked, KernelShape shape) const;
+  std::optional<KernelChoice> best_split(const KernelNodes& nodes, const LoopPasses& passes,
+                                         const LoopPasses& walked, KernelShape shape) const;
   std::optional<KernelChoice> evaluate(const KernelNodes& nodes, const LoopPasses& passes,
                                        const KernelShape& shape) const;
 

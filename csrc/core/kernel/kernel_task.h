@@ -53,13 +53,13 @@ struct KernelTaskHash {
 };
 
 // The role of each axis of a kernel: in `grid`, the loop, or else a tile. The loop axis or a tile
-// axis may also be split: dealt out to blocks in parts.
+// axis may also be split among blocks (split-K, split-KV).
 struct KernelShape {
   AxisSet grid;
   AxisId loop;
   AxisId split;
-  // Elements of the split axis in one part; 0: as many parts as fill the GPU.
-  std::int64_t part = 0;
+  // Elements of the split axis in one split; 0: as many splits as fill the GPU.
+  std::int64_t split_size = 0;
 
   Role role(AxisId axis) const {
     if (axis == loop) return Role::loop;
@@ -69,7 +69,7 @@ struct KernelShape {
 
 struct KernelChoice {
   KernelShape shape;
-  std::int64_t parts = 1;  // of the split axis
+  std::int64_t num_splits = 1;  // of the split axis
   double cost_us = 0;
 };
 

@@ -14,7 +14,7 @@ bool keeps_forced_roles(const KernelNodes& nodes, const KernelShape& shape,
   return true;
 }
 
-bool parts_are_independent(const KernelNodes& nodes, AxisId split) {
+bool splits_are_independent(const KernelNodes& nodes, AxisId split) {
   const KernelTask& task = nodes.task();
   return std::all_of(nodes.all().begin(), nodes.all().end(), [&](NodeId id) {
     if (nodes.reduces(id, split))

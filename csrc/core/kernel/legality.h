@@ -13,10 +13,10 @@ namespace mirage {
 bool keeps_forced_roles(const KernelNodes& nodes, const KernelShape& shape,
                         const std::vector<AxisSet>& forced);
 
-// True if the parts of a split axis are independent. What is reduced over the axis is a partial
+// True if the splits of an axis are independent. A value that is reduced over the axis is a partial
 // result: it must be stored, may not be used here, and may not have to be whole. Every other output
 // must carry the axis.
-bool parts_are_independent(const KernelNodes& nodes, AxisId split);
+bool splits_are_independent(const KernelNodes& nodes, AxisId split);
 
 // True if a loop is walked at least once, and not too often.
 bool is_walked(const LoopPasses& passes, AxisId loop);

@@ -46,11 +46,11 @@ bool is_reread(const KernelNodes& nodes, const KernelShape& shape, const Largest
   });
 }
 
-std::int64_t part_count(std::int64_t size, std::int64_t part) { return (size + part - 1) / part; }
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Returns a power of two that gives each SM two blocks, or the most parts that the axis has.
-std::int64_t parts_for_grid(std::int64_t size, double blocks, const GpuRates& gpu) {
-  const std::int64_t most = std::min(part_count(size, kPart), kMaxParts);
+// Returns a power of two that gives each SM two blocks, or the most splits that the axis has.
+std::int64_t splits_for_grid(std::int64_t size, double blocks, const GpuRates& gpu) {
+  const std::int64_t most = std::min(ceil_div(size, kLoopSplit), kMaxSplits);
   std::int64_t wanted = 1;
   while (wanted < most && blocks * static_cast<double>(wanted) < 2 * gpu.sms) wanted *= 2;
   return std::min(most, wanted);
@@ -70,13 +70,13 @@ double grid_blocks(const KernelNodes& nodes, const KernelShape& shape) {
   return blocks;
 }
 
-std::int64_t split_parts(const Program& program, const KernelShape& shape, double blocks,
-                         const GpuRates& gpu) {
+std::int64_t num_splits(const Program& program, const KernelShape& shape, double blocks,
+                        const GpuRates& gpu) {
   const std::int64_t size = program.axes[shape.split].size;
-  std::int64_t parts =
-      shape.part > 0 ? part_count(size, shape.part) : parts_for_grid(size, blocks, gpu);
-  while (parts > 1 && (parts - 1) * part_count(size, parts) >= size) --parts;
-  return parts;
+  std::int64_t splits =
+      shape.split_size > 0 ? ceil_div(size, shape.split_size) : splits_for_grid(size, blocks, gpu);
+  while (splits > 1 && (splits - 1) * ceil_div(size, splits) >= size) --splits;
+  return splits;
 }
 
 }  // namespace mirage

@@ -8,12 +8,12 @@
 
 namespace mirage {
 
-// Returns the blocks of a kernel, not counting parts of a split axis. Axes that the largest input
+// Returns the blocks of a kernel, not counting splits of an axis. Axes that the largest input
 // carries are cut fine; axes whose blocks would all read its tiles are not.
 double grid_blocks(const KernelNodes& nodes, const KernelShape& shape);
 
-// Returns the number of parts of a split axis, none of which is empty. `blocks` are those of the grid.
-std::int64_t split_parts(const Program& program, const KernelShape& shape, double blocks,
-                         const GpuRates& gpu);
+// Returns the number of splits of the split axis. None is empty. `blocks` are those of the grid.
+std::int64_t num_splits(const Program& program, const KernelShape& shape, double blocks,
+                        const GpuRates& gpu);
 
 }  // namespace mirage

@@ -34,7 +34,7 @@ double held_elements(const Program& program, const KernelShape& shape, AxisSet a
   for (const AxisId axis : axes - shape.grid) {
     if (axis == shape.loop) continue;
     const double size = program.size(axis);
-    held *= axis == shape.split ? std::min(static_cast<double>(shape.part), size) : size;
+    held *= axis == shape.split ? std::min(static_cast<double>(shape.split_size), size) : size;
   }
   return held;
 }

@@ -6,8 +6,8 @@
 
 namespace mirage {
 
-// Returns the elements that a block holds of a value with these axes: tile axes are held whole, or a
-// part of them; of other axes one element counts.
+// Returns the elements that a block holds of a value with these axes: tile axes are held whole, or
+// one split of them; of other axes one element counts.
 double held_elements(const Program& program, const KernelShape& shape, AxisSet axes);
 
 // Returns the elements of the largest value that a block holds.
