@@ -160,7 +160,8 @@ def test_two_equal_layers_are_searched_once(monkeypatch):
                 g.silu(g.matmul(h, g.new_input((32, 48)))), g.matmul(h, g.new_input((32, 48)))
             )
             halves = [g.matmul(m, g.new_input((48, 16))) for _ in range(2)]
-            x = g.concat([g.silu(y) for y in halves], 1)  # a library op
+            # torch runs concat, because its parts are computed
+            x = g.concat([g.silu(y) for y in halves], 1)
         g.mark_output(x)
         seen.clear()
         return searched(g), sorted(seen)
@@ -491,10 +492,8 @@ def test_progress_is_reported_and_an_interrupted_search_returns_the_best_so_far(
     result = search_and_verify(
         decoder_layer(mi, past=127), replace(OPTIONS, threads=2), stop_after(0)
     )
-    assert result.report.stop in (
-        "interrupted",
-        "exhausted",
-    )  # a window may end first
+    # a window may end before the callback is asked
+    assert result.report.stop in ("interrupted", "exhausted")
     assert all(
         isinstance(c.ugraph, UGraph) and c.ugraph.num_kernels < 24 for c in result.candidates
     )

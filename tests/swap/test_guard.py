@@ -200,7 +200,8 @@ def test_gradients_go_the_stock_way() -> None:
         layer_of(ours).mlp.gate_proj.weight.grad, layer_of(stock).mlp.gate_proj.weight.grad
     )
     frozen = twin_of(stock).requires_grad_(False)
-    layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)  # its part stays stock
+    # the part that reads this weight stays stock
+    layer_of(frozen).self_attn.k_proj.weight.requires_grad_(True)
     optimize(frozen, patterns=["gated_mlp"])
     run_once(frozen)
     assert counts(frozen) == {"gradients needed": 1}
