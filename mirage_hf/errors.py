@@ -1,6 +1,6 @@
 """The exceptions of the package, and wording that they share.
 
-A message says what is wrong, where, and what to do about it.
+A message says what is wrong, where, and how to mend it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 class MirageError(Exception):
-    """Base of everything that the package raises on purpose: catch it to catch them all."""
+    """Base of all exceptions that the package raises on purpose. Catch it to catch them all."""
 
 
 class GraphError(MirageError, ValueError):
@@ -92,7 +92,7 @@ class SettingsError(MirageError, ValueError):
 
 
 class OptimizeError(MirageError, ValueError):
-    """A model that `optimize()` must not touch. The message says what to change about it first."""
+    """A model that `optimize()` must not change. The message says how to change the model first."""
 
 
 class OptimizeWarning(UserWarning):
@@ -101,7 +101,7 @@ class OptimizeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rejected:
-    """A "no" with its reason: a value that stages return and reports show, not an exception."""
+    """A rejection with its reason. Stages return it as a value, and reports show it."""
 
     reason: str
 
@@ -146,7 +146,7 @@ def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[i
     )
 
 
-#: What to write here for names that ops have in torch.
+#: The names and calls here for ops that have another name in torch.
 _FROM_TORCH = {
     "sum": 'reduction(x, dim, "sum")',
     "mean": 'reduction(x, dim, "mean")',

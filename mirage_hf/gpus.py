@@ -1,8 +1,9 @@
-"""What each known GPU can do: the one table of rates that the search and the tuner estimate with.
+"""The rates of each known GPU, in one table. The search and the tuner estimate with it.
 
-The H200's numbers were measured. The H100's bandwidth was measured, the rest of its row is the
-H200's: it is the same chip with other memory. The other rows are NVIDIA's data sheets, scaled by
-what the H200 reaches of its own. Bandwidths of L2 caches and of single SMs are guesses there.
+The H200's numbers were measured, and so was the H100's bandwidth. The rest of the H100's row is the
+H200's, because it is the same chip with other memory. The other rows come from NVIDIA's data
+sheets, scaled by the share of its data sheet that the H200 reaches. In these rows, bandwidths of L2
+caches and of single SMs are guesses.
 """
 
 from __future__ import annotations
@@ -16,37 +17,38 @@ import torch
 class Device:
     """The rates of one GPU. Bandwidths are in bytes/s, rates in operations/s, times in µs."""
 
-    #: As torch and nvidia-smi name it, or the beginning of that.
+    #: The name in torch and nvidia-smi, or how it begins.
     name: str
     #: Compute capability: 90 is 9.0.
     sm: int
     #: Streaming multiprocessors.
     sms: int
-    #: Reads of device memory.
+    #: Bandwidth of reads from device memory.
     bandwidth: float
-    #: Reads of the L2 cache.
+    #: Bandwidth of reads from the L2 cache.
     l2_bandwidth: float
     #: Instructions of all lanes.
     lane_rate: float
     #: Floating-point operations of the tensor cores: a multiply-add counts as two.
     mma_rate: float
-    #: What the search takes for `lane_rate`: in full T/s.
+    #: The `lane_rate` that the search uses, in whole T/s.
     scalar_rate: float
-    #: From one kernel of a CUDA graph to the next.
+    #: Time from one kernel of a CUDA graph to the next.
     launch_us: float = 1.16
-    #: From a kernel's first load to its last store if nothing but latency is waited for.
+    #: Time from a kernel's first load to its last store if only latency counts.
     latency_us: float = 1.5
-    #: Each further pass of a kernel over its loop.
+    #: Time of each further pass of a kernel over its loop.
     pass_us: float = 1.0
-    #: Blocks tell each other that partial results are stored, and the last one reads them.
+    #: Time in which cooperating blocks signal that partial results are stored and the last one
+    #: reads them.
     meeting_us: float = 0.8
     #: Bytes of streamed inputs in flight per SM that fill the memory system.
     flight_bytes: int = 32 * 1024
-    #: Bytes/s that one SM can draw: fewer blocks than SMs cannot fill the memory system.
+    #: Bytes/s that one SM can read. Fewer blocks than SMs cannot fill the memory system.
     sm_bandwidth: float = 55e9
+    #: Size of the L2 cache.
     l2_bytes: int = 60 << 20
-    #: The largest input that still lies in the L2 when a kernel reads it again: about half of the
-    #: L2.
+    #: The largest input that is still in the L2 when a kernel reads it again: about half of the L2.
     reread_bytes: float = 30e6
     #: Shared memory that one block may ask for.
     shared_bytes: int = 227 * 1024
@@ -81,7 +83,8 @@ H100 = Device(
     reread_bytes=25e6,
 )
 
-#: What the H200 reaches of its data sheet: 4.8 TB/s, 989 dense bfloat16 TFLOPS, 1.98 GHz at most.
+#: The shares of its data sheet that the H200 reaches. The data sheet says 4.8 TB/s, 989 dense
+#: bfloat16 TFLOPS, and 1.98 GHz at most.
 BANDWIDTH_REACHED = 4.47 / 4.8
 MMA_REACHED = 690 / 989
 CLOCK_REACHED = 1.7 / 1.98
@@ -210,7 +213,7 @@ def device_named(name: str, sm: int) -> Device:
 
 
 def current_gpu(device: torch.device | None = None) -> Device:
-    """Return the rates of a CUDA device, by default the current one; the H200's without a GPU."""
+    """Return the rates of a CUDA device, by default the current one. Without a GPU: the H200's."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return H200
     properties = torch.cuda.get_device_properties(device)

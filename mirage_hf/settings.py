@@ -16,8 +16,7 @@ from mirage_hf.errors import SettingsError
 class Settings:
     """The settings in force, read from the environment at every call of `settings()`."""
 
-    #: Where searched and tuned kernels are kept: MIRAGE_HF_CACHE, else the user cache of the
-    #: platform.
+    #: The folder of searched and tuned kernels: MIRAGE_HF_CACHE, else the platform's user cache.
     cache_dir: Path
     #: Threads of the C++ search: MIRAGE_HF_THREADS, else all cores that this process may use.
     threads: int

@@ -1,8 +1,8 @@
 """A search in one file that the user names: its finished steps, then its result.
 
-Every write replaces the file at once or not at all, so a search that is killed goes on from its
-last finished step. The file says what it is for and has a digest, and the µGraphs that are read are
-proven again.
+Every write replaces the file at once or not at all. So a search that is killed goes on from its
+last finished step. The file names its request and has a digest. µGraphs that are read are proven
+again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionEr
 
 
 def identity(request: Request) -> str:
-    """Return a digest of what a result is for.
+    """Return a digest of the request that a result belongs to.
 
-    It covers the program with its names, and everything that decides what is found. The number of
-    threads is left out.
+    It covers the program with its names, and everything that decides which µGraphs are found. The
+    number of threads is left out.
     """
     return json_format.digest(
         {
@@ -77,7 +77,7 @@ class CheckpointFile:
 
     Attributes:
         path: The file. It may not exist yet.
-        owner: What it is for: `identity` of the request.
+        owner: The `identity` of the request that the file belongs to.
     """
 
     path: Path
@@ -102,7 +102,7 @@ class CheckpointFile:
         if isinstance(verified, Rejected):
             raise errors.FormatError(
                 f"checkpoint {self.path}: {verified.reason}; name another file, "
-                "or delete this one if nobody needs it"
+                "or delete this one if it is not needed"
             )
         return verified
 

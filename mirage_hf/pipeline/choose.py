@@ -21,8 +21,8 @@ from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 
-#: Pairs of kernels, of different kinds, that are moved forward in the order, and the place of the
-#: first.
+#: How many candidates of two kernels, of different kinds, are moved forward in the order, and the
+#: place of the first.
 _PAIRS_MOVED, _FIRST_PLACE = 3, 2
 
 
@@ -104,8 +104,7 @@ def _only(verified: VerifiedCandidates, ugraphs: Sequence[UGraph]) -> VerifiedCa
 def _scheduled(candidate: Candidate) -> UGraph:
     """Give a µGraph the cost model's first choice among schedules whose rounding holds.
 
-    Without a GPU nothing is compiled and checked, so the numbers must not have rejected the code
-    that is generated.
+    Without a GPU nothing is compiled and checked, so the rounding must have been accepted before.
     """
     kinds = kinds_of_product(candidate)
     schedules = tuple(space.chosen(op, kinds) for op in place_kernels(candidate.ugraph))
@@ -117,8 +116,8 @@ def _scheduled(candidate: Candidate) -> UGraph:
 def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
     """Return the candidate at its first permitted schedules.
 
-    If it has none, return the library path when generated kernels will run. A CPU runs no schedule,
-    so there any will do.
+    If it has none and generated kernels will run, return the library path. A CPU runs no schedule,
+    so any schedule will do there.
     """
     allowed = permitted([candidate])
     schedules = []
@@ -136,9 +135,9 @@ def kinds_of_product(candidate: Candidate) -> set[bool]:
 
 
 def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
-    """Return a function of op and device that gives the schedules whose rounding is known to hold.
+    """Return a function that lists an op's schedules whose rounding was accepted.
 
-    Schedules on tensor cores are among them only if the numbers allow it.
+    Schedules on tensor cores are among them only if their rounding was accepted.
     """
     return space.permitted((c.ugraph, kinds_of_product(c)) for c in candidates)
 
@@ -148,10 +147,10 @@ def promising(
 ) -> list[Candidate]:
     """Return the candidates that have a kernel, in the order in which to tune them.
 
-    The cost model's estimate of a permitted schedule decides; a candidate without one comes last.
-    The best candidates of two kernels, of three different kinds, come fifth at the latest. Where
-    launches overlap, a second kernel costs less than the model says, and which intermediate result
-    is best kept is known only once it is measured.
+    The cost model's estimate of a permitted schedule decides. A candidate without one comes last.
+    The best candidates of two kernels, of three different kinds, come fifth at the latest. There
+    are two reasons: a second kernel costs less than the model says if launches overlap, and only
+    measuring shows which intermediate result is best stored.
 
     Args:
         candidates: Verified candidates for one program.

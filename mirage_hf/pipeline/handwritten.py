@@ -26,9 +26,9 @@ def ugraph(
     Args:
         program: The tensor program.
         kernels: A kernel graph with customized ops on the same inputs.
-        tiles: What `BlockGraphBuilder.schedule` returns for each customized op in order, so that
-            kernels have the numbers of blocks and trips that were written. Without it the cost
-            model chooses them, and grid_dim and forloop_range decide roles only.
+        tiles: The result of `BlockGraphBuilder.schedule` for each customized op, in order. Kernels
+            then have the numbers of blocks and trips that were written. Without it the cost model
+            chooses them, and grid_dim and forloop_range decide roles only.
 
     Raises:
         GraphError: An argument is no kernel graph.
@@ -41,7 +41,7 @@ def ugraph(
                 f"ugraph: {what} must be a graph made by mi.new_kernel_graph(), "
                 f"it is {type(graph).__name__}"
             )
-    # copies, so that the µGraph stays as it is proven when ops are added to the user's graphs
+    # Copy, because the user may add ops to their graphs after the proof.
     written = UGraph(program.copy(), kernels.copy())
     if tiles is not None:
         _check_tiles(tiles, len(written.block_ops))
@@ -58,7 +58,7 @@ def ugraph(
     try:
         schedules = [space.chosen(op, kinds) for op in place_kernels(written)]
     except errors.CodegenError:
-        return written  # it runs on a CPU all the same; generating code says why it cannot
+        return written  # It runs on a CPU. Generating code for it raises this error again.
     return written if None in schedules else replace(written, schedules=tuple(schedules))
 
 
@@ -103,7 +103,7 @@ def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Sc
 
 
 def _schedules_with_tiles(op: KernelOp, tiles: dict[str, int]) -> Iterator[Schedule]:
-    """Yield each schedule of the op with `tiles` in place of its own, then the plainest ones."""
+    """Yield each schedule of the op with `tiles` in place of its own, then default schedules."""
     ranked = [replace(s, tiles=tiles) for s in space.schedules(op)]
     plain = [Schedule(tiles, mma=mma) for mma in (False, True)]
     yield from dict.fromkeys([*ranked, *plain])

@@ -1,6 +1,6 @@
-"""One HTML page about a search: program, results with pictures and code, why it stopped.
+"""Write an HTML page about a search: program, results with pictures and code, why it stopped.
 
-The page stands alone: no script, no font, no image from elsewhere.
+The page loads no script, font or image from elsewhere.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def write(
 
     Args:
         path: The file to write.
-        program: What was searched for.
+        program: The program that was searched for.
         ugraphs: The results, best first.
         report: The report of the search.
         tuned: The measured times.
@@ -219,7 +219,8 @@ def _search(report: SearchReport) -> list[str]:
     if report.error_bound is not None:
         lines.append(
             "<p>Chance that the proofs accepted something wrong: "
-            f"at most {report.error_bound:.1e} ({report.proof_seconds:.3f} s of proofs).</p>"
+            f"at most {report.error_bound:.1e}. Proofs and numeric checks took "
+            f"{report.proof_seconds:.3f} s.</p>"
         )
     lines += [f'<p class="notice">{escape(note)}</p>' for note in report.notes]
     lines += _table(("part", "counted", "number"), counter_labels.rows(report.counters), (2,))

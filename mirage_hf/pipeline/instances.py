@@ -1,8 +1,8 @@
 """Schedule and rank the µGraphs of a search for one size of their symbolic dims.
 
 The µGraphs and their proofs hold for every size. Their schedules were chosen at the maximum. For
-another size each keeps its kind of product (multiply-adds or tensor cores) and its tiles as far as
-the axes reach, and the cost model ranks the results.
+another size, each schedule keeps its kind of product (multiply-adds or tensor cores). Tiles are
+clipped to the axes, and the cost model ranks the results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Family:
     """A µGraph of a program with symbolic dims, and the schedules that other sizes start from."""
 
     ugraph: UGraph
-    #: One tuple for each kind of product and of size, with a schedule for each block graph.
+    #: One tuple for each kind of product and each size, with a schedule for each block graph.
     kinds: tuple[tuple[Schedule, ...], ...]
 
 

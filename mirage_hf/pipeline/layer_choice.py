@@ -45,7 +45,7 @@ def for_layer(
     The choice is stored. Kernels that were looked up stay, and so do blocks that run the library.
 
     Args:
-        layer: What `resolve` gave for the programs that a layer runs, in order.
+        layer: The results of `resolve` for the programs that a layer runs, in order.
         device: The GPU that they were tuned on.
         zoo: As for `resolve`.
     """
@@ -76,12 +76,12 @@ def make_entries(
     tune: str = "auto",
     progress: ProgressCallback | None = None,
 ) -> list[Entry]:
-    """Search, verify and tune blocks without looking anything up, as building a zoo does.
+    """Search, verify and tune blocks without looking anything up, for building a zoo.
 
     Args:
-        layer: In the order in which a layer runs them, the blocks to make, and the entries of
-            blocks that are there. If a GPU times them, the new kernels are chosen for the layer as
-            a whole.
+        layer: The blocks of a layer in the order in which they run. Blocks that have kernels are
+            given as entries. If a GPU times them, the new kernels are chosen for the layer as a
+            whole.
         device: Where they will run.
         tune: As for `resolve`.
         progress: Called with a stage and its detail.
@@ -142,9 +142,9 @@ def _chosen_together(
         candidates_chosen, whole = choose_for_layer(list(choices.values()), device=device)
     except RuntimeError as e:  # out of memory is one
         failed = described(e)
-    torch.cuda.empty_cache()  # what was timed is as large as a few layers
+    torch.cuda.empty_cache()  # timing needs as much memory as a few layers
     if failed:
-        return Rejected(f"chosen on its own, as the whole layer could not be timed ({failed})")
+        return Rejected(f"chosen on its own, because the whole layer could not be timed ({failed})")
     entries = {}
     for n, candidate in zip(choices, candidates_chosen, strict=True):
         part = parts[n]

@@ -1,4 +1,4 @@
-"""What came of a request: candidates with schedules, times, and the entry that a store keeps."""
+"""The outcome of a request: candidates with schedules, times, and the entry that a store keeps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ CHAINED = ", in a chain of dependent kernels"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What search, verification and tuning gave for a request.
+    """The results of search, verification and tuning for a request.
 
     `SearchResult` shows all of it, `Resolved` the one kernel to run.
 
     Attributes:
-        request: What was asked for.
+        request: The request.
         verified: The candidates that have a kernel, and the report of the search.
-        ugraphs: What can run, best first, each with its schedules. The library path is among them.
+        ugraphs: The µGraphs that can run, best first, each with its schedules. The library path is
+            among them.
         reason: Why no searched kernel is among them. Empty if one is.
         tuned: The measured times. None if nothing was measured.
     """
@@ -153,7 +154,7 @@ def _is_slower(mine: Timing | None, theirs: Timing | None) -> bool:
 
 
 def _measurements(name: str, candidate: ScheduledCandidate) -> list[Measurement]:
-    """Return the timings that there are. The library path may have failed for want of memory."""
+    """Return the candidate's timings. The library path has none if it ran out of memory."""
     timings = (("", candidate.timing), (CHAINED, candidate.chain))
     return [
         Measurement(name + how, t.us, t.low, t.high, t.replays)

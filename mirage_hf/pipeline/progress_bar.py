@@ -13,14 +13,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from mirage_hf.search import counter_labels
 from mirage_hf.search.search_report import Counters
 
-#: Called with a stage and its detail: as pipeline/windows.py says, and for optimize() also with
-#: ("kernel", (number, total, pattern)).
+#: Called with a stage and its detail: the calls of `windows.ProgressCallback`, and for optimize()
+#: also ("kernel", (number, total, pattern)).
 Note = Callable[..., Any]
 
 
 @contextmanager
 def bar(what: str, console: Console) -> Iterator[Note]:
-    """Show what is being done on a console, if it is a terminal.
+    """Show a progress bar on a console, if it is a terminal.
 
     Yields:
         The function to call with a stage and its detail.

@@ -1,4 +1,4 @@
-"""What is asked of the pipeline: a program, and everything that decides which kernels it gets."""
+"""A request to the pipeline: a program, and everything that decides which kernels it gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Effort:
     graphs: int | None
     #: Schedules of each µGraph.
     schedules: int
-    #: The most rounds that try what is one step from the fastest.
+    #: The most rounds of candidates one step away from the fastest.
     rounds: int
 
 
@@ -40,19 +40,19 @@ class Request:
     Attributes:
         program: The tensor program.
         key: What the result is stored under.
-        options: What bounds the search.
+        options: The limits of the search.
         pattern: The block that the program is, or "program".
         seed: The seed of the proofs' random inputs.
         like: A program that differs in the sizes of some dims. The larger of both is searched, and
-            numbers are checked at the smaller.
+            rounding is checked at the smaller.
         keep: How many verified candidates are kept.
         restriction: Allowed numbers of blocks, threads and loop trips.
         device: The GPU that candidates are measured on. None: the cost model ranks them.
         effort: How much is measured.
-        runs_generated: True if generated kernels will run, so that their schedules must be ones
-            whose rounding holds. False on a CPU, which runs no schedule.
-        all_candidates: True if every accepted µGraph is wanted, as by `superoptimize()`. False if
-            only the kernel to run is.
+        runs_generated: True if generated kernels will run. Their schedules must then have accepted
+            rounding. False on a CPU, which runs no schedule.
+        all_candidates: True if every accepted µGraph is wanted, as in `superoptimize()`. False if
+            only the kernel to run is wanted.
     """
 
     program: KernelGraph

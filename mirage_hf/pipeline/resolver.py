@@ -40,7 +40,7 @@ class Resolved:
         reason: Why the library runs, and why a new kernel could not be stored.
         seconds: The time it took to look the kernel up or to make it.
         entry: The kernel with its evidence.
-        outcome: What the search gave. None if the kernel was looked up.
+        outcome: The outcome of the search. None if the kernel was looked up.
         unkept: Why a new kernel could not be stored, so that it is made again next time.
     """
 
@@ -144,12 +144,12 @@ def resolve(
         backend: "cpu" runs µGraphs in torch, "triton" runs generated kernels, "auto" decides by
             device.
         zoo: Further kernel zoos. Their kernels are proven again before they run.
-        tune: "auto" measures what was never measured, "never" trusts the cost model, "full"
-            measures anew and more.
+        tune: "auto" measures kernels that were never measured, "never" trusts the cost model,
+            "full" measures anew, and more candidates.
         pattern: The block that the program is.
         progress: Called with a stage and its detail.
-        like: A program that differs in the sizes of some dims only. The larger of both is searched
-            and numbers are checked at the smaller; a µGraph serves every size.
+        like: A program that differs in the sizes of some dims only. The larger of both is searched,
+            and rounding is checked at the smaller. A µGraph serves every size.
         next_may_launch_early: A promise about the kernel that is launched after this program, see
             `placement.place_kernels`.
 

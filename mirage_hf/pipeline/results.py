@@ -37,14 +37,14 @@ _log = logging.getLogger("mirage_hf")
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """An entry that may be used, and the name of its store."""
+    """An entry that passed its checks, and the name of its store."""
 
     entry: Entry
     source: str
 
 
-#: What a look-up gives: a finished kernel, all candidates of a search, the steps of an unfinished
-#: search, why what is there cannot be used, or None if nothing is there.
+#: The result of a look-up: a finished kernel, all candidates of a search, or the steps of an
+#: unfinished search. `Rejected` says why a stored result cannot be used. None: nothing is stored.
 Loaded = StoredEntry | VerifiedCandidates | SearchJournal | Rejected | None
 
 
@@ -52,10 +52,10 @@ class Results(Protocol):
     """Where results of earlier calls are looked up and new ones are stored."""
 
     def load(self, request: Request) -> Loaded:
-        """Return what is stored for the request and may be used."""
+        """Return the stored result for the request, if it passes its checks."""
 
     def store(self, outcome: Outcome) -> Rejected | None:
-        """Keep an outcome. Return why it could not be kept, or None."""
+        """Store an outcome. Return why it could not be stored, or None."""
 
 
 class NoResults:

@@ -61,6 +61,6 @@ def _run_unchecked(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch
 
 @lru_cache(maxsize=512)
 def _runner(ugraph: UGraph, schedules: tuple[Any, ...] | None) -> Run:
-    # schedules are part of the key, because µGraphs that differ in them alone are equal
+    # Schedules are part of the cache key, because µGraphs with other schedules are equal.
     program = triton.generate(ugraph, schedules)
     return compiler.load(program.source, program.digest).run  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ MAX_WHOLE_OPS = 24
 
 #: The same limit for a program that appends to caches, because windows would leave its appends to
 #: library calls. Attention with biases, a mask, softcap and a sink has 33 ops and takes four
-#: seconds, and 47 ops with a norm over all heads.
+#: seconds. With a norm over all heads it has 47 ops.
 MAX_WHOLE_OPS_WITH_APPENDS = 56
 
 
@@ -66,22 +66,20 @@ def search_and_verify(
     like: KernelGraph | None = None,
     keep: int = KEEP,
 ) -> VerifiedCandidates:
-    """Search `program` and keep the candidates that are proven and whose numbers hold.
+    """Search `program` and keep the candidates that are proven and whose rounding is accepted.
 
-    Programs with more than `MAX_WHOLE_OPS` ops, and those with ops that the search cannot lower,
-    are searched window by window (see `windows.search_windows`). `options.max_kernels` then limits
-    each window. Options with `roles` name axes of the whole program, so such a search is never
-    split.
+    A program is searched window by window if it has more than `MAX_WHOLE_OPS` ops, or ops that the
+    search cannot lower (see `windows.search_windows`). `options.max_kernels` then limits each
+    window. Options with `roles` name axes of the whole program, so such a search is never split.
 
     Args:
         program: The tensor program.
         options: Limits of the search.
         progress: Called with each stage and its detail.
         seed: Seed of the random evaluations that prove and check candidates.
-        journal: Keeps finished steps, so that a search that was stopped can go on.
+        journal: Keeps finished steps, so that a stopped search can go on.
         like: The same program at other sizes. The larger of the two is searched, because size
-            decides which kernels are worth having. The smaller one is proven and checked, because
-            that is faster.
+            decides which kernels are fast. The smaller one is proven and checked, which is faster.
         keep: How many candidates to keep for each kind of arithmetic, as in `accept`.
 
     Returns:

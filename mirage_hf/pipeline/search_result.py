@@ -1,4 +1,4 @@
-"""What `superoptimize()` returns: µGraphs equivalent to a program, best first."""
+"""The result of `superoptimize()`: µGraphs equivalent to a program, best first."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class SearchResult(Sequence[UGraph]):
         """Run the best µGraph.
 
         Args:
-            inputs: Tensors in the order of `program.inputs`. Symbolic dims have the sizes that
-                these have.
+            inputs: Tensors in the order of `program.inputs`. Their shapes give the sizes of
+                symbolic dims.
 
         Returns:
             Tensors in the order of `program.outputs`.
@@ -89,7 +89,7 @@ class SearchResult(Sequence[UGraph]):
             return self[0](inputs)
         check_tensors(self.program, inputs)
         if torch.compiler.is_compiling():
-            # a graph is for one size, which index() makes a constant
+            # A compiled graph is for one size. index() makes it a constant.
             shapes = tuple([tuple([operator.index(d) for d in x.shape]) for x in inputs])
             return torch_op.run(inputs, _registered_at(self, shapes))  # type: ignore[no-any-return]
         sizes = symbolic.sizes_of(self.program, [x.shape for x in inputs])
@@ -149,7 +149,7 @@ def result_of(outcome: Outcome, max_kernels: int | None = None) -> SearchResult:
     """Return an outcome as a `SearchResult`.
 
     Args:
-        outcome: What came of the search.
+        outcome: The outcome of the search.
         max_kernels: Leave out µGraphs of more kernels, the library path too.
 
     Raises:

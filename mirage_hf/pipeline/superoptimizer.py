@@ -138,7 +138,7 @@ def _request(
     seed: int,
     backend: str,
 ) -> Request:
-    graph = graph.copy()  # the caller may go on with theirs
+    graph = graph.copy()  # the caller may add ops to theirs
     device = None
     if backend != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -155,7 +155,7 @@ def _request(
 
 
 def _options_digest(request: Request) -> str:
-    """Return a digest of everything but the target that decides what a search finds."""
+    """Return a digest of everything except the target that decides which µGraphs are found."""
     content = {
         "identity": checkpoints.identity(request),
         "package": versions.package_version(),

@@ -1,4 +1,4 @@
-"""Check the options of `superoptimize()`, and say what they ask of the search and of schedules."""
+"""Check the options of `superoptimize()`, and turn them into limits of search and schedules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mirage_hf.tune.launch_restriction import LaunchRestriction
 
 BACKENDS = ("auto", "triton", "cpu")
 
-#: What each config restricts, see `SearchOptions`. Seconds are on one core, for the programs of
-#: tests/programs.py, with the cost model's H200.
+#: The options that each config sets, see `SearchOptions`. Seconds are on one core, for the programs
+#: of tests/helpers/programs.py, with the cost model's H200.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Width 1: multiplying sums out found nothing for attention, and skipping it takes
-    # qk_norm_attention from 0.82 s to 0.25 s and mla_decode from 0.31 s to 0.16 s. The best
-    # mla_decode has 3 kernels and is among the first 48 variants (with 16: 12 → 46 µs).
+    # Multiplying sums out (width 2) found nothing for attention. Width 1 takes qk_norm_attention
+    # from 0.82 s to 0.25 s, and mla_decode from 0.31 s to 0.16 s. The best mla_decode has 3 kernels
+    # and is among the first 48 variants. The best of the first 16 takes 46 µs instead of 12.
     "attention": {
         "max_block_ops": 48,
         "max_width": 1,
@@ -30,8 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_cuts": 3,
         "max_variants": 48,
     },
-    # x·(W + A·B) is two monomials, so width 2. One kernel is best, one more is for ranks whose
-    # products do not fit: 16 ms → 10 ms.
+    # x·(W + A·B) is two monomials, so width 2. One kernel is best. The second is for ranks whose
+    # products do not fit into one. The search takes 10 ms instead of 16.
     "lora": {
         "max_block_ops": 32,
         "max_width": 2,
@@ -39,8 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_cuts": 2,
         "max_variants": 16,
     },
-    # One kernel is best with and without the norm, two are the fallback, so one cut:
-    # norm_gated_mlp 21 ms → 6 ms.
+    # One kernel is best with and without the norm, and two are the fallback, so one cut. The search
+    # of norm_gated_mlp takes 6 ms instead of 21.
     "mlp": {
         "max_block_ops": 48,
         "max_width": 1,
@@ -75,7 +75,7 @@ def search_options(
     max_block_ops: int | None = None,
     time_limit: float | None = None,
 ) -> tuple[SearchOptions, LaunchRestriction | None]:
-    """Return what the options of `superoptimize()` ask of the search and of schedules.
+    """Return the options of the search, and the restriction of launches if there is one.
 
     The arguments are those of `superoptimize()`; `maps` holds imaps, omaps and fmaps.
 

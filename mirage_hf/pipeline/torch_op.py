@@ -1,9 +1,9 @@
 """The torch op `mirage_hf::run`: kernels inside graphs of torch.compile and torch.export.
 
 `run(Tensor[] inputs, str program) -> Tensor[]` mutates nothing and returns new row-major tensors.
-`program` is a digest: of a zoo key, or of a µGraph. Digests are the same in every process, so a
-graph that was saved finds its kernels among those registered in the process that loads it, else in
-the user's cache and the packaged zoo.
+`program` is the digest of a zoo key or of a µGraph. Digests are the same in every process. So a
+saved graph finds its kernels in the process that loads it. They are either registered there, or in
+the user's cache or the packaged zoo.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def exporting() -> bool:
-    """Return True if torch.export is at work.
+    """Return whether torch.export is tracing.
 
     torch 2.11 (not 2.13) folds `torch.compiler.is_exporting()` to True in every graph.
     """
@@ -52,11 +52,11 @@ def launcher(source: str) -> Run:
 
 
 class RegisteredProgram:
-    """What a digest stands for in this process.
+    """The program that a digest stands for in this process.
 
     Attributes:
         graph: The tensor program.
-        run: Runs it.
+        run: Runs the program.
         device_type: The type of device that it runs on. None: that of its inputs.
         is_fresh: True if outputs never share memory with inputs or with each other.
     """
@@ -82,7 +82,7 @@ class RegisteredProgram:
             and all(x.device == device for x in inputs)
             and [(x.shape, x.stride(), x.dtype) for x in inputs] == self._expected
         )
-        if not fits:  # it still may, because strides of dims of one element are free
+        if not fits:  # the inputs may fit all the same: strides of dims of size 1 are free
             check_inputs(self.graph, inputs, self.device_type)
 
 
@@ -91,14 +91,14 @@ _lock = threading.Lock()
 
 
 def register(digest: str, ugraph: UGraph, run: Run, device_type: str | None) -> None:
-    """Make `run` what the op does for `digest` in this process.
+    """Register the function that the op calls for a digest in this process.
 
-    The latest registration holds, because equal digests stand for equal programs.
+    A later registration replaces an earlier one, because equal digests stand for equal programs.
 
     Args:
         digest: The name of the program in graphs.
-        ugraph: What `run` computes.
-        run: Runs it.
+        ugraph: The µGraph that `run` computes.
+        run: Runs the program.
         device_type: The type of device that it runs on. None: any.
     """
     with _lock:
@@ -135,11 +135,11 @@ def _register_stored(digest: str) -> None:
 
 
 def run_of_entry(entry: Entry) -> Run:
-    """Return what runs an entry's kernel: the text that is generated here from its µGraph.
+    """Return a function that runs the kernel generated here from an entry's µGraph.
 
-    The stored text is not run, because it may have been edited, or may not be safe with the Triton
-    that is installed. A graph that names the entry cannot have another kernel, so if no text can
-    be generated the program runs in torch, with a warning.
+    The stored text is not run. It may have been edited, or may be unsafe with the installed Triton.
+    A graph that names the entry cannot have another kernel. So if no kernel can be generated, the
+    program runs in torch, with a warning.
     """
     try:
         return launcher(entry.generate().source)

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-#: Files of the package whose text decides what is found and accepted.
+#: Files of the package whose text decides which µGraphs are found and accepted.
 _DECIDING = (
     "ops/*.py",
     "graph/*.py",
@@ -31,9 +31,9 @@ def package_version() -> str:
 
 @cache
 def search_version() -> str:
-    """Return a digest of the compiled core and of the Python around it.
+    """Return a digest of the compiled core and of the Python files around it.
 
-    Another build is another search.
+    Results of another build count as results of another search.
     """
     package = Path(__file__).resolve().parent.parent
     files = sorted(f for pattern in _DECIDING for f in package.glob(pattern))

@@ -1,17 +1,17 @@
 """Search larger programs window by window, and stitch the cheapest sequence of windows together.
 
-Windows overlap. A shortest path over the boundaries between units chooses among them, so the result
-is the best of all ways to stitch windows and library calls, by the cost model's estimates. Only
-what a path chooses is verified: each window's µGraphs are proven and checked as programs of their
-own (see `verify.accept`). If a window has no accepted µGraph, it is left out and the path is chosen
+Windows overlap. A shortest path over the boundaries between units chooses among them. By the cost
+model's estimates, the result is the best of all ways to stitch windows and library calls. Only
+windows on a chosen path are verified: their µGraphs are proven and checked as programs of their own
+(see `verify.accept`). If a window has no accepted µGraph, it is left out and the path is chosen
 again.
 
-**Why the whole is proven.** The windows and the library calls between them compute every tensor
-that the program computes between them, from the same tensors. Their order keeps each read after its
-write, and on its side of a write in place. A library call is the program's own op. So if every
-window equals its part, the stitched µGraph equals the program. The probability that it does not is
-at most the sum of the windows' error bounds. Its rounding may run as multiply-adds (or on tensor
-cores) if that of every window may.
+**Why the whole is proven.** Together, the windows and the library calls compute every tensor that
+passes from one of them to another, from the same tensors as the program. Their order keeps each
+read after its write, and on its side of a write in place. A library call is the program's own op.
+So if every window equals its part, the stitched µGraph equals the program. The probability that it
+does not is at most the sum of the windows' error bounds. It may run as multiply-adds, or on tensor
+cores, if every window may.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ CallCost = Callable[[KernelOp], float]
 #: How many of the best paths become candidates, for each kind of arithmetic.
 _PATHS = 3
 
-#: Candidates that a window keeps for each kind of arithmetic. The second one serves where a path
-#: for one kind of arithmetic wants another candidate than the path for the other kind.
+#: Candidates that a window keeps for each kind of arithmetic. The paths for the two kinds may
+#: choose different candidates of a window.
 _KEEP = 2
 
 #: A window may take this many times its even share of the time that is left. Most take far less.
@@ -92,13 +92,11 @@ def search_windows(
 ) -> tuple[tuple[Candidate, ...], SearchReport]:
     """Search a program window by window.
 
-    Windows are searched at width 1 only, because wider searches of windows of this size may take
-    minutes.
+    Windows are searched at width 1 only. Wider searches of such windows may take minutes.
 
     Args:
         program: The tensor program.
-        options: Limits of each window, also for `max_kernels`. `time_limit` is that of all
-            together.
+        options: Limits of the search of each window. Only `time_limit` is for all together.
         progress: Called with each stage and its detail.
         seed: Seed of the random evaluations that prove and check candidates.
         reason: Why the program was not searched as one. It stays in the report.
@@ -115,14 +113,14 @@ def search_windows(
 
 @dataclass
 class _WindowResults:
-    """What is known about a window, and about all windows that are equal except for names.
+    """The results for a window, which hold for all windows that differ in names only.
 
     Attributes:
         window: One of the windows.
-        ranked: What the search returned.
+        ranked: The µGraphs that the search returned.
         joined: The window with products joined, if it has such products.
-        ranked_joined: What the search returned for that.
-        candidates: What is accepted, or None as long as nothing is verified.
+        ranked_joined: The µGraphs that the search returned for `joined`.
+        candidates: The accepted µGraphs, or None as long as nothing is verified.
     """
 
     window: Window
@@ -195,10 +193,7 @@ class _WindowSearch:
     # -- searching ---------------------------------------------------------------------------------
 
     def _search_all(self) -> None:
-        """Search each different window, the shortest first.
-
-        If time runs out, only long ones are missing.
-        """
+        """Search each different window, the shortest first, so that time runs out for long ones."""
         different: dict[str, Window] = {}
         for window in sorted(self.cut.windows, key=lambda w: (w.stop - w.start, w.start)):
             different.setdefault(self._key(window), window)
@@ -245,7 +240,7 @@ class _WindowSearch:
     # -- choosing ----------------------------------------------------------------------------------
 
     def _verified_paths(self, mma: bool, weight: Weight, count: int) -> list[Path]:
-        """Return the lightest paths of which every window is verified for this arithmetic."""
+        """Return the lightest paths whose windows are all verified for this kind of arithmetic."""
         while True:
             choices = [c for window in self.cut.windows for c in self._choices(window, mma)]
             choices += self.library_choices
@@ -262,10 +257,7 @@ class _WindowSearch:
                 self._verify(self.results[key], window)
 
     def _choices(self, window: Window, mma: bool) -> list[Choice]:
-        """Return the µGraphs of a window.
-
-        The accepted ones, or the cheapest if none is verified.
-        """
+        """Return the accepted µGraphs of a window, or the cheapest if none is verified yet."""
         results = self.results.get(self._key(window))
         if results is None:
             return []
@@ -281,7 +273,7 @@ class _WindowSearch:
         ]
 
     def _verify(self, results: _WindowResults, window: Window) -> None:
-        """Prove and check what was found for a chosen window."""
+        """Prove and check the µGraphs of a chosen window."""
         kept = self._accepted(results.ranked, window)
         of_joined = self._accepted(results.ranked_joined, window)
         if results.joined is not None:
@@ -303,7 +295,7 @@ class _WindowSearch:
     # -- stitching ---------------------------------------------------------------------------------
 
     def _stitch(self, path: Path) -> Candidate:
-        """Return the candidate for the whole program that a path is."""
+        """Return the candidate for the whole program that a path describes."""
         program, kernels = self.cut.program, KernelGraph()
         now: dict[int, DTensor] = {t.index: kernels.input_like(t) for t in program.inputs}
 
@@ -340,7 +332,7 @@ class _WindowSearch:
         return "window " + ", ".join(ops)
 
     def _notes(self, path: Path) -> tuple[str, ...]:
-        """Say what was searched, what computes each window, and why the library computes others."""
+        """Return notes on the search: windows, their kernels, and why the library runs the rest."""
         different = len(set(self.keys.values()))
         verified = sum(r.candidates is not None for r in self.results.values())
         notes = [

@@ -77,7 +77,7 @@ def random_inputs(
 
 
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:
-    """Return as many sets of inputs as exceed twice the L2, at most MAX_SETS."""
+    """Return sets of inputs that together exceed COLD_FACTOR times the L2, at most MAX_SETS."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return [inputs for (inputs,) in _sets([random_inputs(graph, device)], COLD_FACTOR * l2)]
 
@@ -92,11 +92,11 @@ def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch
     return [first] + [[[copied(x) for x in inputs] for inputs in first] for _ in range(count - 1)]
 
 
-#: Replays that tell whether more are worth their time.
+#: Replays after which a slow candidate is given up.
 GLANCE = 3
 
-#: The fewest replays, and the µs of GPU time after which there are no more. Long calls need no more
-#: replays.
+#: The fewest replays of other candidates, and the µs of GPU time after which there are no more.
+#: Long calls need fewer replays.
 FEW, ENOUGH_US = 5, 10_000.0
 
 
@@ -109,7 +109,7 @@ class Captured:
         calls: Calls in one replay.
         start: Event before the first call.
         end: Event after the last call.
-        reads: Tensors that the graph reads and does not keep alive.
+        reads: The tensors that the graph reads. A CUDA graph does not keep them alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -122,9 +122,9 @@ class Captured:
         """Return microseconds per call of each replay, after two replays to warm up.
 
         At most `replays` are made: FEW of long calls, and GLANCE if none takes less than `worth`
-        µs. The graph records its events itself. While the tuner's threads compile, this thread may
-        wait for milliseconds between a replay and an event after it; a kernel of 15 µs was seen to
-        take 900.
+        µs. The graph records its events itself. If this thread recorded them, it might wait for
+        milliseconds between a replay and the event after it, because the tuner's threads compile. A
+        kernel of 15 µs was seen to take 900.
         """
         samples: list[float] = []
         for n in range(2 + replays):
@@ -141,10 +141,10 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     """Capture calls of `run` on each of `sets` in turn.
 
     Args:
-        run: What is called.
-        sets: The inputs.
-        calls: How many calls. By default every set has equally many, and at least MIN_CALLS are
-            made.
+        run: The function to call.
+        sets: The sets of inputs.
+        calls: How many calls. By default every set is used equally often, in at least MIN_CALLS
+            calls.
     """
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
@@ -179,17 +179,17 @@ def timing(samples: Sequence[float], calls: int) -> Timing:
     )
 
 
-#: Inputs that are no constants and not larger are results of the kernel before in a chain: they lie
-#: in the L2.
+#: The most bytes of an input that stays in the L2 in a chain. Such an input is no constant, so it
+#: is a result of the kernel before.
 HOT_BYTES = 1 << 20
 
 
 class Chain:
     """Calls of one program that depend on each other.
 
-    After each call a small kernel of ours (the link) reads one element of the result and writes the
-    first input that is no constant. Weights are cold; what flows from call to call is hot. A time
-    is that of the whole chain minus that of the links alone, so overlap with neighbours counts.
+    After each call a small kernel runs, the link. It reads one element of the result and writes the
+    first input that is no constant. Weights are cold, and activations are hot. A time is the whole
+    chain's minus that of the links alone, so overlap with neighbours counts.
     """
 
     def __init__(self, program: KernelGraph, sets: Sequence[list[torch.Tensor]]):
@@ -228,16 +228,18 @@ class Chain:
         return Timing(median, low, high, whole.calls, whole.replays)
 
 
-#: Bytes of weights that a layer rotates over, if memory allows. Over 360 MB an H200, whose L2 has
-#: 60, still ran 4% faster than over 2 GB, and another choice of kernels was the fastest.
+#: Bytes of weights that a layer rotates over, if memory allows. An H200's L2 has 60 MB. All the
+#: same a layer ran 4% faster over 360 MB than over 2 GB, and another choice of kernels was the
+#: fastest.
 LAYER_BYTES = 3 << 29
 
 
 class Layer:
     """Calls of several programs in turn, as a layer of a model runs them.
 
-    Each reads what the one before wrote as its first input that is no constant, through a link if
-    that result is too small or of another dtype. Weights are cold; what flows is hot.
+    The first input of a program that is no constant is the result of the program before. If that
+    result is too small or of another dtype, a link stands between them (see `Chain`). Weights are
+    cold, and activations are hot.
     """
 
     def __init__(self, programs: Sequence[KernelGraph], device: torch.device | str):
@@ -259,9 +261,8 @@ class Layer:
         for n, inputs in enumerate(first):
             for k, x in enumerate(inputs):
                 if (n, k) not in hot and x.is_floating_point():
-                    x.mul_(
-                        max(1, x.numel()) ** -0.25
-                    )  # so results keep their size from program to program
+                    # Scale, so that results keep their size from program to program.
+                    x.mul_(max(1, x.numel()) ** -0.25)
         self._sets = _sets(first, min(LAYER_BYTES, torch.cuda.mem_get_info(device)[0] // 4))
         for inputs in self._sets[1:]:
             for n, k in hot:
@@ -279,7 +280,8 @@ class Layer:
                 )
                 flowed.append(run(at)[0])
 
-        flowed: list[torch.Tensor] = []  # kept, because a graph does not keep alive what it reads
+        # Results are kept here, because a CUDA graph does not keep alive the tensors it reads.
+        flowed: list[torch.Tensor] = []
         return time_run(layer, self._sets, replays, worth)
 
 
@@ -296,7 +298,7 @@ def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
-    """Return a kernel that writes x + 0 · y over x, and waits for both like any kernel of ours."""
+    """Return a kernel that writes x + 0 · y over x, and waits for both like a generated kernel."""
     g = KernelGraph()
     block = BlockGraph(
         (Axis("n", size, Role.GRID),),
@@ -309,14 +311,13 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
         (BlockOutput("z", ("n",), table.dtype_name(x)),),
     )
     g.mark_output(*g.customized([g.new_input((size,), x), g.new_input((1,), y)], block))
-    program = triton.generate(UGraph(g, g), [Schedule({"n": 1024})], "link")
-    return compiler.load(program.source, program.digest).run
+    return run_of(triton.generate(UGraph(g, g), [Schedule({"n": 1024})], "link"))
 
 
 def time_run(
     run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf
 ) -> Timing:
-    """Time `run` over cold sets in a CUDA graph; GLANCE replays if it takes `worth` µs."""
+    """Time `run` over cold sets in a CUDA graph. GLANCE replays are made if it takes `worth` µs."""
     captured = capture(run, sets)
     return timing(captured.times(replays, worth), captured.calls)
 

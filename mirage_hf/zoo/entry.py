@@ -1,9 +1,9 @@
 """One entry of a kernel zoo: a µGraph, its kernel, and the evidence for both, in a folder.
 
-`kernel.py` is the readable source, `ugraph.json` the µGraph, and `entry.json` everything else with
-digests of the other files. An entry of `superoptimize()` also has `search.json`, all µGraphs that
-the search accepted. Reading trusts nothing it can check: an entry that does not fit is `Rejected`
-with a reason and never run. Nothing is unpickled.
+`kernel.py` is the readable source and `ugraph.json` the µGraph. `entry.json` has everything else,
+and digests of the other files. An entry of `superoptimize()` also has `search.json`, with all
+µGraphs that the search accepted. Everything that can be checked is checked when an entry is read.
+An entry that fails a check is `Rejected` with a reason and never run. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Entry:
         schedules: One schedule for each block graph of `ugraph`, in order.
         timings: The searched kernel and its rivals. Empty if nothing was measured.
         error_bound: The probability that the proof accepted a wrong µGraph.
-        search: Statistics of the search: candidates examined, seconds, why it stopped.
+        search: Statistics of the search, such as candidates, seconds, and why it stopped.
         machine: GPU, driver and versions.
         created: The time in UTC, ISO format.
         record: All µGraphs that the search accepted, for `superoptimize()`.
@@ -186,7 +186,7 @@ def _read_text(path: Path) -> str:
 
 
 def _checked_data(folder: Path, text: str) -> dict[str, Any]:
-    """Return what entry.json holds, after its format and its own digest were checked."""
+    """Return the content of entry.json, after checking its format and its own digest."""
     data: dict[str, Any] = json.loads(text)
     if (data["format"], data["version"]) != (FORMAT, VERSION):
         raise _NotUsableError(
@@ -211,7 +211,7 @@ def _checked_data(folder: Path, text: str) -> dict[str, Any]:
 
 
 def _checked_files(folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of every other file, after its digest was checked."""
+    """Return the text of every other file, after checking its digest."""
     texts = {}
     for name in (KERNEL, UGRAPH, SEARCH):
         if name == SEARCH and SEARCH not in data["sha256"]:

@@ -14,7 +14,7 @@ from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops import table
 
-#: Raised when kernels of an earlier form can no longer be called.
+#: The version of how kernels are called. It is raised when older kernels can no longer be called.
 KERNEL_FORMAT = 1
 
 #: The target of results that hold on every device: all µGraphs of a search.
@@ -23,7 +23,7 @@ ANY_TARGET = "any"
 
 @dataclass(frozen=True)
 class Key:
-    """What a result is stored under. Programs with equal keys may share a kernel.
+    """The key under which a result is stored. Programs with equal keys may share a kernel.
 
     Attributes:
         program: The canonical program as JSON text, without names, with exact shapes, strides and
@@ -33,8 +33,8 @@ class Key:
             of the digest.
         schedule_version: The version of schedules and of the kernels generated from them.
         kernel_format: The version of how kernels are called.
-        options: A digest of whatever else decides the result. Empty for the kernels of
-            `optimize()`, which have nothing else.
+        options: A digest of everything else that decides the result. Empty for the kernels of
+            `optimize()`, because nothing else decides them.
         next_may_launch_early: The promise that the kernel relies on, see
             `placement.place_kernels`.
     """

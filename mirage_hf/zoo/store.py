@@ -1,6 +1,6 @@
-"""Kernel zoos on disk, and the order in which they are searched.
+"""Kernel zoos on disk, and the order in which they are asked.
 
-Writes are atomic and safe among processes.
+Writes are atomic, and several processes may write at the same time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PARTIAL = ".partial-"
 _MOST_OF_A_REASON = 200
 LOCK_SECONDS = 30.0
 
-#: Searches of `superoptimize()` that a store keeps; the oldest go first. They are bulkier than the
-#: kernels of `optimize()`, which all stay.
+#: The most searches of `superoptimize()` that a store keeps. The oldest are dropped first. Their
+#: entries are larger than kernels of `optimize()`, which are never dropped.
 MOST_SEARCHES = 1024
 
 
@@ -82,7 +82,7 @@ class Store:
         return Rejected("; ".join(reasons)) if reasons else NotStored(f"not in {self.root}")
 
     def _folders(self, pattern: str) -> list[Path]:
-        """Return the folders that fit, none if there is no root.
+        """Return the folders that match a pattern, or none if there is no root.
 
         Raises:
             OSError: The root may not be read. `glob` alone ignores that since Python 3.13.
@@ -162,11 +162,9 @@ class Store:
                 yield folder, read_entry(folder)
 
     def misplaced(self) -> str:
-        """Return what is wrong with the root if it is not a zoo with entries.
+        """Return why the root is not a zoo with entries; empty if it is one.
 
-        It may be a folder inside a zoo, a folder that holds a zoo, or have nothing to do with one.
-
-        Empty if there is nothing wrong.
+        The root may be a folder inside a zoo, a folder that holds a zoo, or neither.
         """
         inside = [
             *self.root.glob(ENTRY),
