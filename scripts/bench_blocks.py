@@ -65,7 +65,7 @@ class Entrant:
     """A contender before it is captured.
 
     Attributes:
-        name: What tables call it.
+        name: The name in tables.
         run: Computes the block.
         prepare: Makes its arguments from the program's inputs, once.
         whole: Whether it computes the whole block.

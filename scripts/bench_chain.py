@@ -57,7 +57,7 @@ Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Layer(NamedTuple):
-    """The weights of one layer, (N, K) each. Weights that read the same input lie in one memory."""
+    """The weights of one layer, (N, K) each. Weights for the same input are parts of one tensor."""
 
     norm: Tensor
     qkv: Tensor
@@ -87,8 +87,7 @@ class Chain:
     Attributes:
         sizes: The model's sizes.
         rows: The batch size.
-        separate: Whether q, k and v are three weights, as in the model, read through three
-            pointers.
+        separate: Whether kernels get q, k and v as three weights, as in the model.
     """
 
     sizes: Sizes
@@ -218,7 +217,7 @@ def _exact(program: KernelGraph, inputs: list[Tensor]) -> list[Tensor]:
 def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], dict[str, Any]]:
     """Return our kernel of each program and its description.
 
-    With --searched always the searched kernel.
+    With `--searched` it is always the searched kernel, even if the library is faster.
     """
     calls: dict[str, Call] = {}
     found: dict[str, Any] = {}
@@ -269,7 +268,8 @@ def program_line(name: str, found: dict[str, Any]) -> str:
 
 def captured_chain(run: Callable[[], Tensor], steps: int, reads: Any) -> tuple[Contender, Tensor]:
     """Capture `steps` chains one after another. Return them and the logits of the last one."""
-    last: dict[str, Tensor] = {}  # and no other: the graph may use their memory again
+    # Only the last logits are kept, because the graph may use the memory of others again.
+    last: dict[str, Tensor] = {}
     captured = measure.capture(lambda _: last.update(logits=run()), [reads], steps)
     return Contender(captured), last["logits"]
 
@@ -285,10 +285,8 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
         benching.DEVICE, DTYPE
     )
     exact = in_float64(chain.programs())
-    exact_layer, exact_logits = (
-        chain.layer(h.double(), model.layers[0], exact),
-        chain.logits(h.double(), model, exact),
-    )
+    exact_layer = chain.layer(h.double(), model.layers[0], exact)
+    exact_logits = chain.logits(h.double(), model, exact)
 
     rivals: dict[
         str, tuple[Callable[[Tensor, Layer], Tensor], Callable[[Tensor, Model], Tensor]]

@@ -20,9 +20,10 @@ from scripts.rivals import Rival
 HALF = torch.float16
 
 
-# -- programs: weights are stored (N, K), as nn.Linear stores them. What is cached of earlier token
-# constant, as weights are, so that kernels may ask for it before they wait for the query
-# -----------------------------------------------
+# -- programs -------------------------------------------------------------------------------------
+
+# Weights are stored (N, K), as nn.Linear stores them. Caches of earlier tokens are constants, as
+# weights are, so that kernels may prefetch them before they wait for the query.
 
 
 def weight(g: KernelGraph, k: int, n: int, name: str) -> DTensor:
@@ -31,7 +32,7 @@ def weight(g: KernelGraph, k: int, n: int, name: str) -> DTensor:
 
 
 def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
-    """RMSNorm and a linear."""
+    """Build RMSNorm and a linear."""
     g = mi.new_kernel_graph()
     x, gamma = (
         g.new_input((rows, k), HALF, name="x"),
@@ -42,7 +43,7 @@ def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
 
 
 def gated_mlp(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
-    """The first half of a gated MLP."""
+    """Build the first half of a gated MLP."""
     g = mi.new_kernel_graph()
     x = g.new_input((rows, k), HALF, name="x")
     gate, up = (g.matmul(x, weight(g, k, n, name)) for name in ("gate", "up"))
@@ -51,7 +52,7 @@ def gated_mlp(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
 
 
 def lora(rows: int, k: int = 4096, n: int = 4096, r: int = 16) -> KernelGraph:
-    """A linear and its adapter."""
+    """Build a linear and its adapter."""
     g = mi.new_kernel_graph()
     x = g.new_input((rows, k), HALF, name="x")
     base = g.matmul(x, weight(g, k, n, "w"))
@@ -67,7 +68,7 @@ def gqa_decode(
     d: int = 128,
     dtype: torch.dtype = HALF,
 ) -> KernelGraph:
-    """One token's attention over a cache.
+    """Build one token's attention over a cache.
 
     Query heads that share a key head are rows of one product.
     """
@@ -85,7 +86,7 @@ def gqa_decode(
 def gqa_paper(
     rows: int, heads: int = 2, q: int = 256, keys: int = 4096, d: int = 64
 ) -> KernelGraph:
-    """The paper's attention: scores are not scaled, and keys are stored (d, keys)."""
+    """Build the paper's attention: scores are not scaled, and keys are stored (d, keys)."""
     g = mi.new_kernel_graph()
     Q = g.new_input((heads * rows, q, d), HALF, name="q")
     K, V = (
@@ -97,7 +98,7 @@ def gqa_paper(
 
 
 def qk_norm_attention(rows: int, heads: int = 16, keys: int = 4096, d: int = 128) -> KernelGraph:
-    """LayerNorm with a weight on the query and on every key, then one token's attention."""
+    """Build LayerNorm on the query and on every key, then one token's attention."""
     g = mi.new_kernel_graph()
     q = g.new_input((rows * heads, 1, d), HALF, name="q")
     k, v = (g.new_input((rows * heads, keys, d), HALF, name=name, constant=True) for name in "kv")
@@ -125,7 +126,7 @@ def mla_decode(
     rope: int = 64,
     value: int = 128,
 ) -> KernelGraph:
-    """Latent attention as transformers spells it. The search moves the up-projections."""
+    """Build latent attention as transformers writes it. The search moves the up-projections."""
     g = mi.new_kernel_graph()
     qn, qr = (
         g.new_input((rows, heads, 1, nope), HALF, name="q_nope"),
@@ -152,7 +153,7 @@ def mla_decode(
 
 
 def ntrans(rows: int, n: int = 4096) -> KernelGraph:
-    """The residual of nGPT: norm(x + a · (norm(y) − x))."""
+    """Build the residual of nGPT: norm(x + a · (norm(y) − x))."""
     g = mi.new_kernel_graph()
     x, y, a = (g.new_input((rows, n), HALF, name=name) for name in "xya")
 
@@ -266,8 +267,8 @@ def _long(d: int, keys: int, rows: int, kv_heads: int = 8) -> Row:
     return replace(row, target_us=max(floor / LONG_SHARE, floor + START_US))
 
 
-#: Share of the read bandwidth that attention over long caches is to reach, and µs to start and to
-#: join partial results.
+#: The target of attention over long caches: a share of the read bandwidth. A short kernel may take
+#: START_US beyond its floor, to launch and to join partial results.
 LONG_SHARE, START_US = 0.75, 5.0
 
 #: One token's attention over long caches: 32 query heads, 8 key heads.

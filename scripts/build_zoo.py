@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 -m scripts.build_zoo --configs all
 
 Under torchrun the work is spread over GPUs, and over hosts that share the folder. One layer of each
-model is made with random weights and matched as optimize() does it. Among the fastest kernels of
-each block, those are kept that make the whole layer fastest. Entries that the zoo has are kept, so
-a stopped run can go on; --anew makes everything again.
+model is made with random weights, and matched as optimize() matches it. Among the fastest kernels
+of each block, those that make the whole layer fastest are kept. Entries that the zoo has stay, so a
+stopped run can go on. `--anew` makes everything again.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     zoo = Store(args.out.resolve(), writable=True)
-    # every process sees the same layers and takes its share of them; a block belongs to the first
-    # layer that has it
+    # Every process sees the same layers and takes its share. A block belongs to the first layer that
+    # has it.
     jobs: list[tuple[list[PatternBlock], int]] = []
     seen: set[PatternBlock] = set()
     for name, dtype in itertools.product(names, args.dtypes.split(",")):

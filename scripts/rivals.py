@@ -25,7 +25,7 @@ class Rival:
     """One way to compute a block without mirage_hf.
 
     Attributes:
-        name: What tables call it.
+        name: The name in tables.
         run: Computes the block.
         prepare: Changes a set of inputs once, outside the timing (for example joins weights).
         whole: Whether it computes the whole block. Otherwise it is only the memory-bound core.
@@ -55,7 +55,7 @@ class Rival:
 def core(
     name: str, run: Callable[..., Tensor], prepare: Callable[..., Sequence[Tensor]] | None = None
 ) -> Rival:
-    """Return a part of a block as a mark to compare with."""
+    """Return a part of a block, as a bound to compare with."""
     return Rival(name, run, prepare, whole=False)
 
 
@@ -63,12 +63,12 @@ def core(
 
 
 def norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
-    """RMSNorm and a linear in torch."""
+    """Compute RMSNorm and a linear in torch."""
     return F.linear(F.rms_norm(x, (x.shape[-1],), gamma[0], EPS), w.t())
 
 
 def liger_norm_linear(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
-    """Liger's RMSNorm, then a linear."""
+    """Compute Liger's RMSNorm, then a linear."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return F.linear(LigerRMSNormFunction.apply(x, gamma[0], EPS, 0.0, "llama", False), w.t())
@@ -85,7 +85,7 @@ NORM_LINEAR = (
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """The first half of a gated MLP."""
+    """Compute the first half of a gated MLP."""
     return F.silu(F.linear(x, gate.t())) * F.linear(x, up.t())
 
 
@@ -95,13 +95,13 @@ def joined(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined_mlp(x: Tensor, w: Tensor) -> Tensor:
-    """The same with gate and up as one weight."""
+    """Compute the first half of a gated MLP with gate and up as one weight."""
     gate, up = F.linear(x, w).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def liger_mlp(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """The same with Liger's SiLU · up."""
+    """Compute the first half of a gated MLP with Liger's SiLU · up."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return LigerSiLUMulFunction.apply(F.linear(x, gate.t()), F.linear(x, up.t()))
@@ -119,12 +119,12 @@ GATED_MLP = (
 
 
 def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A linear and its adapter."""
+    """Compute a linear and its adapter."""
     return F.linear(x, w.t()) + F.linear(F.linear(x, a.t()), b.t())
 
 
 def lora_addmm(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The same with addmm."""
+    """Compute a linear and its adapter with addmm."""
     return torch.addmm(F.linear(x, w.t()), F.linear(x, a.t()), b)
 
 
@@ -139,7 +139,7 @@ LORA = (
 
 
 def sdpa_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """SDPA with grouped heads."""
+    """Call SDPA with the heads grouped by sequence."""
     batch = [x.view(-1, heads, *x.shape[1:]) for x in (q, k, v)]
     return F.scaled_dot_product_attention(batch[0], batch[1], batch[2]).view_as(q)
 
@@ -166,7 +166,7 @@ def _flex_attention() -> Callable[..., Tensor]:
 
 
 def flex_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
-    """flex_attention with grouped heads."""
+    """Call flex_attention with grouped heads."""
     from torch.nn.attention.flex_attention import flex_attention
 
     group, d = q.shape[1:]
@@ -207,7 +207,7 @@ def _paged_decode(
 
 
 def flashinfer_gqa(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
-    """FlashInfer's decode attention."""
+    """Call FlashInfer's decode attention."""
     (_, group, d), keys, batch = q.shape, k.shape[1], q.shape[0] // kv_heads
     k, v = (x.view(batch, kv_heads, keys, d) for x in (k, v))
     return (
@@ -228,7 +228,7 @@ def gqa_decode(kv_heads: int = 2) -> tuple[Rival, ...]:
 
 
 def attention_paper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention with unscaled scores."""
+    """Compute attention with unscaled scores."""
     return torch.softmax(q @ k, dim=-1) @ v
 
 
@@ -238,7 +238,7 @@ def sdpa_paper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same with keys stored as SDPA wants them."""
+    """Call SDPA on keys that are stored as it wants them."""
     return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0)[0]
 
 
@@ -252,7 +252,7 @@ GQA_PAPER = (
 def qk_norm_attention(
     q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, heads: int
 ) -> Tensor:
-    """LayerNorm on q and k, then attention."""
+    """Compute LayerNorm on q and k, then attention."""
     d = q.shape[-1]
     q, k = (
         F.layer_norm(q, (d,), gamma_q.view(d), None, EPS),
@@ -264,7 +264,7 @@ def qk_norm_attention(
 def liger_qk_norm(
     q: Tensor, k: Tensor, v: Tensor, gamma_q: Tensor, gamma_k: Tensor, zeros: Tensor, heads: int
 ) -> Tensor:
-    """The same with Liger's LayerNorm."""
+    """Compute Liger's LayerNorm on q and k, then attention."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     q, k = (
@@ -322,7 +322,7 @@ def mla_absorbed(qn: Tensor, qr: Tensor, c: Tensor, kr: Tensor, wk: Tensor, wv: 
 
 
 def latent_core(q: Tensor, keys: Tensor, c: Tensor) -> Tensor:
-    """The products over the latent alone."""
+    """Compute the products over the latent alone."""
     return torch.softmax(q @ keys.mT, dim=-1) @ c
 
 
@@ -345,7 +345,7 @@ MLA = (
 
 
 def ntrans(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """The residual of nGPT."""
+    """Compute the residual of nGPT."""
 
     def norm(z: Tensor) -> Tensor:
         return z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)

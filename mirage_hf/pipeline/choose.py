@@ -148,8 +148,8 @@ def promising(
     """Return the candidates that have a kernel, in the order in which to tune them.
 
     The cost model's estimate of a permitted schedule decides. A candidate without one comes last.
-    The best candidates of two kernels, of three different kinds, come fifth at the latest. There
-    are two reasons: a second kernel costs less than the model says if launches overlap, and only
+    The best candidates of two kernels, of three different kinds, come fifth at the latest, because
+    the model misjudges them. A second kernel costs less than it says if launches overlap, and only
     measuring shows which intermediate result is best stored.
 
     Args:

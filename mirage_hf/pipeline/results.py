@@ -170,10 +170,10 @@ def obstacle(entry: Entry, runs_generated: bool, must_be_timed: bool) -> str:
 
 
 def text_differs(entry: Entry) -> str:
-    """Return why an entry's text must not run: it is not what is generated here from its µGraph.
+    """Return why an entry's text must not run; empty if the same text is generated here.
 
-    That is so for edited text, for another version of this package, and for kernels that are not
-    safe with the Triton that is installed. Empty if both are equal.
+    The texts differ if the entry was edited, if another version of this package made it, or if its
+    kernel is not safe with the installed Triton.
     """
     try:
         source = entry.generate().source

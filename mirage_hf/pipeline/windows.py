@@ -6,8 +6,8 @@ windows on a chosen path are verified: their µGraphs are proven and checked as 
 (see `verify.accept`). If a window has no accepted µGraph, it is left out and the path is chosen
 again.
 
-**Why the whole is proven.** Together, the windows and the library calls compute every tensor that
-passes from one of them to another, from the same tensors as the program. Their order keeps each
+**Why the whole is proven.** Windows and library calls pass tensors to each other. Each of them
+computes its tensors from the same tensors as the program does. Their order keeps each
 read after its write, and on its side of a write in place. A library call is the program's own op.
 So if every window equals its part, the stitched µGraph equals the program. The probability that it
 does not is at most the sum of the windows' error bounds. It may run as multiply-adds, or on tensor

@@ -45,11 +45,12 @@ class Cost:
 #: and tiles of 32 to 128. Blocks on one SM do it side by side.
 RESCALED_US = 1.1
 
-#: µs of a step of another tensor-core loop, if its only sums are those of tensor cores: for each
-#: product, and for each other element (scaled factors, squares that are added up). Blocks on one SM
-#: take turns. AHEAD_US is the least if something is loaded only one step ahead. Fitted to 415
-#: kernels of linears of 16 and 32 rows after a norm, measured on an H200: steps took 0.2 to 1.5 µs.
-#: The rank correlation of estimates and times rose from -0.6..-0.3 to 0.6..0.9.
+#: µs of a step of another tensor-core loop, if its only sums are those of tensor cores. STEP_US
+#: counts for each product, and ELEMENT_US for each other element (scaled factors, squares that are
+#: added up). Blocks on one SM take turns. AHEAD_US is the least if something is loaded only one
+#: step ahead. Fitted to 415 kernels of linears of 16 and 32 rows after a norm, measured on an H200:
+#: steps took 0.2 to 1.5 µs. The rank correlation of estimates and times rose from -0.6..-0.3 to
+#: 0.6..0.9.
 STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 
 #: The share of the bandwidth that library kernels reach.
@@ -75,9 +76,9 @@ def _registers(plan: KernelPlan, tiles: Footprint) -> int:
 def _shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
     """Return the shared memory of a block.
 
-    It holds three things: the loads of all steps in flight, other factors of tensor-core products,
-    and values that warps exchange in sums and maxima. The step at work counts too if a product
-    still reads it while the next one is copied.
+    It holds the loads of all steps in flight, other factors of tensor-core products, and values
+    that warps exchange. The step at work counts too if a product still reads it while the next one
+    is copied.
     """
     per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
     stages, itemsize = plan.schedule.num_stages, plan.tiling.mma_dtype.itemsize

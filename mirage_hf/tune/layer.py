@@ -34,8 +34,8 @@ def choose_for_layer(
     """Choose one candidate of each program by the time of all programs run as one layer.
 
     The choice starts with the first candidate of each program. Then the candidates of two
-    neighbours are changed at a time, as long as that helps: how two kernels overlap matters as much
-    as the time of either.
+    neighbours are changed at a time, as long as that helps. Two at a time, because their overlap
+    matters as much as the time of either.
 
     Args:
         choices: Measured candidates of each program, best first, in the order in which the programs

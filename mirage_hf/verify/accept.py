@@ -98,8 +98,8 @@ def accept(
 ) -> Acceptance:
     """Prove and check µGraphs, best first, until enough of them may run.
 
-    Candidates for multiply-adds and for tensor cores are counted apart, so forms that only
-    multiply-adds may run do not push out a form for tensor cores.
+    Candidates for multiply-adds and for tensor cores are counted apart. So forms for multiply-adds
+    alone do not push out a form for tensor cores.
 
     Args:
         ranked: The search's results, best first.

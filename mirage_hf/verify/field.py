@@ -9,7 +9,7 @@ P and Q are primes with P = 2Q + 1. An element is
 The operations:
 
 - exp(a) = w^(z·a). Here w has order Q in Z_P^*, and z is a random vector with one entry per copy.
-  exp is a homomorphism, so e^(a+b) = e^a · e^b holds exactly. With at least as many copies as there
+  It is a homomorphism, so e^(a+b) = e^a · e^b holds exactly. With at least as many copies as there
   are independent exponents, the exponentials of independent exponents are independent.
 - An opaque function is a keyed random function of its argument's residue mod P. Opaque are sqrt,
   tanh, and exp of a value that depends on an exponential, among others.
