@@ -137,8 +137,8 @@ def inner_sizes_differ(a_name: str, a: Sequence[int], b_name: str, b: Sequence[i
     hint = ""
     if len(b) >= 2 and a[-1] == b[-1]:
         hint = (
-            f"; the sizes fit if {b_name} is transposed "
-            f"(graph.permute, or strides=(1, {b[-1]}) at new_input)"
+            f"; the sizes fit if {b_name} is transposed (graph.permute, or strides=(1, {b[-1]}) at "
+            "new_input)"
         )
     return GraphError(
         f"matmul: inner sizes differ, {a_name} {shape(a)} and {b_name} {shape(b)}: "

@@ -261,8 +261,8 @@ def program_line(name: str, found: dict[str, Any]) -> str:
     )
     return (
         f"    {name:8}{found['program']}: runs the {found['runs']} ({found['source']}, "
-        f"{found['seconds']} s); searched {searched}, "
-        f"library {library}; {'; '.join(found['schedules']) or found['reason']}"
+        f"{found['seconds']} s); searched {searched}, library {library}; "
+        f"{'; '.join(found['schedules']) or found['reason']}"
     )
 
 

@@ -563,8 +563,7 @@ def table(report: dict[str, Any]) -> str:
     """Return a row as text for the terminal."""
     lines = [
         f"{report['model']}, batch {report['batch']}, prompt {report['prompt']}, {report['new']} "
-        "new tokens: floor "
-        f" {report['floor_ms']:.3f} ms/token",
+        f"new tokens: floor  {report['floor_ms']:.3f} ms/token",
         f"{'peer':<10}{'ms/token':>10}{'min..max':>18}{'step ms':>10}{'first ms':>10}"
         f"{'set-up s':>10}{'MiB more':>10}",
     ]
@@ -591,8 +590,8 @@ def table(report: dict[str, Any]) -> str:
         d = report["logits"]
         lines += [
             f"logits of the {what}, from float32 (rms, max): stock {d[f'{what}_stock_rms']:.4g}, "
-            f"{d[f'{what}_stock_max']:.4g}; "
-            f"ours {d[f'{what}_ours_rms']:.4g}, {d[f'{what}_ours_max']:.4g}"
+            f"{d[f'{what}_stock_max']:.4g}; ours {d[f'{what}_ours_rms']:.4g}, "
+            f"{d[f'{what}_ours_max']:.4g}"
             for what in ("first", "steps")
         ]
     return "\n".join(lines)

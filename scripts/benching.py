@@ -34,13 +34,13 @@ from mirage_hf.zoo.machine import this_machine
 #: Bytes per second that an H200 reads, measured. Every floor is bytes over this.
 BYTES_PER_SECOND = H200.bandwidth
 
-#: Where everything runs. Tests put a CPU here.
+#: The device on which everything runs. Tests set it to a CPU.
 DEVICE = "cuda"
 
 PEERS = ("liger-kernel", "flashinfer-python")
 
-#: Largest RMS error over the RMS of the float64 result that rounding explains. The roundings of a
-#: dozen ops stay below a fifth of it.
+#: The largest relative RMS error that counts as rounding. The roundings of a dozen ops stay below a
+#: fifth of it.
 TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
 
 #: Mode of torch.compile. CUDA graphs are captured here, alike for all.
@@ -150,7 +150,7 @@ def explained(e: Exception) -> str:
     return f"{type(e).__name__}: {e}"[:500]
 
 
-# -- what counts as right -------------------------------------------------------------------------
+# -- which results are right ----------------------------------------------------------------------
 
 
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -345,7 +345,8 @@ def run_all(
 ) -> list[str]:
     """Run the jobs that the report lacks, in order.
 
-    Return the names left out because time was up.
+    Returns:
+        The names of the jobs that were left out because time was up.
     """
     left = []
     for name, job in jobs.items():
@@ -368,7 +369,7 @@ def run_all(
 
 # -- rows that are set up at the same time --------------------------------------------------------
 
-#: In a process that runs one of several rows: the connection to the process that gives turns.
+#: The connection to the process that gives turns, in a process that runs one of several rows.
 _turn: Connection | None = None
 
 
@@ -382,13 +383,13 @@ def _row_beside(turn: Connection, name: str, job: Callable[[], dict[str, Any]]) 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other row's job runs; jobs that were set up side by side take turns here.
+    """Wait until no other row's job runs. Jobs that were set up side by side take turns here.
 
     Raises:
         EOFError: The process that gives turns has ended.
     """
     global _turn
-    turn, _turn = _turn, None  # it lasts
+    turn, _turn = _turn, None  # one turn is enough for all later times of this row
     if turn is not None:
         turn.send(None)
         turn.recv()
@@ -401,7 +402,7 @@ def run_side_by_side(
     seconds: float,
     show: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Set up all jobs at the same time, each in a process of its own; time them one after another.
+    """Set up all jobs at once, each in a process of its own, and time them one after another.
 
     A job that is not set up within `seconds` is killed and fails. So does one whose process ends.
     """
@@ -428,13 +429,11 @@ def run_side_by_side(
             process.start()
             theirs.close()  # so that its end is seen here
             processes[ours] = name, process
-        waiting, set_up, until = (
-            set(processes),
-            list[Connection](),
-            time.monotonic() + min(seconds, threading.TIMEOUT_MAX),
-        )
-        while waiting and (told := wait(list(waiting), max(0.0, until - time.monotonic()))):
-            for of in told:
+        waiting = set(processes)
+        set_up: list[Connection] = []
+        until = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
+        while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
+            for of in ready:
                 assert isinstance(of, Connection)
                 waiting.discard(of)
                 if (row := answer(of)) is None:

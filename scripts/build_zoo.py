@@ -171,8 +171,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     zoo = Store(args.out.resolve(), writable=True)
-    # Every process sees the same layers and takes its share. A block belongs to the first layer that
-    # has it.
+    # Every process sees the same layers and takes its share. A block belongs to the first layer
+    # with it.
     jobs: list[tuple[list[PatternBlock], int]] = []
     seen: set[PatternBlock] = set()
     for name, dtype in itertools.product(names, args.dtypes.split(",")):

@@ -107,7 +107,7 @@ class _Numbering:
         return name in self._known
 
     def add(self, name: str) -> None:
-        """Make `name` one of those that are numbered."""
+        """Add a name that is numbered."""
         self._known.add(name)
 
     def __call__(self, name: str) -> str:
@@ -245,7 +245,7 @@ def cuda_normal_form(text: str) -> str:
 
 
 def normal_form(path: str, text: str) -> str:
-    """Return what must be equal in both revisions."""
+    """Return the text that must be equal in both revisions."""
     return cuda_normal_form(text) if path.endswith(".cu") else python_normal_form(text)
 
 

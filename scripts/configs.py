@@ -119,7 +119,8 @@ def random_model(
         model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype).eval()
         for key, parameter in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
-                # Gemma adds one to these weights. Weights of exactly one would hide a forgotten one.
+                # Gemma adds one to these weights. If all were one, a forgotten weight would not
+                # show.
                 parameter.normal_(0.0 if "gemma" in name else 1.0, 0.1)
             elif key.endswith("bias"):
                 parameter.normal_(0.0, 0.02)

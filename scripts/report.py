@@ -40,8 +40,8 @@ class Result:
 
     Attributes:
         date: Day of the run, as YYYY-MM-DD.
-        commit: The commit that was measured, or the one that recorded the file if the file does not
-            name one.
+        commit: The commit that was measured. If the file names none, the one that recorded the
+            file.
         machine: GPU and driver, or the CPU.
         versions: Versions of torch, triton, transformers and CUDA.
         subject: Model or block.
@@ -231,7 +231,7 @@ def with_tables(text: str, results: list[Result]) -> str:
     """Return a page with every marked table written anew.
 
     Raises:
-        SystemExit: The page names a table that nobody declares.
+        SystemExit: The page names an unknown table.
     """
     from scripts.report_tables import TABLES
 
@@ -245,7 +245,7 @@ def with_tables(text: str, results: list[Result]) -> str:
 
 
 def stale(results: list[Result]) -> list[str]:
-    """Return what is not up to date: pages whose tables differ, charts of other numbers."""
+    """Return the files that are out of date: pages whose tables differ, charts of other numbers."""
     from scripts.report_charts import CHARTS, digest_in
 
     pages_behind = [

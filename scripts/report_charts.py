@@ -35,7 +35,7 @@ class Chart:
 
     @property
     def path(self) -> Path:
-        """Where the chart lies."""
+        """The file of the chart."""
         return FOLDER / f"{self.name}.svg"
 
     def digest(self, results: Sequence[Result]) -> str:

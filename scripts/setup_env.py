@@ -102,8 +102,7 @@ def check_python() -> None:
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         stop(
             f"{sys.executable} has no header files (Python.h), and the C++ core needs them; "
-            "install "
-            "python3-dev, or name another Python: `make PYTHON=…`"
+            "install python3-dev, or name another Python: `make PYTHON=…`"
         )
     if (
         not any(shutil.which(c) for c in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if c)
@@ -116,17 +115,17 @@ def check_python() -> None:
 
 
 def make_venv(system: str) -> str:
-    """Create .venv and install torch. Return where torch came from.
+    """Create .venv and install torch.
 
-    "index", "system", "cuda" or "cpu".
+    Returns:
+        Where torch came from: "index", "system", "cuda" or "cpu".
     """
     check_python()
     index, driver, own = os.environ.get("TORCH_INDEX_URL"), has_driver(), base_torch()
     if system == "1" and own is None:
         stop(
             f"SYSTEM=1, but {sys.executable} has no torch 2.8 or newer; leave SYSTEM out, or name "
-            "a "
-            "Python that has it: `make PYTHON=…`"
+            "a Python that has it: `make PYTHON=…`"
         )
     if index:
         plan = "index"
@@ -146,16 +145,14 @@ def make_venv(system: str) -> str:
         if not install("--index-url", index, TORCH):
             stop(
                 f"TORCH_INDEX_URL has no {TORCH} for Python {sys.version.split()[0]}; correct it, "
-                "or "
-                "unset it"
+                "or unset it"
             )
     elif plan == "cuda" or sys.platform == "darwin":
         say(f"installing {TORCH}, the default build")
         if not install(TORCH):
             stop(
                 f"could not install {TORCH}; see pip's message above. On a machine without a "
-                "network, give a Python that has torch: "
-                "`make SYSTEM=1 PYTHON=…`"
+                "network, give a Python that has torch: `make SYSTEM=1 PYTHON=…`"
             )
     else:
         install_cpu_torch()
@@ -177,16 +174,13 @@ def install_cpu_torch() -> None:
         return
     say(
         "the package index has no CPU build of torch for this Python: installing the default "
-        "build, "
-        "which may bring gigabytes of CUDA libraries. To avoid that, interrupt, set "
-        "TORCH_INDEX_URL "
-        "to PyTorch's CPU wheel index, and run make again"
+        "build, which may bring gigabytes of CUDA libraries. To avoid that, interrupt, set "
+        "TORCH_INDEX_URL to PyTorch's CPU wheel index, and run make again"
     )
     if not install(TORCH):
         stop(
             f"could not install {TORCH}; see pip's message above. On a machine without a network, "
-            "give a Python that has torch: "
-            "`make SYSTEM=1 PYTHON=…`"
+            "give a Python that has torch: `make SYSTEM=1 PYTHON=…`"
         )
 
 
@@ -234,8 +228,7 @@ def build(extra: str, plan: str) -> None:
     if not install(*BUILD_TOOLS, quiet=True):
         stop(
             f"this Python lacks one of {', '.join(BUILD_TOOLS)}, and no package index can be "
-            "reached; "
-            "install them into this Python"
+            "reached; install them into this Python"
         )
     if install("--no-build-isolation", "-e", package, quiet=True):
         return
@@ -286,8 +279,7 @@ def add_transformers(version: str, plan: str) -> None:
     if needed and not install(*target, *needed):
         stop(
             f"could not install the requirements of transformers {version}: {', '.join(needed)}; "
-            "see "
-            "pip's message above"
+            "see pip's message above"
         )
     (folder / ".ready").write_text(
         f"transformers {version}, with {', '.join(needed) or 'nothing else'}\n"

@@ -95,8 +95,7 @@ def reference_topics() -> list[str]:
     if not file.is_file():
         print(
             "pydoc_data/topics.py: not in this Python (some Linux packages strip it; a full "
-            "CPython has it); "
-            "going on with docstrings alone, so the English will be poorer",
+            "CPython has it); going on with docstrings alone, so the English will be poorer",
             flush=True,
         )
         return []

@@ -140,8 +140,8 @@ def read(path: Path, owner: str) -> SearchRecord | CheckpointJournal | Rejected:
         kind, version = data["format"], data["version"]
         if (kind, version) != (CHECKPOINT, VERSION):
             return Rejected(
-                f"is {kind!r} version {version!r}, "
-                f"this version reads {CHECKPOINT!r} version {VERSION}"
+                f"is {kind!r} version {version!r}, this version reads {CHECKPOINT!r} version "
+                f"{VERSION}"
             )
         file_owner = data["identity"]
         if data["digest"] != json_format.digest([data["record"], data["steps"]]):

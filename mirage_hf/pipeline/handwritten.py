@@ -97,8 +97,8 @@ def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Sc
         except errors.CodegenError as e:
             reason = str(e)
     raise errors.CodegenError(
-        f"no kernel has the tiles {tiles}: {reason}; "
-        "write other counts, or leave tiles to the cost model"
+        f"no kernel has the tiles {tiles}: {reason}; write other counts, or leave tiles to the "
+        "cost model"
     )
 
 

@@ -246,8 +246,8 @@ def examined(record: SearchRecord, request: Request, where: str) -> VerifiedCand
             candidates.append(candidate)
         else:
             notes.append(
-                f"{where}: µGraph {number} was left out, "
-                f"it was not proven again ({candidate.reason})"
+                f"{where}: µGraph {number} was left out, it was not proven again "
+                f"({candidate.reason})"
             )
     if record.ugraphs and not candidates:
         return Rejected("; ".join(notes))

@@ -277,8 +277,8 @@ class ProofTrial:
         for k, (want, got) in enumerate(zip(self.want, self.got, strict=True)):
             if want.p.shape != got.p.shape:
                 return Rejected(
-                    f"output {k} has shape {got.p.shape}, "
-                    f"the program's has {want.p.shape} (shrunk sizes)"
+                    f"output {k} has shape {got.p.shape}, the program's has {want.p.shape} (shrunk "
+                    "sizes)"
                 )
             differ = int((want.p != got.p).sum())
             if differ:

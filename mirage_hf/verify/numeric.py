@@ -185,9 +185,9 @@ class NumericCheck:
         if case.cancels and errors.is_within(eager.or_larger(self._sums(case)[k]), dtype):
             return errors
         return Rejected(
-            f"numbers: output {k} on {case.name} inputs: "
-            f"max error {errors.max:.3g} (eager {eager.max:.3g}), "
-            f"RMS {errors.rms:.3g} (eager {eager.rms:.3g}), scale {eager.scale:.3g}"
+            f"numbers: output {k} on {case.name} inputs: max error {errors.max:.3g} (eager "
+            f"{eager.max:.3g}), RMS {errors.rms:.3g} (eager {eager.rms:.3g}), scale "
+            f"{eager.scale:.3g}"
         )
 
     def _eager(self, case: Case, k: int) -> Errors:

@@ -91,8 +91,8 @@ class Entry:
         for what, name in (("pattern", self.pattern), ("target", self.key.target)):
             if not _FOLDER_NAME.fullmatch(name):
                 raise errors.ZooError(
-                    f"zoo entry: {what} {name!r} names a folder; "
-                    "use lower-case letters, digits and _"
+                    f"zoo entry: {what} {name!r} names a folder; use lower-case letters, digits "
+                    "and _"
                 )
         try:
             json.dumps([self.search, self.error_bound, dict(self.machine)], allow_nan=False)
