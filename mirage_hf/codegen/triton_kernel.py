@@ -157,10 +157,10 @@ class _KernelWriter(CombineWriter):
         return [i for i in bounds if i is not None]
 
     def _whole_inputs(self) -> list[BlockInput]:
-        """Return the inputs to load right after the wait if the loop axis is held whole.
+        """Return the inputs to load before the first stage if the loop has one trip.
 
-        These are the inputs that are not constant, as far as they fit. Loading them together
-        overlaps their latencies.
+        These are the inputs that are not constant, up to a budget of registers. Loading them
+        together overlaps their latencies.
         """
         if self.tiling.is_looped or self.tiling.loop is None:
             return []

@@ -49,6 +49,11 @@ class _RunWriter:
         self.read_by_kernels = _read_by_kernels(ugraph)
 
     def text(self, steps: Iterator[tuple[PlacedOp, KernelText, Launch]]) -> str:
+        """Return the text of `run()`.
+
+        Args:
+            steps: Each kernel in order, with its text and its launch.
+        """
         lines = self._begin()
         for op in self.graph.ops:
             if op.name == CUSTOMIZED:
@@ -81,6 +86,7 @@ class _RunWriter:
         return lines
 
     def _launch(self, op: PlacedOp, kernel: KernelText, launch: Launch) -> list[str]:
+        """Return the lines that allocate or alias the outputs of a kernel and launch it."""
         tensors = [*(t for t in op.inputs if isinstance(t, DTensor)), *op.outputs]
         lines = []
         for t in op.outputs:
@@ -103,6 +109,7 @@ class _RunWriter:
         return [*lines, f"launch({kernel.name}, {launch.grid}, [{listed}], {options})"]
 
     def _end(self) -> list[str]:
+        """Return the lines that return the outputs, or store them into `out`."""
         names = [local(t) for t in self.graph.outputs]
         into_out = [self._into_out(n, t) for n, t in enumerate(self.graph.outputs)]
         lines = []

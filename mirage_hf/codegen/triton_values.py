@@ -100,8 +100,8 @@ class ValueWriter(PrefetchWriter):
 
     def _dims_in_loop(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """Return the dims of an accumulator inside its loop."""
-        is_spread = self.plan.is_reduced_after_loop(stage, acc)
-        return self.layout.value_dims(acc.arg if is_spread else acc.out)
+        is_reduced_after_loop = self.plan.is_reduced_after_loop(stage, acc)
+        return self.layout.value_dims(acc.arg if is_reduced_after_loop else acc.out)
 
     def start_accumulator(self, stage: Stage, acc: Accumulator) -> None:
         """Define an accumulator before its loop."""
@@ -225,18 +225,21 @@ class ValueWriter(PrefetchWriter):
 
     @cached_property
     def _written_as_multiply_add(self) -> frozenset[str]:
-        """Products that might be fused with an addition, and that only sums read.
+        """Products that only sums read, written as multiply-adds of 0.
 
-        They are written as multiply-adds of 0. That is one instruction, and `rounded` would take
-        two more. The product -0 becomes 0, which does not change a sum.
+        So the compiler cannot fuse a product with the addition, and threads that compute the same
+        sum round alike. This takes one instruction, and `rounded` would take two more. The product
+        -0 becomes 0, which does not change a sum.
         """
         loop = str(self.tiling.loop)
         ops = self.tiling.ops
         sums = [(str(op.args[0]), op.over) for op in ops.values() if op.over and op.fn == "sum"]
         for s in self.block.stages:
             for a in s.accumulators:
-                is_spread = self.tiling.is_looped and self.plan.is_reduced_after_loop(s, a)
-                if a.kind == "sum" and not is_spread:
+                is_reduced_after_loop = self.tiling.is_looped and self.plan.is_reduced_after_loop(
+                    s, a
+                )
+                if a.kind == "sum" and not is_reduced_after_loop:
                     sums.append((a.arg, loop))
         products = {
             x

@@ -22,7 +22,7 @@ def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
         if isinstance(inputs, torch.Tensor):
             got = "one tensor"
         elif isinstance(inputs, (list, tuple)):
-            got = f"{len(inputs)} inputs"
+            got = str(len(inputs))
         raise errors.InputError(
             f"expected a list of {len(graph.inputs)} tensors in the order of graph.inputs, "
             f"got {got}"

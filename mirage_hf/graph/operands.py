@@ -109,12 +109,13 @@ def check_arity(row: table.Op, count: int) -> None:
     if low <= count <= high:
         return
     takes = str(low) if low == high else f"{low} to {high}"
+    # the signature of an elementwise op names no dim
+    dims = f" ({row.signature})" if any(c.isalpha() for c in row.signature) else ""
     by_name = ""
     if row.attrs and count > high:
         by_name = f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…"
     raise errors.GraphError(
-        f"{row.name}: takes {takes} operand{'s' * (high != 1)} ({row.signature}), "
-        f"got {count}{by_name}"
+        f"{row.name}: takes {takes} operand{'s' * (high != 1)}{dims}, got {count}{by_name}"
     )
 
 

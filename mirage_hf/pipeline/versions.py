@@ -37,7 +37,7 @@ def search_version() -> str:
     """
     package = Path(__file__).resolve().parent.parent
     files = sorted(f for pattern in _DECIDING for f in package.glob(pattern))
-    # only located, not imported: search/engine.py alone imports the core
+    # only located, not imported: the core belongs to search/
     core = importlib.util.find_spec("mirage_hf._core")
     if core and core.origin:
         files.append(Path(core.origin))

@@ -219,6 +219,7 @@ class Lowering:
         return self.tensor(x, tuple(inner))
 
     def _reshape(self, op: KernelOp, index: Index) -> int:
+        """Return the number of the term that the operand has at the index of the result."""
         (x,) = tensors_of(op)
         inner: list[Place] = [None] * len(x.dims)
         for before, after in reshape_pairs(x.dims, op.outputs[0].dims):

@@ -266,7 +266,7 @@ def test_block_inputs_need_a_size_per_source():
 
 WRONG_CALLS = [
     (lambda x, w: x, "expected a list of 2 tensors in the order of graph.inputs, got one tensor"),
-    (lambda x, w: [x], "expected a list of 2 tensors in the order of graph.inputs, got 1 inputs"),
+    (lambda x, w: [x], "expected a list of 2 tensors in the order of graph.inputs, got 1"),
     (lambda x, w: [x, 3], "input 1 (w): expected a torch tensor, got int"),
     (lambda x, w: [x[:1], w], "input 0 (x): built for shape (2, 3), got (1, 3)"),
     (lambda x, w: [x.float(), w], "input 0 (x): built for float16, got float32"),
