@@ -73,7 +73,42 @@ def test_padding_whose_positions_count_otherwise_does_not_count_from_zero() -> N
     assert not plan.counts_from_zero and not plan.has_unusual_positions
 
 
-@pytest.mark.parametrize("start, odd", [(0, False), (-1, False), (1, True), (-4, True), (90, True)])
+def test_all_tokens_of_a_row_but_the_last_may_be_padding() -> None:
+    mask = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
+    plan = prompt_plan(ids(), attention_mask=mask, position_ids=counted())
+    assert plan.lowest is not None and plan.lowest.tolist() == [[3], [0]]
+
+
+@pytest.mark.parametrize("first", [0, 1, 9])
+def test_the_first_token_after_left_padding_has_position_zero(first: int) -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, first, 1], [0, 1, 2, 3]])
+    plan = prompt_plan(ids(), attention_mask=mask, position_ids=positions)
+    assert plan.counts_from_zero is (first == 0)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_positions_of_other_than_all_tokens_do_not_count_from_zero(
+    width: int, padding: int
+) -> None:
+    mask = torch.tensor([[0] * padding + [1] * (LENGTH - padding), [1] * LENGTH])
+    for given in ({}, {"attention_mask": mask}):
+        plan = prompt_plan(ids(), position_ids=counted(width), **given)
+        assert plan.counts_from_zero is False and plan.position.tolist() == [[width - 1]] * BATCH
+
+
+def test_a_padded_text_beside_a_cache_does_not_count_from_zero() -> None:
+    """Some of its tokens are the cache's."""
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1], [0, 1, 2, 3]])
+    plan = prompt_plan(ids(), past=1, attention_mask=mask, position_ids=positions)
+    assert plan.lowest is not None and plan.counts_from_zero is False
+
+
+@pytest.mark.parametrize(
+    "start, odd", [(0, False), (-1, False), (-3, False), (1, True), (-4, True), (90, True)]
+)
 def test_positions_beyond_the_text_or_below_zero_are_odd(start: int, odd: bool) -> None:
     """After the prompt, only the last position of a row is used."""
     plan = prompt_plan(ids(), position_ids=counted(start=start))
@@ -120,12 +155,19 @@ def test_the_length_of_the_mask_decides_before_the_counted_length() -> None:
         ({"position_ids": counted(), "attention_mask": torch.ones(2, 4).to("meta")}, "meta"),
         ({"position_ids": counted(), "attention_mask": torch.ones(3, 4)}, "mask for 3 rows of 2"),
         ({"position_ids": counted(rows=3)}, "position_ids for 3 rows of 2"),
-        (
-            {
-                "position_ids": counted(),
-                "attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]),
-            },
-            "holes",
+        *(
+            (
+                {"position_ids": counted(), "attention_mask": torch.tensor([row, [1, 1, 1, 1]])},
+                "holes in the mask",
+            )
+            for row in ([1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0])
+        ),
+        *(
+            (
+                {"position_ids": counted(), "attention_mask": torch.ones(*dims)},
+                rf"mask of shape \({', '.join(map(str, dims))}\) for 4 tokens",
+            )
+            for dims in ((2, 5), (2, 3), (2, 4, 1), (2, 4, 2, 4))
         ),
     ],
 )
@@ -190,8 +232,9 @@ def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan
 
 def test_a_covered_call(model: Any) -> None:
     cache = DynamicCache(config=model.config)
-    plan = call(model, past_key_values=cache, cache_is_users=True)
-    assert plan.cache is cache and plan.cache_is_users
+    expected = SimpleNamespace(obstacle=None)
+    plan = call(model, past_key_values=cache, cache_is_users=True, expected=expected)
+    assert plan.cache is cache and plan.cache_is_users and plan.fingerprint is expected
     assert (plan.budget, plan.most_slots, plan.slots) == (16, 19, 19)
     assert plan.windows == (None,) * model.config.num_hidden_layers
     assert plan.eos is None and not isinstance(plan.selection, str)
@@ -256,13 +299,13 @@ def test_the_rows_of_a_cache_are_those_of_the_prompt(model: Any) -> None:
         ({"past_key_values": None}, "no cache"),
         ({"use_cache": False}, "no cache"),
         ({"criteria": []}, "no maximum length"),
-        ({"config": Options(num_beams=2)}, "beam"),
+        ({"config": Options(num_beams=2)}, "generation mode beam_search"),
         ({"inputs_embeds": torch.ones(1)}, "inputs_embeds"),
         ({"logits_to_keep": None}, "logits_to_keep=None"),
         ({"input_ids": torch.ones(4, dtype=torch.long)}, "an empty prompt"),
         ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "an empty prompt"),
         ({"input_ids": torch.ones(2, 4)}, "torch.float32"),
-        ({"input_ids": ids().to("meta")}, "input_ids on meta"),
+        ({"input_ids": ids().to("meta")}, "input_ids on meta, the model on cpu"),
     ],
 )
 def test_a_call_that_is_not_covered_says_why(
@@ -274,6 +317,65 @@ def test_a_call_that_is_not_covered_says_why(
 
 def test_input_ids_may_be_int32_and_absent_inputs_are_none(model: Any) -> None:
     assert call(model, input_ids=ids().int(), inputs_embeds=None).budget == 16
+
+
+def test_every_part_of_a_call_is_asked_whether_it_is_covered(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts have tests of their own. Here: their reasons are heeded."""
+    sliding = tiny("mistral")
+    other = tiny("mistral").config
+    other.sliding_window = 5
+    with pytest.raises(NotCoveredError, match="slides over other windows"):
+        call(sliding, past_key_values=DynamicCache(config=other))
+    unused = tiny("llama")
+    unused.config.sliding_window = 7
+    with pytest.raises(NotCoveredError, match="a sliding_window in the config"):
+        call(unused, past_key_values=DynamicCache())
+    with pytest.raises(NotCoveredError, match="output_attentions"):
+        call(model, config=Options(output_attentions=True))
+    monkeypatch.setattr(call_plan, "refused_length", lambda _, tokens: f"{tokens} tokens")
+    with pytest.raises(NotCoveredError, match="20 tokens"):  # with the new ones
+        call(model)
+
+
+def test_the_text_config_is_the_decoders(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def get_text_config(self: Any, decoder: Any = None, encoder: Any = None) -> Any:
+        asked.append((decoder, encoder))
+        return self
+
+    monkeypatch.setattr(type(model.config), "get_text_config", get_text_config)
+    call(model, past_key_values=DynamicCache())
+    assert set(asked) == {(True, None)}
+
+
+def test_the_selection_knows_the_vocabulary(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(call_plan.Selection, "of", lambda *given: seen.extend(given) or "the host")
+    call(model)
+    assert seen[-1] == model.config.vocab_size
+
+
+def test_generate_counts_the_text_where_no_mask_does(model: Any) -> None:
+    """The config's count covers the tokens that the cache already has."""
+    given = dict(past_key_values=filled(model, BATCH), position_ids=counted(start=2))
+    assert call(model, **given).prompt.length == LENGTH
+    config = Options()
+    config._mask_length = 2 + LENGTH
+    assert call(model, config=config, **given).prompt.length == 2 + LENGTH
+
+
+def test_a_cropped_cache_has_rows_and_one_without_keys_has_none(model: Any) -> None:
+    cropped = filled(model, 3)
+    cropped.crop(0)
+    with pytest.raises(NotCoveredError, match="a cache of 3 rows for 2"):
+        call(model, past_key_values=cropped)
+    empty = filled(model, 3)
+    for layer in empty.layers:
+        layer.keys = layer.values = torch.tensor([])
+    assert call(model, past_key_values=empty).prompt.past == 0
 
 
 def test_stop_tokens_need_a_pad_token(model: Any) -> None:

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.utils.output_capturing import _active_collector
 
 from mirage_hf.api import optimize
+from mirage_hf.swap import guard
 from mirage_hf.swap.guard import BINDING_KEY
 from tests.helpers.swapped_models import EVENTS, counts, layer_of, swapped
 from tests.helpers.tiny_models import decode_logits, prompt, tiny, twin_of
@@ -347,6 +349,7 @@ def test_the_kernels_are_those_for_the_number_of_rows(swapped_layer: Any) -> Non
     "x, reason",
     [
         (rows(1, 5, 32), "prefill"),
+        (rows(1, 2, 32), "prefill"),
         (rows(2, 1, 32), "no kernel for 2 rows"),
         (rows(1, 32), "no kernel for 1 rows"),
         (rows(1, 1, 1, 32), "no kernel for 1 rows"),
@@ -360,6 +363,43 @@ def test_inputs_that_no_kernel_takes_name_the_reason(
     swapped_layer: Any, x: Any, reason: str
 ) -> None:
     assert choose(swapped_layer, x) == reason
+
+
+class RowOnGpu:
+    """What the guard asks about a row on the first GPU, at some address."""
+
+    shape, dtype = torch.Size((1, 1, 32)), torch.float32
+    device, requires_grad = torch.device("cuda", 0), False
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def test_only_inputs_on_a_gpu_must_be_aligned(
+    swapped_layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel on a GPU loads vectors of 16 bytes; on a CPU no input is refused for this."""
+    x = torch.randn(33)[1:].view(1, 1, 32)
+    assert x.data_ptr() % 16 and type(choose(swapped_layer, x)) is dict
+    monkeypatch.setattr(guard, "Tensor", RowOnGpu)
+    binding = swapped_layer.__dict__[BINDING_KEY]
+    binding.device = 0
+    assert choose(swapped_layer, RowOnGpu(256)) is binding.kernels[1]
+    assert choose(swapped_layer, RowOnGpu(264)) == "input is not 16-byte aligned"
+
+
+def test_inputs_on_another_device_than_the_kernels_are_stocks(swapped_layer: Any) -> None:
+    swapped_layer.__dict__[BINDING_KEY].device = 0
+    assert choose(swapped_layer, rows(1, 1, 32)) == "input is torch.float32 on cpu"
 
 
 @pytest.mark.parametrize("args", [(), (rows(1, 1, 32), None)])
@@ -394,6 +434,43 @@ def test_traces_and_transforms_are_stocks(swapped_layer: Any) -> None:
     torch.jit.trace(look, rows(2, 3), check_trace=False)
     assert seen[0] == "a torch mode or transform is active"
     assert type(seen[1]) is str  # a trace makes tensors of sizes, so the rows have no kernel
+
+
+def test_a_trace_is_stocks_even_if_its_sizes_are_numbers(
+    swapped_layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_tracing_state", object)
+    assert choose(swapped_layer, rows(1, 1, 32)) == "a torch mode or transform is active"
+
+
+@pytest.mark.parametrize(
+    "recorded, served",
+    [
+        ({}, True),
+        ({"hidden_states": []}, True),
+        ({"hidden_states": [], "_hidden_states_layers": {0}}, True),
+        ({"hidden_states": [], "attentions": []}, False),
+        ({"router_logits": []}, False),
+    ],
+)
+def test_only_what_a_layer_returns_can_be_recorded_from_kernels(
+    swapped_layer: Any, recorded: dict[str, Any], served: bool
+) -> None:
+    """HF's collector records outputs of inner modules by hooks, and kernels bypass these."""
+    token = _active_collector.set(recorded)
+    try:
+        chosen = choose(swapped_layer, rows(1, 1, 32))
+    finally:
+        _active_collector.reset(token)
+    reason = "attentions or other inner outputs asked for"
+    assert type(chosen) is dict if served else chosen == reason
+
+
+def test_a_child_that_is_none_has_no_gradients(swapped_layer: Any) -> None:
+    swapped_layer.mlp.register_module("nothing", None)
+    assert type(choose(swapped_layer, rows(1, 1, 32))) is dict
+    swapped_layer.mlp.register_parameter("more", nn.Parameter(torch.ones(1)))
+    assert choose(swapped_layer, rows(1, 1, 32)) == "gradients needed"
 
 
 @pytest.mark.parametrize(
@@ -449,6 +526,13 @@ def test_a_hook_that_is_removed_gives_the_kernels_back(swapped_layer: Any) -> No
     assert choose(swapped_layer, rows(1, 1, 32)) == "forward hook on up_proj"
     handle.remove()
     assert type(choose(swapped_layer, rows(1, 1, 32))) is dict
+
+
+def test_a_binding_has_no_calls_and_no_fallbacks_at_first() -> None:
+    """Checks count calls, and reset the counts. Without them nothing does."""
+    model = optimize(tiny("llama"), verify=False)
+    binding = layer_of(model).__dict__[BINDING_KEY]
+    assert (binding.calls, binding.fallbacks, binding.retired) == (0, {}, "")
 
 
 def test_counts_begin_anew_when_asked(swapped_layer: Any) -> None:
