@@ -214,7 +214,7 @@ void bind_candidates(py::module_& m) {
       .def_readonly("roles", &FoundKernel::roles)
       .def_readonly("axes", &FoundKernel::axes)
       .def_readonly("split", &FoundKernel::split)
-      .def_readonly("parts", &FoundKernel::num_splits)
+      .def_readonly("num_splits", &FoundKernel::num_splits)
       .def_readonly("leaves", &FoundKernel::leaves)
       .def_readonly("stages", &FoundKernel::stages)
       .def_readonly("outputs", &FoundKernel::outputs);

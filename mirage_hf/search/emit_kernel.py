@@ -242,7 +242,7 @@ class _KernelAxes:
         if kernel.split >= 0:
             whole = plan.axes[kernel.split]
             self.split_axis = _fresh_axis(f"{whole}_split", axes)
-            axes[self.split_axis] = Axis(self.split_axis, kernel.parts, Role.GRID)
+            axes[self.split_axis] = Axis(self.split_axis, kernel.num_splits, Role.GRID)
             axes[whole] = replace(axes[whole], split_axis=self.split_axis)
         #: This kernel's names for the split axes of stored partial results, by the stored name and
         #: size.
