@@ -14,6 +14,6 @@ def on_the_cpu() -> AbstractContextManager[Any]:
     If no default is set the context does nothing. Otherwise torch would go through Python at each
     call, which takes a fifth of the time of optimize().
     """
-    # asked in this way because old kinds of defaults are no devices
+    # A tensor shows the default, also one that torch.set_default_tensor_type() has set.
     is_cpu = torch.empty(0).device.type == "cpu"
     return nullcontext() if is_cpu else torch.device("cpu")

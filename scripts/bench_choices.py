@@ -1,4 +1,4 @@
-"""Time what a decoding step ends with: the choice of the next token.
+"""Time the end of a decoding step: the choice of the next token.
 
     python -m scripts.bench_choices --what select,processors,generate --json choices.json
 
@@ -41,7 +41,7 @@ from scripts.configs import MODELS, random_model
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CHAINED = ("qwen3-0.6b", "llama-3.2-1b")
-#: Pairs of logits a block and warps.
+#: Pairs to try: logits per block, and warps.
 CHUNKS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8))
 
 WARPERS: dict[str, Callable[[], Any]] = {
@@ -122,17 +122,15 @@ def select(batch: int, vocab: int, rounds: int) -> dict[str, Any]:
 
 
 def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
-    """Return µs of the first kernel, RMSNorm + head, and nothing or a greedy choice."""
+    """Return µs of a chain: embedding, RMSNorm + head, and nothing or a greedy choice."""
     sizes, device = MODELS[model], torch.device(DEVICE)
     chain = Chain(sizes, batch)
     block = chain.blocks()[HEAD]
     head = resolver.resolve(
         block.program(batch), device=DEVICE, tune="never", pattern=block.pattern.name
     )
-    norm, weight = (
-        torch.ones(1, sizes.hidden, dtype=torch.bfloat16, device=DEVICE),
-        chain.model(0, DEVICE).head,
-    )
+    norm = torch.ones(1, sizes.hidden, dtype=torch.bfloat16, device=DEVICE)
+    weight = chain.model(0, DEVICE).head
     logits = torch.zeros(batch, sizes.vocab, dtype=torch.bfloat16, device=DEVICE)
     tables = torch.zeros(1, 1024, sizes.head_dim, dtype=torch.bfloat16, device=DEVICE)
     inputs = EmbeddingOutput.allocate(
@@ -143,9 +141,11 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     def step(end: Callable[[Any], None] | None) -> Callable[[Any], None]:
         def run(_: Any) -> None:
             embed(c, weight, tables, tables, inputs, by_kernel=True)
-            head.run([inputs.x, norm, weight.t()], [logits]) if head.is_fused else logits.copy_(
-                head.run([inputs.x, norm, weight.t()])[0]
-            )
+            operands = [inputs.x, norm, weight.t()]
+            if head.is_fused:
+                head.run(operands, [logits])
+            else:
+                logits.copy_(head.run(operands)[0])
             if end is not None:
                 end(logits)
 
@@ -177,10 +177,8 @@ def processor(name: str, batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     """
     scores = [4 * torch.randn(batch, vocab, device=DEVICE).bfloat16().float() for _ in range(4)]
     p = WARPERS[name]()
-    row, history = (
-        processors.TABLE[type(p)],
-        TokenHistory.allocate(batch, 1024, torch.device(DEVICE)),
-    )
+    row = processors.TABLE[type(p)]
+    history = TokenHistory.allocate(batch, 1024, torch.device(DEVICE))
     ids = torch.randint(vocab, (batch, 500), device=DEVICE)
     history.start(ids, 100)
     values = [v.to(DEVICE) for v in row.values(p, CallTensors(vocab))]
@@ -216,10 +214,8 @@ def generates(model_name: str, batch: int, new: int, rounds: int) -> dict[str, A
     found: dict[str, dict[str, list[float]]] = {
         name: {"device": [], "host": []} for name in SAMPLING
     }
-    for (
-        name,
-        options,
-    ) in SAMPLING.items():  # not in turns: a block keeps graphs for few ways to choose
+    # One kind after another, not in turns, because graphs are kept for few kinds of choices.
+    for name, options in SAMPLING.items():
         for n in range(rounds + 2):
             for where, extra in (
                 ("device", {}),
@@ -270,7 +266,7 @@ def main() -> None:
     parser.add_argument(
         "--model",
         default="llama-3.2-1b",
-        help=f"whose vocabulary and forward: one of {', '.join(MODELS)}",
+        help=f"the model that gives vocabulary and forward: one of {', '.join(MODELS)}",
     )
     parser.add_argument("--batch", type=lambda s: [int(n) for n in s.split(",")], default=[1, 8])
     parser.add_argument("--new", type=int, default=128, help="tokens of a generate")
@@ -284,7 +280,7 @@ def main() -> None:
         if "select" in args.what:
             jobs |= {f"select, {v}, batch {b}": partial(select, b, v, rounds) for v in VOCABULARIES}
             jobs |= {
-                f"select behind the head of {m}, batch {b}": partial(chained, m, b, rounds)
+                f"select after the head of {m}, batch {b}": partial(chained, m, b, rounds)
                 for m in CHAINED
             }
         if "processors" in args.what:

@@ -35,8 +35,8 @@ from typing import IO, Any
 
 from tests.helpers import decoder_layers, programs
 
-# mirage_hf and torch are imported in a process of their own: Linux counts this one's peak of memory
-# as its children's
+# mirage_hf and torch are imported in a process of their own, because Linux counts this process's
+# peak of memory as that of its children.
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +47,7 @@ def weight(g, k, n, name):
 
 
 def two_loras(mi, rows=1, k=4096, n=4096, r=16):
-    """RMSNorm, a linear, and two adapters."""
+    """Build RMSNorm, a linear, and two adapters."""
     g = mi.new_kernel_graph()
     x, gamma = (
         g.new_input((rows, k), "float16", name="x"),
@@ -62,14 +62,14 @@ def two_loras(mi, rows=1, k=4096, n=4096, r=16):
 
 
 def softmax(mi, rows=1, n=128256):
-    """A softmax."""
+    """Build a softmax."""
     g = mi.new_kernel_graph()
     g.mark_output(g.softmax(g.new_input((rows, n), "float16", name="x")))
     return g
 
 
 def layer_norm_linear(mi, rows=16, k=4096, n=4096):
-    """LayerNorm and a linear."""
+    """Build LayerNorm and a linear."""
     g = mi.new_kernel_graph()
     x = g.new_input((rows, k), "float16", name="x")
     gamma, beta = (g.new_input((1, k), "float16", name=name) for name in ("gamma", "beta"))
@@ -79,7 +79,7 @@ def layer_norm_linear(mi, rows=16, k=4096, n=4096):
 
 
 def linear_residual_stats(mi, rows=16, k=4096, n=4096):
-    """A linear, its residual, and the statistics of the next norm."""
+    """Build a linear, its residual, and the statistics of the next norm."""
     g = mi.new_kernel_graph()
     x, r = g.new_input((rows, k), "float16", name="x"), g.new_input((rows, n), "float16", name="r")
     y = g.add(r, g.matmul(x, weight(g, k, n, "w")))
@@ -88,7 +88,7 @@ def linear_residual_stats(mi, rows=16, k=4096, n=4096):
 
 
 def mlp(mi, rows=1, hidden=2048, ffn=8192):
-    """A whole gated MLP with norm and residual."""
+    """Build a whole gated MLP with norm and residual."""
     g = mi.new_kernel_graph()
     x, gamma = (
         g.new_input((rows, hidden), "float16", name="x"),
@@ -116,8 +116,8 @@ PROGRAMS: dict[str, Program] = {
     "llama_layer": (decoder_layers.decoder_layer, dict(past=1023), None),
 }
 
-#: Seconds after the search's limit at which a run is killed. Proofs and imports are not limited
-#: otherwise.
+#: A run is killed this many seconds after the search's limit. Nothing else limits proofs and
+#: imports.
 SLACK = 600.0
 
 
@@ -180,18 +180,18 @@ NOT_COUNTED = ("width", "seconds", "first_seconds")
 
 
 def results(written: Path) -> dict[str, Any]:
-    """Return what a run wrote, without the µGraphs."""
+    """Return the results that a run wrote, without the µGraphs."""
     from mirage_hf.graph import json_format
 
     data = json.loads(written.read_text(encoding="utf-8"))
     found = [json_format.ugraph_from_dict(u, "results") for u in data["results"]]
     kernels = [u.num_kernels for u in found if u.is_fused]
     report = data["report"]
-    refused = Counter(r["reason"] for r in report.pop("rejected"))
+    rejected = Counter(r["reason"] for r in report.pop("rejected"))
     return {
         **report,
-        "refused": sum(refused.values()),
-        "refused_why": dict(refused.most_common()),
+        "refused": sum(rejected.values()),
+        "refused_why": dict(rejected.most_common()),
         "kernels": kernels,
         "kernels_best": found[0].num_kernels,
         "kernels_least": min(kernels, default=None),
@@ -203,7 +203,7 @@ def results(written: Path) -> dict[str, Any]:
 
 
 class Reader(threading.Thread):
-    """A thread that reads a pipe to its end. `at` is when a line with `mark` first came."""
+    """A thread that reads a pipe to its end. `at` is the time of the first line with `mark`."""
 
     def __init__(self, pipe: IO[str], mark: str):
         """Start reading."""
@@ -308,7 +308,7 @@ RESULTS = {
     "least": "kernels of the result that has the fewest",
     "asked": "most kernels that tests/helpers/programs.py allows; – allows any number",
     "estimate_us": "estimate of the cheapest kernels in µs on an H200; – if searched in windows",
-    "kept": "candidates that were proven and whose numbers hold",
+    "kept": "candidates that were proven and whose rounding was accepted",
     "refused": "candidates that were found and rejected",
     "error_bound": "largest chance that a wrong candidate was accepted",
 }
@@ -324,7 +324,7 @@ def span(values: Iterable[float | None], digits: int = 0) -> str:
 
 
 def same(values: Iterable[Any]) -> str:
-    """Return what all runs say, or all that differ."""
+    """Return the value of all runs, or each different value."""
     return " / ".join(dict.fromkeys("–" if v is None else str(v) for v in values))
 
 
@@ -390,7 +390,7 @@ def meanings(columns: dict[str, str]) -> str:
 def readme(report: dict[str, Any]) -> str:
     """Return everything as Markdown."""
     blocks, about, counters = report["blocks"], report["programs"], report["counters"]
-    refusals = [
+    rejections = [
         f"- {b['program']}: {n} × {reason}"
         for b in blocks
         for r in good(b)[:1]
@@ -428,7 +428,7 @@ A run is one fresh process: `{report["command"]}`.
 
 Rejected candidates of the first run:
 
-{chr(10).join(refusals) or "none"}
+{chr(10).join(rejections) or "none"}
 
 Failed runs:
 
@@ -510,7 +510,7 @@ def main() -> int:
             block = measure(package, folder, name, args)
             report["blocks"].append(block)
             print(line(block, common["programs"][name]), flush=True)
-            if args.out:  # after each program, so that a run that is cut short still tells
+            if args.out:  # after each program, so that an interrupted run has results
                 args.out.mkdir(parents=True, exist_ok=True)
                 (args.out / "search.json").write_text(
                     json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -77,20 +77,20 @@ def sources(names: list[str]) -> list[Path]:
 
 
 def parse(file: Path) -> ast.Module:
-    """Parse a file, or return None."""
+    """Parse a file without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def documented(tree: ast.Module) -> list[ast.AST]:
-    """Yield the docstrings of a file."""
+    """Return the nodes of a file that have docstrings."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node)]
 
 
 def reference_topics() -> list[str]:
-    """Return the language reference, one text a topic, as `help("for")` prints it."""
+    """Return the language reference, one text per topic, as `help("for")` prints it."""
     file = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
     if not file.is_file():
         print(
@@ -146,7 +146,7 @@ def streams(texts: list[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose id b is byte b, so any UTF-8 text comes back.
 
-    A <|bos|> goes in front, as Llama's does.
+    It puts <|bos|> before the text, as Llama's does.
     """
     letters = byte_letters()
     tokenizer = Tokenizer(models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[]))
@@ -320,8 +320,7 @@ def write_readme(
   on {args.device}.
 - Final loss: {done["train"]:.3f} nats a byte; on texts held out {done["held"]:.3f}{before}.
 - Saved as bfloat16, so float32 and bfloat16 see the same values. `from_pretrained` keeps bfloat16
-  unless told
-  `dtype=torch.float32`.{untrained}
+  unless it is given `dtype=torch.float32`.{untrained}
 - To make it again: `python -m scripts.train_tiny {flags}{" --bf16" * args.bf16}`.
   Other hardware or another Python gives other weights.
 

@@ -17,7 +17,7 @@ cores, if every window may.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -156,18 +156,18 @@ class _WindowSearch:
         self.library_choices = [_library_choice(w, call_us) for w in parts.singles]
 
     def run(self, reason: str) -> tuple[tuple[Candidate, ...], SearchReport]:
+        """Search the windows, verify those on the best paths, and stitch the paths.
+
+        `reason` says why the program was not searched as one.
+        """
         self._search_all()
         stitched: dict[str, tuple[Candidate, Path]] = {}
         first_seconds = -1.0
-        for mma in (False, True):
-            for weight, count in ((by_time, _PATHS), (by_launches, 1)):
-                for path in self._verified_paths(mma, weight, count):
-                    if any(choice.candidate for choice in path):
-                        candidate = self._stitch(path)
-                        text = str(candidate.ugraph.kernels)
-                        stitched.setdefault(text, (candidate, path))
-                        if first_seconds < 0:
-                            first_seconds = time.perf_counter() - self.start
+        for path in self._best_paths():
+            candidate = self._stitch(path)
+            stitched.setdefault(str(candidate.ugraph.kernels), (candidate, path))
+            if first_seconds < 0:
+                first_seconds = time.perf_counter() - self.start
         best = sorted(stitched.values(), key=lambda s: (s[0].cost_us, s[0].ugraph.num_kernels))
         candidates = tuple(candidate for candidate, _ in best)
         if reason and not best and self.stop == StopReason.EXHAUSTED:
@@ -238,6 +238,14 @@ class _WindowSearch:
         return ranked
 
     # -- choosing ----------------------------------------------------------------------------------
+
+    def _best_paths(self) -> Iterator[Path]:
+        """Yield the verified paths with a µGraph that are lightest in time or in launches."""
+        for mma in (False, True):
+            for weight, count in ((by_time, _PATHS), (by_launches, 1)):
+                for path in self._verified_paths(mma, weight, count):
+                    if any(choice.candidate for choice in path):
+                        yield path
 
     def _verified_paths(self, mma: bool, weight: Weight, count: int) -> list[Path]:
         """Return the lightest paths whose windows are all verified for this kind of arithmetic."""
