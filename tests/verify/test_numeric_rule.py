@@ -1,0 +1,353 @@
+"""The rule of the numeric check, number by number, and how kernels are run for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf.errors import Rejected
+from mirage_hf.verify import numeric
+from mirage_hf.verify.numeric import Errors, NumericCheck, _CaseData, measure, run_kernels
+from mirage_hf.verify.numeric_cases import Case, cases
+from mirage_hf.verify.verdict import Accepted
+from tests.helpers import multi_kernel_ugraphs, ugraphs
+
+ULP = torch.finfo(torch.float32).eps
+RANDOM = Case("random")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, scale", [("max", 8.0), ("rms", 4.0)])
+@pytest.mark.parametrize(
+    "dtype, ulp",
+    [(torch.float32, ULP), (torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7), (torch.int32, 0)],
+)
+def test_an_error_may_be_a_quarter_and_one_ulp_of_the_scale_larger(
+    kind: str, scale: float, dtype: torch.dtype, ulp: float
+) -> None:
+    eager = Errors(max=0.5, rms=0.5, scale=8.0, rms_scale=4.0)
+    most = 1.25 * 0.5 + ulp * scale
+    assert replace(eager, **{kind: most}).is_within(eager, dtype)
+    assert not replace(eager, **{kind: most * (1 + 1e-9)}).is_within(eager, dtype)
+
+
+def test_results_that_should_be_zero_may_be_a_denormal() -> None:
+    eager = Errors(0.0, 0.0, scale=1.0, rms_scale=0.0)
+    smallest = ULP * torch.finfo(torch.float32).tiny
+    assert replace(eager, rms=smallest).is_within(eager, torch.float32)
+    assert not replace(eager, rms=2 * smallest).is_within(eager, torch.float32)
+
+
+def test_errors_are_measured_where_results_count() -> None:
+    reference = torch.tensor([3.0, -4.0, 100.0], dtype=torch.float64)
+    got, where = torch.tensor([3.0, -4.5, math.inf]), torch.tensor([True, True, False])
+    errors = measure(got, reference, where)
+    assert errors == Errors(0.5, math.sqrt(0.25 / 2), 4.0, math.sqrt(25 / 2))
+    assert measure(got, reference, where & False) == Errors(0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_larger_of_each_error_keeps_the_scales() -> None:
+    a, b = Errors(1.0, 4.0, 5.0, 6.0), Errors(2.0, 3.0, 7.0, 8.0)
+    assert a.or_larger(b) == Errors(2.0, 4.0, 5.0, 6.0)
+    assert b.or_larger(a) == Errors(2.0, 4.0, 7.0, 8.0)
+
+
+# -- one case -------------------------------------------------------------------------------------
+
+
+def doubled(dtype: str = "float32", outputs: int = 1) -> Any:
+    g = mi.new_kernel_graph()
+    x = g.new_input((1, 2), dtype)
+    g.mark_output(*(g.mul(x, 2.0) for _ in range(outputs)))
+    return g
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NumericCheck]:
+    """Return a check whose cases have these references and results of eager."""
+
+    def made(*data: tuple[Case, Any, Any], outputs: int = 1) -> NumericCheck:
+        monkeypatch.setattr(numeric, "cases", lambda dtype: tuple(case for case, _, _ in data))
+        made = NumericCheck(doubled(outputs=outputs))
+        for case, reference, eager in data:
+            wide = [torch.tensor(reference, dtype=torch.float64)] * outputs
+            seen = [torch.tensor(eager)] * outputs
+            where = [torch.isfinite(y) for y in seen]
+            made._data[case] = _CaseData([torch.zeros(1, 2)], wide, seen, where)
+        return made
+
+    return made
+
+
+def returning(*results: Sequence[float]) -> Callable[[Any], list[torch.Tensor]]:
+    return lambda inputs: [torch.tensor(r) for r in results]
+
+
+def test_the_verdict_says_how_large_the_error_is_beside_eagers(check: Any) -> None:
+    judged = check((RANDOM, [1.0, 2.0], [1.125, 2.0])).judge
+    assert judged(returning([1.125, 2.0])).detail == "largest error 1.00× eager's"
+    assert judged(returning([1.15, 2.0])).detail == "largest error 1.20× eager's"
+    assert judged(returning([1.0625, 2.0])).detail == "largest error 0.50× eager's"
+    assert judged(returning([1.0, 2.0])) == Accepted(0.0, "largest error 0.00× eager's")
+    assert judged(returning([1.1875, 2.0])) == Rejected(
+        "numbers: output 0 on random inputs: max error 0.188 (eager 0.125), RMS 0.133 "
+        "(eager 0.0884), scale 2"
+    )
+
+
+def test_the_worst_case_and_output_count(check: Any) -> None:
+    data = [(Case(name), [1.0, 2.0], [1.125, 2.0]) for name in ("one", "two", "three")]
+    results = iter([[1.125, 2.0], [1.0, 2.0], [1.15, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0625, 2.0]])
+    judged = check(*data, outputs=2).judge
+    verdict = judged(lambda inputs: [torch.tensor(next(results)) for _ in range(2)])
+    assert verdict == Accepted(0.0, "largest error 1.20× eager's")
+    verdict = judged(returning([1.0, 2.0], [1.5, 2.0]))
+    assert isinstance(verdict, Rejected) and "output 1 on one inputs" in verdict.reason
+
+
+def test_an_exact_eager_has_no_ratio(check: Any) -> None:
+    judged = check((RANDOM, [1.0, 2.0], [1.0, 2.0])).judge
+    assert judged(returning([1.0 + ULP, 2.0])) == Accepted(0.0, "largest error 0.00× eager's")
+
+
+def test_results_are_finite_where_those_of_eager_are(check: Any) -> None:
+    judged = check((RANDOM, [1.0, 2.0], [1.0, math.inf])).judge
+    for anything in (math.inf, math.nan, 0.0):
+        assert isinstance(judged(returning([1.0, anything])), Accepted)
+    for bad in (math.inf, math.nan):
+        assert judged(returning([bad, math.inf])) == Rejected(
+            "numbers: inf or NaN in output 0 on random inputs where torch eager has none"
+        )
+
+
+def test_only_the_range_counts_in_some_cases(check: Any) -> None:
+    case = Case("huge", range_only=True)
+    judged = check((case, [1.0, 2.0], [1.0, 2.0])).judge
+    assert judged(returning([-5.0, 99.0])) == Accepted(0.0, "largest error 0.00× eager's")
+    assert isinstance(judged(returning([-5.0, math.nan])), Rejected)
+
+
+@pytest.mark.parametrize("dtype, largest", [("float16", 65504.0), ("float32", 3.4028235e38)])
+def test_results_near_the_largest_number_may_overflow(
+    dtype: str, largest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numeric, "cases", lambda dtype: (RANDOM,))
+    check = NumericCheck(doubled(dtype))
+    x = torch.tensor([[0.975, 0.985]], dtype=torch.float64) * largest / 2
+    monkeypatch.setattr(check._inputs, "of", lambda case: [x.to(getattr(torch, dtype))])
+    y = x.to(getattr(torch, dtype)) * 2
+    assert isinstance(check.judge(lambda _: [y * torch.tensor([1.0, math.inf])]), Accepted)
+    verdict = check.judge(lambda _: [y * torch.tensor([math.inf, 1.0])])
+    assert isinstance(verdict, Rejected) and "inf or NaN" in verdict.reason
+
+
+def test_a_candidate_may_write_into_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = NumericCheck(doubled())
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        y = inputs[0] * 2
+        inputs[0].fill_(math.nan)
+        return [y]
+
+    assert all(isinstance(check.judge(run), Accepted) for _ in range(2))
+
+
+# -- the cases of a program -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtypes, judged_as",
+    [
+        (["float16"], torch.float16),
+        (["bfloat16", "float16"], torch.bfloat16),
+        (["int32", "float16"], torch.float16),
+        (["int32"], torch.float32),
+    ],
+)
+def test_the_first_floating_output_says_which_cases_there_are(
+    dtypes: list[str], judged_as: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(numeric, "cases", lambda dtype: seen.append(dtype) or ())
+    g = mi.new_kernel_graph()
+    g.mark_output(*(g.new_input((2, 3), dtype) for dtype in dtypes))
+    assert not [*NumericCheck(g).each()] and seen == [judged_as]
+
+
+def names(g: Any) -> list[str]:
+    return [case.name for case, _ in NumericCheck(g).each()]
+
+
+USUAL = ["random", "large", "tiny", "constant rows", "mean far above spread"]
+
+
+def test_programs_have_the_cases_that_apply_to_them() -> None:
+    g = doubled("bfloat16")
+    assert names(g) == USUAL
+    assert names(doubled("float16")) == [*USUAL, "nearly the largest"]
+    g = mi.new_kernel_graph()
+    x, lo, hi = g.new_input((4, 9)), *(g.new_input((4, 1), "int32") for _ in range(2))
+    g.mark_output(g.softmax(g.mul(g.within(x, lo, hi, 1), 3.0)))
+    scores = ["huge positive scores", "huge negative scores"]
+    assert names(g) == [*USUAL, *scores, "NaN out of bounds", "nearly the largest"]
+
+
+def test_every_divisor_of_a_ratio_is_zero_once() -> None:
+    g = mi.new_kernel_graph()
+    x, whole, y = g.new_input((4, 9)), g.new_input((4,), "int32"), g.new_input((4, 9), name="y")
+    g.mark_output(g.ratio(x, y), whole)
+    found = [(case, inputs) for case, inputs in NumericCheck(g).each() if case.zero is not None]
+    assert [(case.name, case.zero) for case, _ in found] == [(f"zero {x.name}", 0), ("zero y", 2)]
+    for case, inputs in found:
+        assert [n for n in (0, 2) if not inputs[n].any()] == [case.zero]
+
+
+def test_what_torch_computes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    run = numeric.run_kernel_graph
+    monkeypatch.setattr(
+        numeric, "run_kernel_graph", lambda *args, **kwargs: runs.append(1) or run(*args, **kwargs)
+    )
+    fits: list[Any] = []
+    monkeypatch.setattr(numeric, "with_scores", lambda inputs, case: fits.append(case) or case)
+    check = NumericCheck(doubled())
+    for _ in range(3):
+        assert isinstance(check.judge(lambda inputs: [inputs[0] * 2]), Accepted)
+        assert len(runs) == 2 * len(check._data) and len(fits) == 2  # float64 and eager; two signs
+    assert len(check._eager_errors) == len(USUAL)
+
+
+# -- sums that cancel -----------------------------------------------------------------------------
+
+
+def summed(kind: str, n: int, dim: int = 1) -> Any:
+    g = mi.new_kernel_graph()
+    x = g.new_input((64, n) if dim == 1 else (n, 64), "float32")
+    g.mark_output(g.reduction(x, dim, kind), g.mul(x, 2.0))
+    return g
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+@pytest.mark.parametrize("n, dim, ulps", [(256, 1, 4.0), (256, 0, 4.0), (2, 1, 0.5)])
+def test_a_sum_may_be_off_by_half_an_ulp_for_each_doubling_of_its_length(
+    kind: str, n: int, dim: int, ulps: float
+) -> None:
+    check, case = NumericCheck(summed(kind, n, dim)), cases(torch.float32)[3]
+    sums, rest = check._sums(case)
+    scale = float(check._run_torch(case).reference[0].abs().max())
+    assert sums.max == pytest.approx(scale * ulps * ULP, rel=1e-3) and sums.scale == scale
+    assert rest.max == 0.0 and check._sums(case) is check._sum_errors[case]
+
+
+def test_a_maximum_is_never_off() -> None:
+    check = NumericCheck(summed("max", 256))
+    assert check._sums(cases(torch.float32)[3])[0].max == 0.0
+
+
+def test_sums_are_off_to_both_sides() -> None:
+    """Otherwise a common factor would cancel in a quotient of two sums."""
+    g = mi.new_kernel_graph()
+    x = g.new_input((64, 256), "float32")
+    mean = g.reduction(x, 1, "mean")
+    g.mark_output(g.div(mean, g.reduction(g.mul(x, 3.0), 1, "mean")))
+    (errors,) = NumericCheck(g)._sums(cases(torch.float32)[3])
+    assert errors.max == pytest.approx(2 * 4 * ULP / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", [Case("constant rows", constant_rows=True), Case("far", offset=1)])
+def test_where_a_mean_cancels_an_error_may_be_that_of_sums(
+    check: Any, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumericCheck, "_sums", lambda *_: [Errors(0.25, 0.25, 0.0, 0.0)])
+    for cancelling in (True, False):
+        of_case = case if cancelling else RANDOM
+        judged = check((of_case, [1.0, 2.0], [1.125, 2.0])).judge
+        assert isinstance(judged(returning([1.3125, 2.0])), Accepted) is cancelling
+        assert isinstance(judged(returning([1.375, 2.0])), Rejected)
+
+
+# -- running kernels ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_tensor_cores_round_factors_to_the_16_bits_of_their_inputs(dtype: str) -> None:
+    u = ugraphs.rms_norm_linear(dtype=dtype)
+    x, gamma, w = inputs = [t * 1.1 for t in ugraphs.random_inputs(u.program)]
+    scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6)
+    for tensor_cores in (False, True):
+        factor = x.float() * gamma.float()
+        if tensor_cores:
+            factor = factor.to(x.dtype).float()
+        want = factor @ w.float() * scale
+        (got,) = run_kernels(u.kernels, inputs, tensor_cores)
+        assert got.dtype == x.dtype
+        torch.testing.assert_close(got, want.to(x.dtype), rtol=2**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype, rounds", [("float16", True), ("bfloat16", True), ("float32", False)]
+)
+def test_rounded_factors_show_in_results(dtype: str, rounds: bool) -> None:
+    u = ugraphs.rms_norm_linear(dtype=dtype)
+    inputs = ugraphs.random_inputs(u.program)
+    (exact,), (rounded,) = (run_kernels(u.kernels, inputs, mma) for mma in (False, True))
+    assert torch.equal(exact, rounded) is not rounds
+
+
+def test_partial_results_are_stored_in_their_own_dtype() -> None:
+    """A kernel of float32 partial results rounds no factors, and libraries run in between."""
+    u = multi_kernel_ugraphs.norm_in_two()
+    inputs = ugraphs.random_inputs(u.program)
+    x, gamma, w, _ = (t.double() for t in inputs)
+    want = x * gamma * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) @ w
+    for tensor_cores in (False, True):
+        y, _ = run_kernels(u.kernels, inputs, tensor_cores)
+        torch.testing.assert_close(y.double(), want, rtol=2e-3, atol=1e-2)
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+def test_candidates_of_one_program_share_a_reference() -> None:
+    checks: dict[object, NumericCheck] = {}
+    flash = multi_kernel_ugraphs.flash(keys=24)
+    split = multi_kernel_ugraphs.split_attention(keys=24)
+    for u, count in ((flash, 1), (split, 1), (multi_kernel_ugraphs.split_k(), 2)):
+        for tensor_cores in (False, True):
+            assert isinstance(numeric.judge_on_cpu(u, checks, tensor_cores), Accepted)
+        assert len(checks) == count
+
+
+def test_candidates_are_judged_at_narrow_sizes_if_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    narrowed = numeric.narrowed
+    u = ugraphs.rms_norm_linear(n=400)
+    for stub in (narrowed, lambda ugraph: None):
+        monkeypatch.setattr(numeric, "narrowed", stub)
+        checks: dict[object, NumericCheck] = {}
+        assert isinstance(numeric.judge_on_cpu(u, checks, False), Accepted)
+        seen += [check.program.inputs[2].dims for check in checks.values()]
+    assert seen == [(64, 32), (64, 400)]
+
+
+def test_tensor_cores_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    run = numeric.run_kernels
+    monkeypatch.setattr(
+        numeric, "run_kernels", lambda k, i, mma: asked.append(mma) or run(k, i, mma)
+    )
+    u = ugraphs.rms_norm_linear()
+    for tensor_cores in (False, True):
+        asked.clear()
+        numeric.judge_on_cpu(u, {}, tensor_cores)
+        assert set(asked) == {tensor_cores}
