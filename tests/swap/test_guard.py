@@ -8,6 +8,7 @@ import time
 import timeit
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -519,6 +520,27 @@ def test_a_moved_weight_may_come_back_and_a_replaced_one_may_not(swapped_layer: 
     assert choose(swapped_layer, rows(1, 1, 32)) == "mlp.down_proj.weight was replaced"
     swapped_layer.mlp.down_proj.weight = weight
     assert choose(swapped_layer, rows(1, 1, 32)) == "mlp.down_proj.weight was replaced"
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own linear", "the module itself"])
+def test_adapters_are_asked_at_each_call(swapped_layer: Any, own: bool) -> None:
+    """What they answer has tests of its own."""
+    binding = swapped_layer.__dict__[BINDING_KEY]
+    linear = nn.Module() if own else swapped_layer
+    linear.lora_A = held = nn.ModuleDict()
+    asked: list[Any] = []
+    answers = [None, "another adapter is active", None]
+    recorded = SimpleNamespace(why_changed=lambda state: asked.append(state) or answers.pop(0))
+    state = linear.__dict__ if own else None
+    adapter = SimpleNamespace(state=state, containers=(("lora_A", held),), recorded=recorded)
+    binding.adapters = (adapter,)
+    x = rows(1, 1, 32)
+    assert choose(swapped_layer, x) is binding.kernels[1]
+    assert choose(swapped_layer, x) == "another adapter is active"
+    assert choose(swapped_layer, x) is binding.kernels[1]
+    assert all(state is linear.__dict__ for state in asked)
+    linear.lora_A = nn.ModuleDict()
+    assert choose(swapped_layer, x) == "lora_A was replaced" == binding.retired
 
 
 def test_a_hook_that_is_removed_gives_the_kernels_back(swapped_layer: Any) -> None:

@@ -272,3 +272,21 @@ def test_the_denominators_of_a_power_are_those_of_equal_powers() -> None:
     assert d.add(cube, product).largest() == LargestDegree(3, 0, 3, 0)
     other = d.elementwise("div", [d.variable((1,)), d.variable((1,))], {})
     assert d.add(cube, other).largest() == LargestDegree(4, 0, 4, 0)
+
+
+def test_a_polynomial_factor_keeps_the_denominator() -> None:
+    d = Degrees()
+    quotient = d.elementwise("div", [d.variable((1,)), d.variable((1,))], {})
+    product = d.elementwise("mul", [quotient, d.variable((1,))], {})
+    assert d.add(product, quotient).largest() == LargestDegree(2, 0, 1, 0)
+    again = d.elementwise("div", [product, d.empty((1,))], {})  # by a number
+    assert d.add(again, quotient).largest() == LargestDegree(2, 0, 1, 0)
+
+
+def test_sums_in_another_order_have_one_denominator() -> None:
+    d = Degrees()
+    a, b = (d.elementwise("div", [d.variable((1,)), d.variable((1,))], {}) for _ in range(2))
+    ab, ba = d.add(a, b), d.add(b, a)
+    assert ab.largest() == LargestDegree(2, 0, 2, 0) == d.add(ab, ba).largest()
+    product = d.elementwise("mul", [b, a], {})
+    assert d.add(ab, product).largest() == LargestDegree(2, 0, 2, 0)

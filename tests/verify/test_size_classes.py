@@ -24,15 +24,15 @@ from mirage_hf.graph.block import (
     Stage,
 )
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.verify import size_classes
-from mirage_hf.verify.size_classes import (
+from mirage_hf.verify import op_sizes
+from mirage_hf.verify.size_classes import SizeClasses
+from mirage_hf.verify.size_relations import (
     KERNELS,
     PROGRAM,
     BlockAxis,
     InputPart,
     Key,
     ResizeError,
-    SizeClasses,
     SizeRule,
     TensorDim,
     TensorPart,
@@ -530,6 +530,6 @@ def test_a_dim_cut_in_two_ways_has_no_small_size() -> None:
 def test_an_op_that_nobody_described_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     g = mi.new_kernel_graph()
     x = g.new_input((4, 6))
-    monkeypatch.setattr(size_classes, "_RULES", {})
+    monkeypatch.setattr(op_sizes, "_RULES", {})
     with pytest.raises(ResizeError, match="exp cannot be proven yet"):
         of_program(g, g.exp(x))
