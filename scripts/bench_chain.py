@@ -240,7 +240,7 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
         calls[name] = forced or r.run
         found[name] = {
             "program": r.entry.key.title,
-            "runs": outcome.OURS if r.is_fused or forced else outcome.LIBRARY,
+            "runs": outcome.OURS if r.runs_kernel or forced else outcome.LIBRARY,
             "source": r.source,
             "searched_us": r.time_us,
             "library_us": r.library_us,

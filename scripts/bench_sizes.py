@@ -107,7 +107,7 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
     take_turns(contenders.values(), args.rounds)
     for who, c in contenders.items():
         results[who] |= c.result()
-    runs_now = outcome.OURS if r.is_fused else outcome.LIBRARY
+    runs_now = outcome.OURS if r.runs_kernel else outcome.LIBRARY
     return record | {"runs": runs_now, "contenders": results, "ratio": ratio(results, runs_now)}
 
 

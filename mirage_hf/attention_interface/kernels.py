@@ -139,7 +139,7 @@ class KernelsBySizes:
                     progress=_Announcement(title),
                     like=smaller if reference != REFERENCE_SLOTS else None,
                 )
-                if not resolved.is_fused:
+                if not resolved.runs_kernel:
                     return Rejected(resolved.reason)
                 run = resize.at_size(resolved, program, device)
         except (MirageError, torch.OutOfMemoryError) as e:

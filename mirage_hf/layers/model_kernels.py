@@ -288,7 +288,7 @@ class ModelKernels:
         """Write the logits (rows, vocabulary) of hidden states x (rows, width)."""
         kernel = self.heads[rows]
         operands = [x, *self.head_operands.views("head")]
-        if kernel.is_fused and x.device.type == "cuda":
+        if kernel.runs_kernel and x.device.type == "cuda":
             kernel.run(operands, [logits])  # type: ignore[call-arg]
         else:
             logits.copy_(kernel.run(operands)[0])

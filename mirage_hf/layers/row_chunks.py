@@ -52,7 +52,7 @@ class _ChunkKernel:
         chunk = slice(first, first + size)
         given = [x[chunk] if rows else x for x, rows in zip(inputs, self.has_rows, strict=True)]
         into = [y[chunk] for y in outputs]
-        if self.kernel.is_fused and into[0].is_cuda:
+        if self.kernel.runs_kernel and into[0].is_cuda:
             self.kernel.run(given, into)  # type: ignore[call-arg]
             return
         for y, made in zip(into, self.kernel.run(given), strict=True):
@@ -100,7 +100,7 @@ def prepare_row_chunks(programs: Iterable[RowChunks], rows: int) -> None:
     generated = [
         n
         for n, (chunks, _) in enumerate(missing)
-        if chunks.device.type == "cuda" and kernels[n].is_fused
+        if chunks.device.type == "cuda" and kernels[n].runs_kernel
     ]
     if generated:
         _compile([kernels[n] for n in generated], missing[0][0].device)

@@ -33,7 +33,7 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
         CodegenError: The kernels cannot be cut to these sizes.
         GraphError: The programs differ in more than sizes.
     """
-    if not resolved.is_fused:
+    if not resolved.runs_kernel:
         return partial(run_kernel_graph, program)
     if device.type != "cuda":
         return partial(run_kernel_graph, symbolic.for_program(resolved.ugraph, program).kernels)

@@ -36,7 +36,7 @@ class Resolved:
     Attributes:
         run: Runs the program on a list of inputs.
         source: "searched", "cache", "packaged zoo" or "zoo <name>".
-        is_fused: True if a searched kernel runs. False if the library does.
+        runs_kernel: True if a searched kernel runs. False if the library does.
         reason: Why the library runs, and why a new kernel could not be stored.
         seconds: The time it took to look the kernel up or to make it.
         entry: The kernel with its evidence.
@@ -46,7 +46,7 @@ class Resolved:
 
     run: Run
     source: str
-    is_fused: bool
+    runs_kernel: bool
     reason: str
     seconds: float
     entry: Entry
@@ -189,15 +189,15 @@ def resolved(
 ) -> Resolved:
     """Return the kernel of an entry, ready to run. The arguments are the fields of `Resolved`."""
     reason = library_wins(entry) if entry.ugraph.is_fused else _why_nothing_was_found(entry)
-    is_fused = not reason
-    if is_fused and on_gpu:
+    runs_kernel = not reason
+    if runs_kernel and on_gpu:
         run = torch_op.launcher(entry.kernel)  # the text that is generated here, see results.py
     else:
-        graph = entry.ugraph.kernels if is_fused else entry.ugraph.program
+        graph = entry.ugraph.kernels if runs_kernel else entry.ugraph.program
         run = partial(run_kernel_graph, graph)
     not_kept = f"not kept: {unkept}" if unkept else ""
     all_reasons = "; ".join(filter(None, (reason, not_kept)))
-    return Resolved(run, source, is_fused, all_reasons, seconds, entry, outcome, unkept)
+    return Resolved(run, source, runs_kernel, all_reasons, seconds, entry, outcome, unkept)
 
 
 def _why_nothing_was_found(entry: Entry) -> str:

@@ -94,8 +94,8 @@ def _missing_kernel(
     for part in (*parts, causal.head):
         kernel = found[part.block, rows]
         # Attention over our cache has no library path.
-        needs_fused = part.block.pattern.over_cache
-        if isinstance(kernel, Rejected) or (needs_fused and not kernel.is_fused):
+        needs_kernel = part.block.pattern.over_cache
+        if isinstance(kernel, Rejected) or (needs_kernel and not kernel.runs_kernel):
             return f"{part.pattern}: {kernel.reason}"
     return ""
 
@@ -123,7 +123,7 @@ def _kernels_by_role(match: Match, rows: int, found: BlockKernels) -> dict[str, 
     attention = next((part for part in match.parts if part.role == "attention"), None)
     if attention is not None:
         long = found.get((for_long_caches(attention.block), rows))
-        if long is not None and not isinstance(long, Rejected) and long.is_fused:
+        if long is not None and not isinstance(long, Rejected) and long.runs_kernel:
             kernels[LONG_CACHES_ROLE] = long
     return kernels
 

@@ -281,7 +281,7 @@ def _fused_kernels(
         kernels: dict[str, Resolved] = {}
         for part in match.parts:
             kernel = found[part.block, rows]
-            if part.pattern in IN_STEPS or isinstance(kernel, Rejected) or not kernel.is_fused:
+            if part.pattern in IN_STEPS or isinstance(kernel, Rejected) or not kernel.runs_kernel:
                 continue
             kernels[part.role] = kernel
         for part in match.parts:
@@ -324,7 +324,7 @@ def _resolved_row(module: str, part: Part, rows: int, resolved: Resolved | Rejec
         error_bound=resolved.error_bound,
         digest=resolved.digest,
     )
-    if not resolved.is_fused:
+    if not resolved.runs_kernel:
         reason = resolved.reason or "the library path is faster here"
         return replace(row, kernel="library", reason=reason)
     count = resolved.ugraph.num_kernels

@@ -274,7 +274,9 @@ def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPat
     def resolve(program: Any, **_: Any) -> Resolved:
         fused = program.ops[-1].name != "add"
         return Resolved(
-            program, is_fused=fused, reason="" if fused else "the library path was measured faster"
+            program,
+            runs_kernel=fused,
+            reason="" if fused else "the library path was measured faster",
         )
 
     monkeypatch.setattr(resolver, "resolve", resolve)

@@ -318,7 +318,9 @@ def test_attention_by_the_library_is_no_step(monkeypatch: pytest.MonkeyPatch) ->
     resolve_but(
         monkeypatch,
         lambda asked: (
-            Resolved(asked[1], is_fused=False, reason="slower") if asked[0] == "attention" else None
+            Resolved(asked[1], runs_kernel=False, reason="slower")
+            if asked[0] == "attention"
+            else None
         ),
     )
     stock, ours = pair()

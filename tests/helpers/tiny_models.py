@@ -201,7 +201,7 @@ class Resolved:
     """
 
     program: Any
-    is_fused: bool = True
+    runs_kernel: bool = True
     scale: float = 1.0
     source: str = "cache"
     seconds: float = 0.0

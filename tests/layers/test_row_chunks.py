@@ -44,7 +44,7 @@ BLOCKS = {
 
 
 def resolve(program: Any) -> Any:
-    return SimpleNamespace(is_fused=True, run=lambda inputs: run_kernel_graph(program, inputs))
+    return SimpleNamespace(runs_kernel=True, run=lambda inputs: run_kernel_graph(program, inputs))
 
 
 @pytest.mark.parametrize("rows", [64, 192, 4096 + 64, 3 * 4096 + 2048 + 128])
@@ -113,7 +113,7 @@ def test_kernels_are_compiled_together_before_they_are_checked(
         )[0].ugraph
         schedules = [space.schedules(op, limit=1)[0] for op in place_kernels(ugraph)]
         entry = SimpleNamespace(generate=lambda: triton.generate(ugraph, schedules))
-        return SimpleNamespace(is_fused=True, run=None, entry=entry)
+        return SimpleNamespace(runs_kernel=True, run=None, entry=entry)
 
     def compiling(programs: Sequence[Any], sm: int) -> Any:
         for p in programs:

@@ -46,7 +46,7 @@ find_outcome.search_and_verify = refuse
 import mirage_hf.search.engine as engine
 engine._core.search = refuse
 r = resolver.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
-print(r.source, r.is_fused, r.digest, r.ugraph.num_kernels)
+print(r.source, r.runs_kernel, r.digest, r.ugraph.num_kernels)
 """
 
 
@@ -79,7 +79,7 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
     first = resolver.resolve(g, device="cpu")
     assert (
         first.source == "searched"
-        and first.is_fused
+        and first.runs_kernel
         and first.candidates > 0
         and len(searches) == 1
         and not first.reason
@@ -95,7 +95,7 @@ def test_searched_once_then_read_by_a_fresh_process(searches):
 def test_an_entry_that_does_not_fit_is_reported(monkeypatch):
     monkeypatch.setattr(space, "obstacle", lambda ops: "needs 9764 registers")
     r = resolver.resolve(programs.build(mi, "rms_norm_linear"), device="cpu")
-    assert not r.is_fused and r.reason.startswith(
+    assert not r.runs_kernel and r.reason.startswith(
         "no single kernel was found: needs 9764 registers"
     ), r.reason
 
@@ -112,7 +112,9 @@ def test_resolved_kernels_are_right():
             for a, b in zip(got, want, strict=True)
         ), name
         assert (
-            r.time_us is None and r.library_us is None and (not r.is_fused or r.error_bound < 1e-9)
+            r.time_us is None
+            and r.library_us is None
+            and (not r.runs_kernel or r.error_bound < 1e-9)
         )
 
 
@@ -124,7 +126,7 @@ def test_a_program_without_a_kernel_is_kept_too(searches, monkeypatch):
         monkeypatch.setattr(versions, "search_version", lambda version=version: version)
         for source in ("searched", "cache"):
             r = resolver.resolve(g, device="cpu")
-            assert r.source == source and not r.is_fused and "cast to int32" in r.reason
+            assert r.source == source and not r.runs_kernel and "cast to int32" in r.reason
             assert r.run(tensors(g))[0].shape == (4, 8)
     assert len(searches) == 2
 
@@ -167,7 +169,7 @@ def test_an_unwritable_cache_is_reported(tmp_path, monkeypatch, searches):
     g = programs.build(mi, "lora_paper")
     for _ in range(2):
         r = resolver.resolve(g, device="cpu")
-        assert r.source == "searched" and r.is_fused and r.reason.startswith("not kept: ")
+        assert r.source == "searched" and r.runs_kernel and r.reason.startswith("not kept: ")
     assert len(searches) == 2 and r.run(tensors(g))[0].shape == (4, 40)
 
 
@@ -198,7 +200,7 @@ def test_rounding_decides_which_schedule_is_taken():
     (schedule,) = r.ugraph.schedules
     block = r.ugraph.block_ops[0].block
     x, gamma, _ = (i.name for i in block.inputs)
-    assert r.is_fused and not (
+    assert r.runs_kernel and not (
         schedule.mma and any({x, gamma} == set(op.args) for op in block.ops())
     )
 
@@ -288,7 +290,7 @@ def test_kernels_are_chosen_for_the_layer_and_kept(offered):
     assert [len(c) for c in offered[0]] == [2, 3]
     for before, after in zip(layer, chosen, strict=True):
         assert (
-            after.is_fused
+            after.runs_kernel
             and after.entry.schedules
             == before.outcome.measured[-1].schedules
             != before.entry.schedules
@@ -309,7 +311,7 @@ def test_kernels_slower_than_the_library_are_not_offered(offered):
     chosen = layer_choice.for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
     assert (
-        not chosen[1].is_fused
+        not chosen[1].runs_kernel
         and chosen[1].entry == layer[1].entry
         and "library path was measured faster" in chosen[1].reason
     )
@@ -323,7 +325,7 @@ def test_a_library_path_that_failed_does_not_compete(cache):
     assert [t.name for t in entry.timings] == [outcome.OURS] and not results.obstacle(
         entry, True, True
     )
-    assert resolved.is_fused and (resolved.time_us, resolved.reason) == (1.0, "")
+    assert resolved.runs_kernel and (resolved.time_us, resolved.reason) == (1.0, "")
     assert layer_choice.only_choice(entry)
 
 
@@ -347,5 +349,7 @@ def test_a_layer_that_cannot_be_timed_says_so(monkeypatch):
     layer = [made(512, 1.0), made(1024, 3.0)]
     for before, after in zip(layer, layer_choice.for_layer(layer, device="cpu"), strict=True):
         assert (
-            after.is_fused and after.entry == before.entry and "CUDA out of memory" in after.reason
+            after.runs_kernel
+            and after.entry == before.entry
+            and "CUDA out of memory" in after.reason
         )
