@@ -234,7 +234,7 @@ def resolved(chain: Chain, args: argparse.Namespace) -> tuple[dict[str, Call], d
     ]
     *layer, head = each
     for name, r in zip(
-        blocks, [*layer_choice.for_layer(layer, device=benching.DEVICE), head], strict=True
+        blocks, [*layer_choice.chosen_for_layer(layer, device=benching.DEVICE), head], strict=True
     ):
         forced = searched_run(r) if args.searched else None
         calls[name] = forced or r.run

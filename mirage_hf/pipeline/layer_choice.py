@@ -34,13 +34,13 @@ class BlockToMake:
     next_may_launch_early: bool = False
 
 
-def for_layer(
+def chosen_for_layer(
     layer: Sequence[Resolved],
     *,
     device: torch.device | str,
     zoo: str | Path | Sequence[str | Path] | None = None,
 ) -> list[Resolved]:
-    """Choose again among kernels that were just tuned, by the time of the whole layer.
+    """Replace kernels that were just tuned by those that make the whole layer fastest.
 
     The choice is stored. Kernels that were looked up stay, and so do blocks that run the library.
 

@@ -57,10 +57,12 @@ class KernelEmitter:
 
     def emit(self) -> None:
         """Add the kernel to the plan's kernel graph."""
-        for leaf in self.kernel.leaves:
+        for leaf in self.kernel.leaves:  # a leaf: what the kernel reads
             self._read(leaf)
         self._write_stages()
         outputs = _KernelOutputs(self)
+        # Outputs of the program come first, in their order. Then come values that later kernels
+        # read (output < 0).
         for output in sorted(self.kernel.outputs, key=lambda o: (o.output < 0, o.output)):
             outputs.store(output)
         self.writer.end_stage(loops=False)
@@ -317,7 +319,7 @@ class _KernelOutputs:
         """Store a value that later kernels read: its mantissa, and its shift if it has one."""
         if self.scaled.is_at_most_one(x):
             x = ScaledValue(self.scaled.plain(x))
-        x = self.scaled.unmasked(x)
+        x = self.scaled.with_masks_applied(x)
         carried = self.writer.carried[x.mantissa] if isinstance(x.mantissa, str) else ()
         split = self.emitter.axes.split_axis
         order, dtype = self.plan.layout(value, [a for a in carried if a != split])

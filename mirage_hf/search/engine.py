@@ -172,7 +172,7 @@ def _keep_allowed(
     assert options.maps is not None
     kept: dict[str, RankedUGraph] = {}
     for r in ranked:
-        ugraph = options.maps.keep(r.ugraph)
+        ugraph = options.maps.restricted(r.ugraph)
         if ugraph is not None:
             kept.setdefault(str(ugraph), replace(r, ugraph=ugraph))
     if not kept:

@@ -88,7 +88,7 @@ class MapRestriction:
             "fmaps": [dim for dim in self.fmaps or () if dim is not None],
         }
 
-    def keep(self, ugraph: UGraph) -> UGraph | None:
+    def restricted(self, ugraph: UGraph) -> UGraph | None:
         """Return a µGraph whose kernels all have allowed maps, or None if there is none.
 
         It is `ugraph` itself, or the same kernels with some grid axes held whole by each block.

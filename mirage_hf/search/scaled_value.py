@@ -139,7 +139,7 @@ class ScaledArithmetic:
             return True
         return bool(low.over) and all(self._is_at_least(high, s, masks) for s in low.over)
 
-    def _inside(self, shift: Shift, masks: Sequence[str]) -> Shift:
+    def _shift_inside(self, shift: Shift, masks: Sequence[str]) -> Shift:
         """Return a shift to take the maximum of: the shift inside the bounds, FLOOR outside."""
         if not masks:
             return shift
@@ -157,14 +157,14 @@ class ScaledArithmetic:
         exponential = self.writer.op("exp", (self.exponent(x).name,))
         return self.writer.times(self.writer.select(x.masks, exponential), x.mantissa)
 
-    def unmasked(self, x: ScaledValue) -> ScaledValue:
-        """Return the value without masks: its mantissa 0 outside the bounds, its shift finite."""
+    def with_masks_applied(self, x: ScaledValue) -> ScaledValue:
+        """Return the value with its masks applied: 0 outside the bounds, with a finite shift."""
         if not x.masks:
             return x
         if x.minus or len(x.plus) > 1:
             x = ScaledValue(x.mantissa, (self.exponent(x),), masks=x.masks)
         mantissa = self.writer.select(x.masks, x.mantissa)
-        return ScaledValue(mantissa, tuple(self._inside(s, x.masks) for s in x.plus))
+        return ScaledValue(mantissa, tuple(self._shift_inside(s, x.masks) for s in x.plus))
 
     def sum(self, x: ScaledValue, axis: str) -> ScaledValue:
         """Return the sum over a tile axis."""
@@ -175,7 +175,7 @@ class ScaledArithmetic:
             masked = self.writer.select(masks, x.mantissa)
             return replace(x, mantissa=self.writer.op("sum", (masked,), over=axis))
         shift = self.exponent(x)
-        inside = self._inside(shift, masks)
+        inside = self._shift_inside(shift, masks)
         top = Shift(self.writer.op("max", (inside.name,), over=axis), inside.origin, True)
         terms = self._at_shift(shift, top, masks, x.mantissa)
         return ScaledValue(self.writer.op("sum", (terms,), over=axis), (top,), masks=x.masks)
@@ -190,7 +190,7 @@ class ScaledArithmetic:
             masked = self.writer.select(masks, x.mantissa)
             return replace(x, mantissa=self.writer.accumulate(kind, masked))
         shift = self.exponent(x)
-        inside = self._inside(shift, masks)
+        inside = self._shift_inside(shift, masks)
         top = Shift(self.writer.accumulate("max", inside.name), inside.origin, True)
         # The terms read the running maximum, so they are valid only in this stage.
         terms = self._at_shift(shift, top, masks, x.mantissa)
@@ -219,7 +219,7 @@ class ScaledArithmetic:
 
     def quotient(self, a: ScaledValue, b: ScaledValue) -> ScaledValue:
         """Return a / b."""
-        b = self.unmasked(b)  # outside its bounds b is 0, and so is the ratio
+        b = self.with_masks_applied(b)  # outside its bounds b is 0, and so is the ratio
         mantissa = a.mantissa
         if b.mantissa != 1.0:
             mantissa = self.writer.op(self.division, (a.mantissa, b.mantissa))
@@ -234,7 +234,7 @@ class ScaledArithmetic:
         return ScaledValue(self.writer.op(fn, (self.plain(a), self.plain(b))))
 
     def _add_at_larger_shift(self, fn: str, a: ScaledValue, b: ScaledValue) -> ScaledValue:
-        a, b = self.unmasked(a), self.unmasked(b)
+        a, b = self.with_masks_applied(a), self.with_masks_applied(b)
         no_shift = Shift("", ("zero",))
         shifts = tuple(self.exponent(x) if x.has_shift else no_shift for x in (a, b))
         names = tuple(s.name or 0.0 for s in shifts)

@@ -75,7 +75,7 @@ class _Resolver:
             kernel if block in new else replace(kernel, outcome=None)
             for block, kernel in available.items()
         ]
-        chosen = layer_choice.for_layer(chain, device=self.device, zoo=self.zoo)
+        chosen = layer_choice.chosen_for_layer(chain, device=self.device, zoo=self.zoo)
         for block, kernel in zip(available, chosen, strict=True):
             self.found[block, rows] = kernel
 

@@ -51,8 +51,8 @@ def choose_for_layer(
         tried = [_diverse(found) for found in choices]
         runs = [[measure.run_of(c.generate()) for c in found] for found in tried]
 
-        def time(at: Sequence[int], worth: float = math.inf) -> Timing:
-            return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays, worth)
+        def time(at: Sequence[int], to_beat: float = math.inf) -> Timing:
+            return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays, to_beat)
 
         chosen = (0,) * len(choices)
         best = time(chosen)

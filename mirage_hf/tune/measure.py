@@ -118,11 +118,14 @@ class Captured:
     end: torch.cuda.Event
     reads: Any
 
-    def times(self, replays: int, worth: float = math.inf) -> list[float]:
+    def times(self, replays: int, to_beat: float = math.inf) -> list[float]:
         """Return microseconds per call of each replay, after two replays to warm up.
 
-        At most `replays` are made: FEW of long calls, and GLANCE if none takes less than `worth`
-        µs. The graph records its events itself. If this thread recorded them, it might wait for
+        At most `replays` are made. After FEW of them, no more are made once ENOUGH_US µs of GPU
+        time are used. After GLANCE of them, no more are made if none took less than `to_beat` µs.
+        Both tests count the two warm-up replays as well.
+
+        The graph records its events itself. If this thread recorded them, it might wait for
         milliseconds between a replay and the event after it, because the tuner's threads compile. A
         kernel of 15 µs was seen to take 900.
         """
@@ -131,7 +134,7 @@ class Captured:
             self.graph.replay()
             torch.cuda.synchronize()
             samples.append(1e3 * self.start.elapsed_time(self.end) / self.calls)
-            slow = n + 1 == 2 + GLANCE and min(samples) >= worth
+            slow = n + 1 == 2 + GLANCE and min(samples) >= to_beat
             if slow or (n + 1 >= 2 + FEW and sum(samples) * self.calls > ENOUGH_US):
                 break
         return samples[2:]
@@ -268,8 +271,8 @@ class Layer:
             for n, k in hot:
                 inputs[n][k] = first[n][k]
 
-    def time(self, runs: Sequence[Run], replays: int = 15, worth: float = math.inf) -> Timing:
-        """Return microseconds of all programs together; `worth` as in `time_run`."""
+    def time(self, runs: Sequence[Run], replays: int = 15, to_beat: float = math.inf) -> Timing:
+        """Return microseconds of all programs together; `to_beat` as in `time_run`."""
 
         def layer(inputs: Sequence[list[torch.Tensor]]) -> None:
             for run, x, n in zip(runs, inputs, self._at, strict=True):
@@ -282,7 +285,7 @@ class Layer:
 
         # Results are kept here, because a CUDA graph does not keep alive the tensors it reads.
         flowed: list[torch.Tensor] = []
-        return time_run(layer, self._sets, replays, worth)
+        return time_run(layer, self._sets, replays, to_beat)
 
 
 def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -315,11 +318,17 @@ def _link(size: int, x: torch.dtype, y: torch.dtype) -> Any:
 
 
 def time_run(
-    run: Callable[[Inputs], Any], sets: Sequence[Inputs], replays: int = 15, worth: float = math.inf
+    run: Callable[[Inputs], Any],
+    sets: Sequence[Inputs],
+    replays: int = 15,
+    to_beat: float = math.inf,
 ) -> Timing:
-    """Time `run` over cold sets in a CUDA graph. GLANCE replays are made if it takes `worth` µs."""
+    """Time `run` over cold sets in a CUDA graph.
+
+    Only GLANCE replays are made if none of them takes less than `to_beat` µs.
+    """
     captured = capture(run, sets)
-    return timing(captured.times(replays, worth), captured.calls)
+    return timing(captured.times(replays, to_beat), captured.calls)
 
 
 def run_of(program: triton.GeneratedProgram) -> Run:

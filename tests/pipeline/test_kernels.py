@@ -286,7 +286,7 @@ def offered(monkeypatch):
 
 def test_kernels_are_chosen_for_the_layer_and_kept(offered):
     layer = [made(512, 1.0, 2.0), made(1024, 3.0, 4.0, 5.0)]
-    chosen = layer_choice.for_layer(layer, device="cpu")
+    chosen = layer_choice.chosen_for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 3]
     for before, after in zip(layer, chosen, strict=True):
         assert (
@@ -308,7 +308,7 @@ def test_kernels_are_chosen_for_the_layer_and_kept(offered):
 
 def test_kernels_slower_than_the_library_are_not_offered(offered):
     layer = [made(512, 1.0, 2.0, 30.0), made(768, 10.0, 11.0), made(1024, 3.0, 4.0)]
-    chosen = layer_choice.for_layer(layer, device="cpu")
+    chosen = layer_choice.chosen_for_layer(layer, device="cpu")
     assert [len(c) for c in offered[0]] == [2, 2]  # the second program runs the library
     assert (
         not chosen[1].runs_kernel
@@ -331,13 +331,14 @@ def test_a_library_path_that_failed_does_not_compete(cache):
 
 def test_a_stored_kernel_stays_and_counts_in_the_layer(offered):
     there = replace(made(512, 1.0, 2.0), outcome=None)
-    chosen = layer_choice.for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
+    chosen = layer_choice.chosen_for_layer([there, made(1024, 3.0, 4.0)], device="cpu")
     assert [len(c) for c in offered[0]] == [1, 2] and offered[0][0][
         0
     ].schedules == there.entry.schedules
     assert chosen[0] is there and chosen[1].entry.search["layer_us"] == 7.5
     assert (
-        layer_choice.for_layer([there, there], device="cpu") == [there, there] and len(offered) == 1
+        layer_choice.chosen_for_layer([there, there], device="cpu") == [there, there]
+        and len(offered) == 1
     )
 
 
@@ -347,7 +348,9 @@ def test_a_layer_that_cannot_be_timed_says_so(monkeypatch):
 
     monkeypatch.setattr(layer_choice, "choose_for_layer", full)
     layer = [made(512, 1.0), made(1024, 3.0)]
-    for before, after in zip(layer, layer_choice.for_layer(layer, device="cpu"), strict=True):
+    for before, after in zip(
+        layer, layer_choice.chosen_for_layer(layer, device="cpu"), strict=True
+    ):
         assert (
             after.runs_kernel
             and after.entry == before.entry

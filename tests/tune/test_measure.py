@@ -28,7 +28,7 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch
         return [torch.full((2, 3), float(calls[0] == 7), dtype=torch.float16)]
 
     monkeypatch.setattr(
-        measure, "time_run", lambda run, sets, replays, worth: measure.timing([1.0], 1)
+        measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([1.0], 1)
     )
     check = SimpleNamespace(judge=lambda run: Accepted())
     for run, status in ((steady, MEASURED), (racy, REJECTED)):
@@ -48,14 +48,14 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch
         assert tried.status == status and ("race" in tried.reason) == (status == REJECTED)
 
 
-@pytest.mark.parametrize("worth, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
-def test_a_slow_candidate_is_not_replayed_to_the_end(worth, replays, monkeypatch):
+@pytest.mark.parametrize("to_beat, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
+def test_a_slow_candidate_is_not_replayed_to_the_end(to_beat, replays, monkeypatch):
     """One of the two warm-up replays was fast enough, so the candidate is replayed more."""
     samples = iter([4.5, 4.0, *[9.0] * 15])
     monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     event = SimpleNamespace(elapsed_time=lambda end: next(samples) * 1e-3)
     captured = measure.Captured(SimpleNamespace(replay=lambda: None), 1, event, None, None)
-    assert captured.times(15, worth) == pytest.approx([9.0] * replays)
+    assert captured.times(15, to_beat) == pytest.approx([9.0] * replays)
 
 
 @pytest.mark.parametrize("us, replays", [(10.0, 15), (100.0, 9), (300.0, 5), (5000.0, 5)])

@@ -91,7 +91,7 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
         measure,
         "Layer",
         lambda programs, device: SimpleNamespace(
-            time=lambda runs, replays, worth: measure.timing([us.get(tuple(runs), 11.0)], 1)
+            time=lambda runs, replays, to_beat: measure.timing([us.get(tuple(runs), 11.0)], 1)
         ),
     )
     chosen, whole = layer.choose_for_layer([found, found], device="cuda")
