@@ -128,6 +128,93 @@ def test_a_maximum_may_be_taken_in_pieces():
     assert same(whole, parts) and not same(whole, f.reduce("sum", x, 1))
 
 
+def test_a_value_that_has_an_exponential_somewhere_is_no_exponent() -> None:
+    """So it is after parts are put together, in whichever order."""
+    f = FieldAlgebra(0)
+    plain, e = f.random((2, 3)), f.exp(f.random((2, 3)))
+    for parts in ((plain, e), (e, plain)):
+        assert f.join(parts, 0).q is None
+        out = f.empty((4, 3))
+        for n, part in enumerate(parts):
+            f.put(out, (slice(2 * n, 2 * n + 2), slice(None)), part)
+        assert out.q is None and (out.p == f.join(parts, 0).p).all()
+    assert same(f.join([plain, plain], 1), f.spread(f.join([plain, plain], 1), (2, 6)))
+    out = f.empty((4, 3))
+    for n in range(2):
+        f.put(out, (slice(2 * n, 2 * n + 2), slice(None)), plain)
+    assert same(out, f.join([plain, plain], 0))
+
+
+def test_maxima_that_are_put_together_are_maxima() -> None:
+    """Joined with another value they are values like any other."""
+    f = FieldAlgebra(0)
+    x = f.random((4, 6))
+    maxima, plain = f.reduce("max", x, 1), f.random((4, 1))
+    whole = f.reduce("max", maxima, 0)
+    out = f.empty((4, 1))
+    for n in range(4):
+        row = (slice(n, n + 1), slice(None))
+        f.put(out, row, f.cut(maxima, row))
+    assert same(f.reduce("max", out, 0), whole)
+    halves = [f.cut(maxima, (slice(2 * n, 2 * n + 2), slice(None))) for n in range(2)]
+    assert same(f.reduce("max", f.join(halves, 0), 0), whole)
+    moved = f.spread(f.arrange(maxima, (1, 0), (1, 4, 1)), (1, 4, 1))
+    assert same(f.arrange(f.reduce("max", moved, 1), range(3), (1, 1)), whole)
+    for parts in ((maxima, plain), (plain, maxima)):
+        out = f.empty((8, 1))
+        for n, part in enumerate(parts):
+            f.put(out, (slice(4 * n, 4 * n + 4), slice(None)), part)
+        assert out.multiset is None and f.join(parts, 0).multiset is None
+
+
+def test_masks_select_and_data_does_not() -> None:
+    f = FieldAlgebra(0)
+    x, y = f.random((2, 4)), f.random((2, 4))
+    lo, hi = np.array([1, 0]).reshape(2, 1), np.array([3, 0]).reshape(2, 1)
+    mask = f.bounds(lo, hi, (0, 1), (2, 1), 1, 4)
+    assert mask.p.tolist() == [[0, 1, 1, 0], [0, 0, 0, 0]]
+    assert mask.q is not None and (mask.q == mask.p[..., None]).all()
+    chosen = f.elementwise("select", [mask, x, y], {})
+    inside = mask.p == 1
+    assert (chosen.p == np.where(inside, x.p, y.p)).all()
+    assert (chosen.q == np.where(inside[..., None], x.q, y.q)).all()
+    e = f.exp(x)
+    for pair in ([e, y], [y, e]):
+        assert f.elementwise("select", [mask, *pair], {}).q is None
+    by_data = f.elementwise("select", [f.add(mask, f.constant(1.0)), x, y], {})
+    assert (by_data.p[inside] != x.p[inside]).all() and (by_data.p[inside] != y.p[inside]).all()
+    assert (by_data.p[~inside] == x.p[~inside]).all()  # 0 + 1 is a mask's 1
+
+
+def test_ops_that_are_polynomials_are_computed() -> None:
+    f = FieldAlgebra(0)
+    x, y = f.random((2, 3)), f.random((2, 3))
+    square = f.mul(x, x)
+    for n, want in ((2.0, square), (3.0, f.mul(square, x)), (4.0, f.mul(square, square))):
+        assert same(f.elementwise("pow", [x, n], {}), want)
+    assert not same(f.elementwise("pow", [x, 5.0], {}), f.mul(f.mul(square, square), x))
+    assert same(f.elementwise("square", [x], {}), square)
+    assert same(f.add(f.elementwise("neg", [x], {}), x), f.full((2, 3), 0.0))
+    assert same(f.elementwise("cast", [x], {"dtype": 0.0}), x)
+    assert same(f.elementwise("sub", [2.0, x], {}), f.sub(f.constant(2.0), x))
+    assert same(f.elementwise("ratio", [x, y], {}), f.elementwise("ratio", [x, y], {}))
+    assert same(f.reduce("sum", x, 1), f.add(f.add(*columns(f, x)[:2]), columns(f, x)[2]))
+
+
+def columns(f: FieldAlgebra, x):
+    return [f.cut(x, (slice(None), slice(n, n + 1))) for n in range(x.p.shape[1])]
+
+
+def test_running_sums_follow_their_maximum() -> None:
+    """Σ e^(x − m) · e^(m − n) is Σ e^(x − n)."""
+    f = FieldAlgebra(0, copies=4)
+    x, m, n = f.random((2, 3)), f.random((2, 1)), f.random((2, 1))
+    old, new = (f.reduce("sum", f.exp(f.sub(x, top)), 1) for top in (m, n))
+    assert same(f.rescale(old, m, n), new) and f.shift(m) is m
+    assert f.contract(x, x, 1) is None
+    assert sum(len(rows) for rows in f.exponents) == 6 + 6 + 2
+
+
 def test_a_zero_denominator_asks_for_other_inputs():
     f = FieldAlgebra(0)
     with pytest.raises(DivisionByZeroError):
