@@ -127,10 +127,10 @@ def optimize(
     zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
     with _locked(model), on_the_cpu():
         if not dry_run:
-            _take_back(model)
+            _restore_stock(model)
         matches = match(model, names, generating(model))
         optimization = Optimization(model, backend, rows, matches)
-        optimization.complain(on_unsupported)
+        optimization.report_rejected(on_unsupported)
         if dry_run:
             return optimization.plan()
         with bar_unless(progress, "optimize") as note:
@@ -143,7 +143,7 @@ def optimize(
                 tune=tune,
                 progress=note,
             )
-        optimization.complain_of_unkept(kernels)
+        optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)
             if handle is None:
@@ -153,7 +153,7 @@ def optimize(
             _install_decoding(model, handle, optimization, decode, max_cache_len)
         except BaseException:
             optimization.undo()
-            _take_back(model)
+            _restore_stock(model)
             raise
     return model
 
@@ -193,11 +193,11 @@ def restore(model: Model) -> Model:
             f"restore: expected the model given to optimize(), got a {type(model).__name__}"
         )
     with _locked(model):
-        _take_back(model)
+        _restore_stock(model)
     return model
 
 
-def _take_back(model: nn.Module) -> None:
+def _restore_stock(model: nn.Module) -> None:
     try:
         detach(model)
     finally:  # after Ctrl-C in between, generate must not stay without the modules that it runs

@@ -11,7 +11,7 @@ from mirage_hf.attention_interface.attention import GROWING, MANY, Attention
 from mirage_hf.attention_interface.constants import MOST_TRACED, NAME
 from mirage_hf.attention_interface.masks import bounds_of
 from mirage_hf.attention_interface.report import AttentionReport, KernelRow
-from mirage_hf.attention_interface.torch_attention import spelled_out
+from mirage_hf.attention_interface.torch_attention import attention_in_torch
 
 __all__ = [
     "GROWING",
@@ -21,9 +21,9 @@ __all__ = [
     "Attention",
     "AttentionReport",
     "KernelRow",
+    "attention_in_torch",
     "attention_report",
     "bounds_of",
-    "spelled_out",
 ]
 
 _attention = Attention()

@@ -25,7 +25,7 @@ from mirage_hf.attention_interface.masks import (
 )
 from mirage_hf.attention_interface.report import AttentionReport
 from mirage_hf.attention_interface.sizes import kernel_inputs, kernel_output, sizes_of
-from mirage_hf.attention_interface.torch_attention import spelled_out
+from mirage_hf.attention_interface.torch_attention import attention_in_torch
 from mirage_hf.errors import InputError, Rejected
 from mirage_hf.ops.table import COMPUTE_DTYPES
 from mirage_hf.pipeline import torch_op
@@ -136,7 +136,7 @@ class Attention:
                 scaling=scaling,
                 **kwargs,
             )
-        return spelled_out(
+        return attention_in_torch(
             module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **kwargs
         ), None
 

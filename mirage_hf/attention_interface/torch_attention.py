@@ -13,7 +13,7 @@ from mirage_hf.attention_interface.constants import NAME
 from mirage_hf.errors import InputError
 
 
-def spelled_out(
+def attention_in_torch(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

@@ -111,7 +111,7 @@ class Generate:
         self._model = weakref.ref(model)
         self.runner = runner
         #: The model config's values when stock's generate last accepted them.
-        self._accepted: dict[str, Any] | None = None
+        self._config_without_options: dict[str, Any] | None = None
         self.__doc__ = type(model).generate.__doc__
 
     __name__ = "generate"
@@ -171,7 +171,7 @@ class Generate:
                 arguments["streamer"] = _StreamerWithPrompt(prompted.streamer)
             return stock(model, **arguments)
         if covered.get("generation_config") is None:  # with one, stock ignores the model's
-            self._accepted = accepted
+            self._config_without_options = accepted
         return result
 
     def _cover(
@@ -203,13 +203,13 @@ class Generate:
             arguments["streamer"] = _PromptStreamer(streamer)
         cache_is_users = arguments.get("past_key_values") is not None
         arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache_is_users)
-        if given is None and self._is_accepted(model.config):
+        if given is None and self._has_no_options(model.config):
             return _with_config(arguments, names)
         return arguments
 
-    def _is_accepted(self, config: Any) -> bool:
+    def _has_no_options(self, config: Any) -> bool:
         """Return whether stock's generate accepted a model config with the same values before."""
-        known, now = self._accepted, config.__dict__
+        known, now = self._config_without_options, config.__dict__
         return (
             known is not None
             and len(known) == len(now)
@@ -242,7 +242,7 @@ def _with_config(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str,
     """Move generation options into a GenerationConfig, if stock treats that the same.
 
     Without one, stock's generate builds the model's default config, to see whether options were set
-    in the model's (`_is_accepted` knows). That takes longer than all its other preparations.
+    in the model's (`_has_no_options` knows). That takes longer than all its other preparations.
     """
     config = GenerationConfig()
     options = {

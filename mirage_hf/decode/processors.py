@@ -59,14 +59,14 @@ def _no_sizes(processor: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class ProcessorRow:
+class ProcessorKind:
     """How the processors of one class run on the device.
 
     Attributes:
         run: An op of processor_ops.py: from the text so far, scores, sizes and values to new
             scores.
         attributes: Names of all attributes of instances. An instance with more attributes is from a
-            version of transformers that the row was not written for.
+            version of transformers that the entry was not written for.
         values: Makes the tensors whose values may change between calls.
         sizes: Makes the constants that a captured graph is made for.
         reads_text: Whether it reads the text so far, and not only its length.
@@ -124,61 +124,61 @@ def _biases(p: Any, make: CallTensors) -> tuple[Tensor, ...]:
 _KEEP = ("filter_value", "min_tokens_to_keep")
 _BIAS = ("sequence_bias", "length_1_bias", "multi_token_biases", "prepared_bias_variables")
 
-ROWS = {
-    "TemperatureLogitsWarper": ProcessorRow(
+KINDS = {
+    "TemperatureLogitsWarper": ProcessorKind(
         ops.temperature, ("temperature",), lambda p, make: (make.float32(p.temperature),)
     ),
-    "TopKLogitsWarper": ProcessorRow(
+    "TopKLogitsWarper": ProcessorKind(
         ops.top_k, ("top_k", *_KEEP), lambda p, make: (make.int64(p.top_k),), _fill
     ),
-    "TopPLogitsWarper": ProcessorRow(
+    "TopPLogitsWarper": ProcessorKind(
         ops.top_p,
         ("top_p", *_KEEP),
         lambda p, make: (make.float32(1 - p.top_p), make.int64(p.min_tokens_to_keep)),
         _fill,
     ),
-    "TopHLogitsWarper": ProcessorRow(
+    "TopHLogitsWarper": ProcessorKind(
         ops.top_h,
         ("top_h", "top_n", "filter_value"),
         lambda p, make: (make.float32(p.top_h),),
         lambda p: (p.top_n, p.filter_value),
         makes_distribution=True,
     ),
-    "MinPLogitsWarper": ProcessorRow(
+    "MinPLogitsWarper": ProcessorKind(
         ops.min_p, ("min_p", *_KEEP), lambda p, make: (make.float32(p.min_p),), _keep_and_fill
     ),
-    "TypicalLogitsWarper": ProcessorRow(
+    "TypicalLogitsWarper": ProcessorKind(
         ops.typical,
         ("mass", *_KEEP),
         lambda p, make: (make.float32(p.mass), make.int64(p.min_tokens_to_keep)),
         _fill,
     ),
-    "EpsilonLogitsWarper": ProcessorRow(
+    "EpsilonLogitsWarper": ProcessorKind(
         ops.epsilon, ("epsilon", *_KEEP), lambda p, make: (make.float32(p.epsilon),), _keep_and_fill
     ),
-    "EtaLogitsWarper": ProcessorRow(
+    "EtaLogitsWarper": ProcessorKind(
         ops.eta,
         ("epsilon", *_KEEP),
         lambda p, make: (p.epsilon.reshape(1).float(),),
         _keep_and_fill,
         makes_distribution=True,
     ),
-    "InfNanRemoveLogitsProcessor": ProcessorRow(ops.remove_invalid),
-    "LogitNormalization": ProcessorRow(ops.normalize),
-    "SuppressTokensLogitsProcessor": ProcessorRow(
+    "InfNanRemoveLogitsProcessor": ProcessorKind(ops.remove_invalid),
+    "LogitNormalization": ProcessorKind(ops.normalize),
+    "SuppressTokensLogitsProcessor": ProcessorKind(
         ops.suppress, ("suppress_tokens",), lambda p, make: (make.mask(p.suppress_tokens),)
     ),
-    "SuppressTokensAtBeginLogitsProcessor": ProcessorRow(
+    "SuppressTokensAtBeginLogitsProcessor": ProcessorKind(
         ops.suppress_at,
         ("begin_suppress_tokens", "begin_index"),
         lambda p, make: (make.mask(p.begin_suppress_tokens), make.int64(p.begin_index)),
     ),
-    "MinLengthLogitsProcessor": ProcessorRow(
+    "MinLengthLogitsProcessor": ProcessorKind(
         ops.suppress_below,
         ("min_length", "eos_token_id"),
         lambda p, make: (make.mask(p.eos_token_id), make.int64(p.min_length)),
     ),
-    "MinNewTokensLengthLogitsProcessor": ProcessorRow(
+    "MinNewTokensLengthLogitsProcessor": ProcessorKind(
         ops.suppress_below,
         ("prompt_length_to_skip", "min_new_tokens", "eos_token_id"),
         lambda p, make: (
@@ -186,17 +186,17 @@ ROWS = {
             make.int64(p.prompt_length_to_skip + p.min_new_tokens),
         ),
     ),
-    "ForcedBOSTokenLogitsProcessor": ProcessorRow(
+    "ForcedBOSTokenLogitsProcessor": ProcessorKind(
         ops.force_at,
         ("bos_token_id",),
         lambda p, make: (make.mask(p.bos_token_id), make.int64(1)),
     ),
-    "ForcedEOSTokenLogitsProcessor": ProcessorRow(
+    "ForcedEOSTokenLogitsProcessor": ProcessorKind(
         ops.force_at,
         ("max_length", "eos_token_id"),
         lambda p, make: (make.mask(p.eos_token_id), make.int64(p.max_length - 1)),
     ),
-    "ExponentialDecayLengthPenalty": ProcessorRow(
+    "ExponentialDecayLengthPenalty": ProcessorKind(
         ops.decay,
         ("regulation_start", "regulation_factor", "eos_token_id"),
         lambda p, make: (
@@ -205,25 +205,25 @@ ROWS = {
             make.float64(p.regulation_factor),
         ),
     ),
-    "RepetitionPenaltyLogitsProcessor": ProcessorRow(
+    "RepetitionPenaltyLogitsProcessor": ProcessorKind(
         ops.penalize_repetition,
         ("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"),
         lambda p, make: (make.float32(p.penalty), _ignored_length(p.prompt_ignore_length, make)),
         reads_text=True,
     ),
-    "NoRepeatNGramLogitsProcessor": ProcessorRow(
+    "NoRepeatNGramLogitsProcessor": ProcessorKind(
         ops.forbid_repeated_ngrams,
         ("ngram_size",),
         sizes=lambda p: (p.ngram_size,),
         reads_text=True,
     ),
-    "SequenceBiasLogitsProcessor": ProcessorRow(ops.add_bias, _BIAS, _biases, reads_text=True),
-    "NoBadWordsLogitsProcessor": ProcessorRow(
+    "SequenceBiasLogitsProcessor": ProcessorKind(ops.add_bias, _BIAS, _biases, reads_text=True),
+    "NoBadWordsLogitsProcessor": ProcessorKind(
         ops.add_bias, ("bad_word_ids", *_BIAS), _biases, reads_text=True
     ),
 }
 #: By exact class, without the names that this version of transformers does not have.
-TABLE = {getattr(hf, name): row for name, row in ROWS.items() if hasattr(hf, name)}
+TABLE = {getattr(hf, name): kind for name, kind in KINDS.items() if hasattr(hf, name)}
 
 
 def why_host_runs(processors: Any, vocab: int | None = None) -> str | None:
@@ -236,10 +236,10 @@ def why_host_runs(processors: Any, vocab: int | None = None) -> str | None:
     if processors and type(processors) is not hf.LogitsProcessorList:
         return f"processors in a {type(processors).__name__}"
     for p in processors or ():
-        row = TABLE.get(type(p))
-        if row is None or not vars(p).keys() <= set(row.attributes):
+        kind = TABLE.get(type(p))
+        if kind is None or not vars(p).keys() <= set(kind.attributes):
             return f"processor {getattr(type(p), '__name__', type(p))}"
-        if row.run is ops.force_at and vocab is not None and not _are_tokens(_forced(p), vocab):
+        if kind.run is ops.force_at and vocab is not None and not _are_tokens(_forced(p), vocab):
             return f"processor {type(p).__name__} of tokens outside the model's vocabulary"
     return None
 

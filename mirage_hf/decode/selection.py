@@ -26,7 +26,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import NOTHING, Chooser
 from mirage_hf.decode.control import MAX_EOS, Control, TokenHistory, copy_async
 from mirage_hf.decode.processor_ops import TextSoFar
-from mirage_hf.decode.processors import TABLE, CallTensors, ProcessorRow, why_host_runs
+from mirage_hf.decode.processors import TABLE, CallTensors, ProcessorKind, why_host_runs
 from mirage_hf.decode.sampler import Sampler, sampler_of
 from mirage_hf.default_device import on_the_cpu
 
@@ -113,8 +113,8 @@ class Selection:
         return not (self.processors or self.stop_strings or self.sample or self.eos is not None)
 
     @property
-    def rows(self) -> list[ProcessorRow]:
-        """The table's rows of the processors."""
+    def kinds(self) -> list[ProcessorKind]:
+        """The kinds of the processors, in order."""
         return [TABLE[type(p)] for p in self.processors]
 
     @property
@@ -123,7 +123,7 @@ class Selection:
 
         torch's distributions check their parameters, unless that is switched off.
         """
-        return Distribution._validate_args and any(row.makes_distribution for row in self.rows)
+        return Distribution._validate_args and any(kind.makes_distribution for kind in self.kinds)
 
     def chooser_on(self, block: CacheBlock) -> ProcessedChooser:
         """Return the chooser of this call on a block that holds logits.
@@ -133,7 +133,7 @@ class Selection:
         make = CallTensors(block.logits.shape[1])
         with on_the_cpu():
             values = [
-                row.values(p, make) for row, p in zip(self.rows, self.processors, strict=True)
+                kind.values(p, make) for kind, p in zip(self.kinds, self.processors, strict=True)
             ]
         key = self._key(values, make.vocab)
         if key not in block.choosers:
@@ -150,7 +150,7 @@ class Selection:
 
     def _key(self, values: Sequence[tuple[Tensor, ...]], vocab: int) -> tuple[Any, ...]:
         """Return everything that a captured choice depends on."""
-        sizes = [row.sizes(p) for row, p in zip(self.rows, self.processors, strict=True)]
+        sizes = [kind.sizes(p) for kind, p in zip(self.kinds, self.processors, strict=True)]
         shapes = [tuple((tuple(v.shape), v.dtype) for v in each) for each in values]
         strings = [
             (
@@ -192,15 +192,15 @@ def _stop_tokens(criteria: Sequence[Any]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _ProcessorStep:
-    """A processor in a captured step, with tensors of its own for its values."""
+class _OwnedProcessor:
+    """A processor in a captured step. It owns the tensors that its values are copied to."""
 
-    row: ProcessorRow
+    kind: ProcessorKind
     sizes: tuple[Any, ...]
     values: tuple[Tensor, ...]
 
     def __call__(self, text: TextSoFar, scores: Tensor) -> Tensor:
-        return self.row.run(text, scores, *self.sizes, *self.values)
+        return self.kind.run(text, scores, *self.sizes, *self.values)
 
 
 class ProcessedChooser(Chooser):
@@ -221,11 +221,11 @@ class ProcessedChooser(Chooser):
         self.history: TokenHistory = block.own_history()
         self.sampler: Sampler = sampler_of(block)
         self.sample, self.pads = selection.sample, selection.pads
-        self.steps = [
-            _ProcessorStep(
-                row, row.sizes(p), tuple(torch.empty_like(v, device=device) for v in each)
+        self.processors = [
+            _OwnedProcessor(
+                kind, kind.sizes(p), tuple(torch.empty_like(v, device=device) for v in each)
             )
-            for row, p, each in zip(selection.rows, selection.processors, values, strict=True)
+            for kind, p, each in zip(selection.kinds, selection.processors, values, strict=True)
         ]
         if selection.records:
             shape = block.batch, self.sampler.vocab
@@ -236,7 +236,7 @@ class ProcessedChooser(Chooser):
         self.stop_strings = [_copy_to(c, device) for c in selection.stop_strings]
         self._embeddings = [c.embedding_vec for c in selection.stop_strings]
         self._writes_history = bool(selection.stop_strings) or any(
-            row.reads_text for row in selection.rows
+            kind.reads_text for kind in selection.kinds
         )
         # A sample of rows without a distribution is NOTHING anyway.
         self._checks = selection.makes_distribution and not selection.sample
@@ -247,8 +247,8 @@ class ProcessedChooser(Chooser):
         stop_strings: Sequence[StopStringCriteria],
     ) -> None:
         """Copy the values of a call to where a captured graph reads them, without waiting."""
-        for step, each in zip(self.steps, values, strict=True):
-            for own, value in zip(step.values, each, strict=True):
+        for processor, each in zip(self.processors, values, strict=True):
+            for own, value in zip(processor.values, each, strict=True):
                 copy_async(value, own)
         for n, (own, criterion) in enumerate(zip(self.stop_strings, stop_strings, strict=True)):
             copy_async(criterion.target_lens, own.target_lens)
@@ -259,7 +259,7 @@ class ProcessedChooser(Chooser):
 
     def tensors(self) -> list[Tensor]:
         """Return the memory that the chooser owns."""
-        owned = [value for step in self.steps for value in step.values]
+        owned = [value for processor in self.processors for value in processor.values]
         owned += [t for c in self.stop_strings for t in (c.embedding_vec, c.target_lens)]
         return owned + [t for t in (self.scores, self.eos) if t is not None]
 
@@ -289,13 +289,17 @@ class ProcessedChooser(Chooser):
         self.sampler.advance(control, token, self._ended(text, token))
 
     def _process(self, text: TextSoFar, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return processed scores, and which rows (batch,) had a distribution if checked."""
+        """Return the processed scores, and whether they are valid for each row (batch,).
+
+        They are if every processor that makes a distribution could make one. None if nothing needs
+        this check.
+        """
         is_valid: Tensor | None = None
-        for step in self.steps:
-            if self._checks and step.row.makes_distribution:
+        for processor in self.processors:
+            if self._checks and processor.kind.makes_distribution:
                 has_distribution = scores.amax(-1).isfinite()
                 is_valid = has_distribution if is_valid is None else is_valid & has_distribution
-            scores = step(text, scores)
+            scores = processor(text, scores)
         if self.scores is not None:
             self.scores.copy_(scores)
         return scores, is_valid

@@ -94,7 +94,7 @@ class Optimization:
         note = f"nothing in this {report.model} would be replaced ({_why_nothing(report)})"
         return replace(report, notes=(note,))
 
-    def complain(self, on_unsupported: str) -> None:
+    def report_rejected(self, on_unsupported: str) -> None:
         """Warn of rejected blocks, or raise an error, as `on_unsupported` asks.
 
         Raises:
@@ -111,7 +111,7 @@ class Optimization:
             raise OptimizeError(f"{text}; use on_unsupported='skip' to leave them as they are")
         warnings.warn(text, OptimizeWarning, stacklevel=3)
 
-    def complain_of_unkept(self, found: BlockKernels) -> None:
+    def warn_of_unstored(self, found: BlockKernels) -> None:
         """Warn if new kernels could not be stored, so that the next optimize() takes as long."""
         kernels = (kernel for kernel in found.values() if not isinstance(kernel, Rejected))
         unkept = [kernel.unkept for kernel in kernels if kernel.unkept]

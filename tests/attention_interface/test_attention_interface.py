@@ -26,9 +26,9 @@ from mirage_hf.attention_interface import (
     MOST_TRACED,
     Attention,
     AttentionReport,
+    attention_in_torch,
     bounds_of,
     masks,
-    spelled_out,
 )
 from mirage_hf.attention_interface.sizes import kernel_inputs
 from mirage_hf.errors import InputError, SearchError
@@ -406,16 +406,18 @@ def test_spelled_out_prompts_are_causal_and_refuse_what_they_drop():
     given = call() | {"query": torch.randn(2, HEADS, SLOTS, D)}
     rest = dict(mask=None, dropout=0.0, softcap=None, sinks=None)
     want = sdpa_attention_forward(**given, attention_mask=None)[0]
-    assert float((spelled_out(**given, **rest) - want).abs().max()) < 1e-6
-    assert float((spelled_out(**given, **rest | {"softcap": 1e4}) - want).abs().max()) < 1e-4
+    assert float((attention_in_torch(**given, **rest) - want).abs().max()) < 1e-6
+    assert float((attention_in_torch(**given, **rest | {"softcap": 1e4}) - want).abs().max()) < 1e-4
     assert (
         float(
-            (spelled_out(**given, **rest | {"sinks": torch.full((HEADS,), 2.0)}) - want).abs().max()
+            (attention_in_torch(**given, **rest | {"sinks": torch.full((HEADS,), 2.0)}) - want)
+            .abs()
+            .max()
         )
         > 1e-2
     )
     with pytest.raises(InputError, match="position_bias together with softcap or sinks"):
-        spelled_out(**given, **rest | {"softcap": 1.0}, position_bias=torch.zeros(1))
+        attention_in_torch(**given, **rest | {"softcap": 1.0}, position_bias=torch.zeros(1))
 
 
 def test_a_missing_kernel_is_reported_once(monkeypatch):

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from mirage_hf import attention_interface
-from mirage_hf.attention_interface import Attention, spelled_out
+from mirage_hf.attention_interface import Attention, attention_in_torch
 from mirage_hf.pipeline import resolver
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +159,7 @@ def test_steps_against_float64(untuned, size, kind, dtype):
     with torch.no_grad():
         for name, mask in masks(attention, given).items():
             got, want = attention.attend(**given, attention_mask=mask)[0], expected(given, mask)
-            by_torch = spelled_out(
+            by_torch = attention_in_torch(
                 given["module"],
                 given["query"],
                 given["key"],
