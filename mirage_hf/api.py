@@ -1,6 +1,6 @@
 """optimize() and restore(): match, find kernels, swap, check, decode.
 
-A failure anywhere leaves the model as it was.
+If optimize() fails, a stock model stays as it was, and an optimized one may be stock again.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def optimize(
     """Make a model's forward and generate use searched kernels, in place.
 
     `model.mirage.report` then says what was done. A model that is optimized already is restored
-    first. If nothing could be done, a warning says why. Then the model stays as it was, and there
-    is no `model.mirage`.
+    first. If nothing could be replaced, a warning says why, or with `on_unsupported="error"` an
+    error. Then the model is stock, and there is no `model.mirage`.
 
     For example::
 
@@ -81,14 +81,15 @@ def optimize(
         batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
         backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
         zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
-        tune: What is measured on a GPU. A block without a stored kernel is searched. "auto"
-            measures the results of the search. "never" measures nothing, and the cost model
-            chooses. "full" measures all blocks again, with more candidates of each.
+        tune: What is measured on a GPU when kernels are made. "auto" measures the results of a
+            search, for blocks without a stored and measured kernel. "never" measures nothing, and
+            the cost model chooses. "full" makes all kernels again, with more candidates of each.
         verify: Check each swapped module against the one that it replaces.
         on_unsupported: What to do about a module that looks like a block and cannot be replaced.
-            "skip" ignores it, "warn" warns, and "error" raises an `OptimizeError`.
+            "skip" ignores it, "warn" warns, and "error" raises an `OptimizeError`. "error" also
+            raises one if nothing was replaced.
         decode: "graph" replays the steps of generate from CUDA graphs if they can be captured,
-            "eager" calls them.
+            "eager" launches their kernels one by one.
         max_cache_len: The most cache slots, of prompt and new tokens together, that a call of
             generate may use. Longer calls run stock. None: no limit.
         dry_run: Change nothing, and return the report of what would be done.
@@ -102,11 +103,13 @@ def optimize(
         OptimizeError: The model cannot be optimized, or an option has an impossible value.
         ZooError: A zoo cannot be read or fetched.
 
-    The model is untouched after an error. A model that was optimized before stays optimized if an
-    option or the zoo is at fault. After other errors it is as `restore` leaves it.
+    After an error, a model that was not optimized is as it was. An optimized model stays optimized
+    if its options, its zoo, its device or its state (such as training mode) are at fault. After
+    other errors it is as `restore` leaves it.
 
     Warns:
-        OptimizeWarning: Fewer modules were replaced than one may expect.
+        OptimizeWarning: Nothing was replaced. Or, with `on_unsupported="warn"`, blocks cannot be
+            replaced. Or new kernels could not be stored, so the next call makes them again.
     """
     names, rows = check_options(
         patterns,
@@ -198,6 +201,7 @@ def restore(model: Model) -> Model:
 
 
 def _restore_stock(model: nn.Module) -> None:
+    """Undo all swaps in a model, and give it back its class's `generate`."""
     try:
         detach(model)
     finally:  # after Ctrl-C in between, generate must not stay without the modules that it runs

@@ -1,4 +1,4 @@
-"""The device of tensors that are made without one."""
+"""Shield our code from a default device that the user has set."""
 
 from __future__ import annotations
 

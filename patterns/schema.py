@@ -1,9 +1,8 @@
 """What a pattern is: a tensor program with named axes.
 
-A layout is a row of data: the names that a family of models gives to the modules of a pattern. Some
-models compute what a known family computes, under other names. To support one, add a row to
-`decoder_layer.LAYOUTS`. Add rows to `causal_lm.LAYOUTS`, `gated_mlp.LAYOUTS` or `mlp_up.LAYOUTS` if
-their names differ, too.
+A layout names the modules of a pattern as a family of models names them. Some models compute what a
+known family computes, under other names. To support one, add an entry to `decoder_layer.LAYOUTS`.
+Add entries to `causal_lm.LAYOUTS`, `gated_mlp.LAYOUTS` or `mlp_up.LAYOUTS` if their names differ, too.
 """
 
 from __future__ import annotations

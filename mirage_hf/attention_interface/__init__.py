@@ -31,8 +31,8 @@ _attention.register(NAME)
 
 
 def attention_report() -> AttentionReport:
-    """Return what ran the attention of models with `attn_implementation="mirage"` so far.
+    """Return which kernels, or torch, ran attention in models with `attn_implementation="mirage"`.
 
-    The counts are those of this process.
+    It counts the calls of this process so far.
     """
     return _attention.report()

@@ -35,6 +35,7 @@ class KernelRow:
     def __str__(self) -> str:
         time = ""
         if self.time_us is not None:
+            # "12.0 µs (15.0)": this kernel, and in parentheses the library path
             library = "" if self.library_us is None else f" ({self.library_us:.1f})"
             time = f", {self.time_us:.1f} µs{library} over {self.timed_at} keys"
         calls = str(self.calls)

@@ -26,12 +26,12 @@ def attention_in_torch(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute attention in torch ops, with a softcap and sinks. SDPA has no arguments for these.
+    """Compute attention in torch ops, for a softcap or sinks. SDPA has no arguments for these.
 
     The arguments are those of `Attention.attend`.
 
     Raises:
-        InputError: There is a position bias or a paged cache as well.
+        InputError: There is also a position bias or a paged cache.
     """
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:

@@ -110,7 +110,7 @@ class Generate:
     def __init__(self, model: Any, runner: DecodeRunner):
         self._model = weakref.ref(model)
         self.runner = runner
-        #: The model config's values when stock's generate last accepted them.
+        #: The model config's values in which stock's generate last found no generation options.
         self._config_without_options: dict[str, Any] | None = None
         self.__doc__ = type(model).generate.__doc__
 
@@ -159,7 +159,7 @@ class Generate:
         if isinstance(covered, str):
             self.runner.count(f"stock: {covered}")
             return stock(model, *args, **kwargs)
-        accepted, why_not = dict(model.config.__dict__), None
+        config_before, why_not = dict(model.config.__dict__), None
         try:
             result = stock(model, **covered)
         except NotCoveredError as reason:
@@ -171,7 +171,7 @@ class Generate:
                 arguments["streamer"] = _StreamerWithPrompt(prompted.streamer)
             return stock(model, **arguments)
         if covered.get("generation_config") is None:  # with one, stock ignores the model's
-            self._config_without_options = accepted
+            self._config_without_options = config_before
         return result
 
     def _cover(
@@ -208,11 +208,15 @@ class Generate:
         return arguments
 
     def _has_no_options(self, config: Any) -> bool:
-        """Return whether stock's generate accepted a model config with the same values before."""
+        """Return whether stock's generate found no generation options in these values before.
+
+        The values of the model config must be the same objects.
+        """
         known, now = self._config_without_options, config.__dict__
         return (
             known is not None
             and len(known) == len(now)
+            # `self` stands for a missing name, because no value is this object
             and all(known.get(name, self) is value for name, value in now.items())
         )
 

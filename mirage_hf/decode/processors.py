@@ -66,7 +66,7 @@ class ProcessorKind:
         run: An op of processor_ops.py: from the text so far, scores, sizes and values to new
             scores.
         attributes: Names of all attributes of instances. An instance with more attributes is from a
-            version of transformers that the entry was not written for.
+            version of transformers that this entry was not written for.
         values: Makes the tensors whose values may change between calls.
         sizes: Makes the constants that a captured graph is made for.
         reads_text: Whether it reads the text so far, and not only its length.

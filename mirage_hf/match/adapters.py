@@ -126,7 +126,9 @@ def adapter_sizes(linears: Sequence[Linear], packed: bool) -> dict[str, Any] | R
 def with_adapters(
     part: Part, linears: Sequence[Linear], norm: str, norm_sizes: Mapping[str, Any]
 ) -> tuple[Part, ...]:
-    """Return a part, and before it the first products of its linears' adapters if they have any.
+    """Return a part, preceded by the part that computes x · Aᵀ of its linears' LoRA adapters.
+
+    If no linear has an adapter, the part is returned alone.
 
     Args:
         part: The part.

@@ -1,4 +1,4 @@
-"""Models that optimize() must not touch: what is wrong, where, and the way out.
+"""Refuse models that optimize() must not touch. An error says what is wrong, where, and what to do.
 
 Nothing is changed here.
 """

@@ -1,7 +1,7 @@
 """The guard of a swapped module: whether a call may run kernels.
 
 It decides over instance dictionaries, because nn.Module's attribute look-up would take longer than
-the comparisons. The answer is the kernels, or the reason to run the stock forward as text.
+the comparisons. The answer is the kernels or, as a string, the reason to run the stock forward.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Ledger:
         return binding
 
     def holds(self, binding: Binding) -> bool:
-        """Return whether a module still has this binding.
+        """Return whether the module of this binding still carries it.
 
         Another restore() or optimize() may have put the module back.
         """
@@ -58,7 +58,7 @@ def put_back(module: nn.Module, stock: type[nn.Module]) -> None:
 
 
 def strays(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
-    """Yield all swapped modules of a model with their stock classes, in this ledger or not."""
+    """Yield all swapped modules of a model with their stock classes, whichever ledger has them."""
     for module in model.modules():
         binding = module.__dict__.get(BINDING_KEY)
         if isinstance(binding, Binding):
