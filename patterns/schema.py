@@ -2,7 +2,8 @@
 
 A layout names the modules of a pattern as a family of models names them. Some models compute what a
 known family computes, under other names. To support one, add an entry to `decoder_layer.LAYOUTS`.
-Add entries to `causal_lm.LAYOUTS`, `gated_mlp.LAYOUTS` or `mlp_up.LAYOUTS` if their names differ, too.
+If names in the model, MLP or MLP input differ, too, add entries to `causal_lm.LAYOUTS`,
+`gated_mlp.LAYOUTS` or `mlp_up.LAYOUTS`.
 """
 
 from __future__ import annotations
