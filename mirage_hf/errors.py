@@ -101,7 +101,10 @@ class OptimizeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Rejected:
-    """A rejection with its reason. Stages return it as a value, and reports show it."""
+    """The verdict that something cannot be used, with the reason.
+
+    It is returned, not raised. Reports show it.
+    """
 
     reason: str
 

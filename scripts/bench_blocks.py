@@ -5,10 +5,14 @@
     python -m scripts.bench_blocks --out blocks.json --resume --seconds 500
     python -m scripts.bench_blocks --blocks long --no-compile --out long.json
 
+A *rival* computes a block without mirage_hf. An *entrant* is a rival or ours before it is captured,
+and a *contender* is one that was captured.
+
 Every contender is a CUDA graph over cold rotating inputs. It is checked against float64 before it
 is timed, and takes turns with the others. Ours is the best µGraph that the search found, verified
 and tuned. The JSON file holds the time of everything tuned. All weights are stored (N, K), as
-nn.Linear stores them. A contender in brackets is only the memory-bound core, and no rival.
+nn.Linear stores them. A contender in brackets computes only the memory-bound core, so ours is not
+compared with it.
 """
 
 from __future__ import annotations

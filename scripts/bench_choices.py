@@ -41,7 +41,7 @@ from scripts.configs import MODELS, random_model
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)
 CHAINED = ("qwen3-0.6b", "llama-3.2-1b")
-#: Pairs to try: logits per block, and warps.
+#: Pairs to try: the logits of a thread block, and its warps.
 CHUNKS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8))
 
 WARPERS: dict[str, Callable[[], Any]] = {
@@ -70,8 +70,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
 # -- the greatest logit ---------------------------------------------------------------------------
 
 
-def selecting(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any], None]:
-    """Return a launch of the greedy choice over a state that never ends.
+def greedy_launch(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any], None]:
+    """Return a function that launches the greedy choice.
+
+    Its rows never finish, so it can run any number of times.
 
     Args:
         batch: Rows.
@@ -79,18 +81,19 @@ def selecting(batch: int, vocab: int, block: int, warps: int) -> Callable[[Any],
         block: Logits of a thread block.
         warps: Warps of a thread block.
     """
-    usual, sampling.argmax_block = sampling.argmax_block, lambda *_: block
+    usual_block, sampling.argmax_block = sampling.argmax_block, lambda *_: block
     try:
+        # __wrapped__ goes past the cache, because argmax_block is replaced here.
         usual_launch = sampling.argmax_launch.__wrapped__(batch, vocab)
         sampler = Sampler.allocate(batch, vocab, torch.device(DEVICE))
     finally:
-        sampling.argmax_block = usual
-    what, c = replace(usual_launch, num_warps=warps), started(batch)
+        sampling.argmax_block = usual_block
+    kernel, c = replace(usual_launch, num_warps=warps), started(batch)
     alive = c.alive.view(torch.uint8)
     state = [c.ids, c.position, c.length, c.budget, alive, c.eos, c.pad, c.report]
 
     def run(logits: torch.Tensor) -> None:
-        launch(what, [logits, *state, sampler.best, sampler.counter])
+        launch(kernel, [logits, *state, sampler.best, sampler.counter])
 
     return run
 
@@ -113,7 +116,9 @@ def select(batch: int, vocab: int, rounds: int) -> dict[str, Any]:
     """Return µs of a launch of each kind, alone."""
     logits = [torch.randn(batch, vocab, device=DEVICE).bfloat16() for _ in range(4)]
     kinds = {
-        f"{chunk} by {warps} warps": captured(selecting(batch, vocab, chunk, warps), logits * 50)
+        f"{chunk} by {warps} warps": captured(
+            greedy_launch(batch, vocab, chunk, warps), logits * 50
+        )
         for chunk, warps in CHUNKS
     }
     kinds["torch.argmax"] = captured(lambda x: x.argmax(-1), logits * 50)
@@ -154,7 +159,7 @@ def chained(model: str, batch: int, rounds: int) -> dict[str, Any]:
     kinds = {"nothing": captured(step(None), [logits] * 50)}
     kinds |= {
         f"{chunk} by {warps} warps": captured(
-            step(selecting(batch, sizes.vocab, chunk, warps)), [logits] * 50
+            step(greedy_launch(batch, sizes.vocab, chunk, warps)), [logits] * 50
         )
         for chunk, warps in CHUNKS
     }

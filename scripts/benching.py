@@ -214,9 +214,9 @@ def take_turns(contenders: Iterable[Contender], rounds: int, replays: int = 3) -
 
 
 def searched_run(r: Resolved) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
-    """Return the searched kernel, even if the library was measured faster.
+    """Return a function that runs the searched kernel, even if the library was measured faster.
 
-    None if none was found.
+    Return None if the search found no kernel.
     """
     if not r.ugraph.is_fused:
         return None

@@ -1,11 +1,11 @@
-"""Launch every kernel of the hand-written cases once, for compute-sanitizer. Needs a GPU.
+"""Launch every kernel of the hand-written cases twice, for compute-sanitizer. Needs a GPU.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m scripts.sanitize_kernels
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m scripts.sanitize_kernels
     compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --part 1/4
 
-Kernels whose blocks share a loop run twice, so the second launch finds the counters that the first
-one left.
+If the blocks of a kernel share a loop, the second launch finds the counters that the first launch
+left. Both launches must give equal results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from tests.helpers import kernel_cases
 
 
 def part(text: str) -> tuple[int, int]:
-    """K and N of "K/N". Errors: ValueError where K is not one of 1 to N."""
+    """Return K and N of "K/N".
+
+    Raises:
+        ValueError: K is not one of 1 to N.
+    """
     number, _, parts = text.partition("/")
     if not 1 <= int(number) <= int(parts):
         raise ValueError(text)
@@ -30,7 +34,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Run all cases."""
+    """Run all cases, and exit with an error if two runs of a case differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -117,7 +117,7 @@ class NestWriter:
         tiles: dict[str, int],
         name: str,
     ):
-        """Start a kernel.
+        """Start the text of a kernel.
 
         Args:
             block: The block graph.
@@ -131,10 +131,15 @@ class NestWriter:
         self.size = {a.name: a.size for a in block.axes}
         self.inputs = {i.name: i for i in block.inputs}
         self.ops = {op.out: op for op in block.ops()}
+        #: Values whose tile is in shared memory now.
         self.staged: dict[str, Array] = {}
+        #: Values that the current stage puts into shared memory.
         self.planned: set[str] = set()
+        #: All arrays of the kernel in shared memory, by value.
         self.arrays: dict[str, Array] = {}
+        #: Floats of shared scratch memory for reductions.
         self.partial = 0
+        #: Indentation of the next line.
         self.depth = 1
         self.lines: list[str] = []
 

@@ -15,9 +15,9 @@ class PrefetchWriter(LoadWriter):
     """Writes prefetches of the tiles that the first loop steps read."""
 
     def prefetch(self, i: BlockInput) -> list[str]:
-        """Return a line that prefetches the tiles of an input that the first loop steps read.
+        """Return the statement that prefetches the tiles of an input that the first steps read.
 
-        It has one address per cache line. There is no line if the addresses are known only inside
+        It has one address per cache line. The list is empty if the addresses are known only inside
         the loop.
         """
         joined = i.joined if len(i.sources) > 1 else None

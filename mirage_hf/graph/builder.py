@@ -47,7 +47,8 @@ from mirage_hf.ops import table
 class BlockGraphBuilder:
     """A block graph under construction. `mirage_hf.new_block_graph` makes one.
 
-    Methods that add an op return its tile.
+    Methods that add an op return its tile. Elementwise ops of the table are methods too:
+    `bg.add(x, y)`, `bg.exp(x)`.
 
     Example:
         A matrix product, 64 columns per block, with the inner dim walked in 4 trips:
@@ -61,7 +62,7 @@ class BlockGraphBuilder:
         ```
 
     Raises:
-        GraphError: If no block graph expresses it. The message names the way out.
+        GraphError: If no block graph expresses what was written. The message says what to change.
     """
 
     #: Blocks along each grid dim.
@@ -164,8 +165,9 @@ class BlockGraphBuilder:
         Args:
             tensor: The tile.
             omap: The dim that each grid dim fills. If the tile is a sum over an axis that a grid
-                dim cuts, that grid dim may be left out: it numbers splits. The partial results then
-                get a new first dim, or the dim of size 1 that omap names.
+                dim cuts, each block has a partial sum. Then omap may leave out that grid dim, and
+                the output gets a new first dim that numbers the partial sums. Or omap names a dim
+                of size 1 that numbers them.
             dtype: The dtype of the output. None: the first input's.
         """
         where = f"new_output: {self._own(tensor, 'new_output')}"
@@ -473,9 +475,8 @@ class BlockGraphBuilder:
 
         Args:
             operands: The kernel's operands. The sources of block inputs are positions among them.
-                Either they are the tensors that were given to new_input, in any order. Or they are
-                other tensors, in the order in which new_input first got the tensors that they
-                replace. None: the tensors given to new_input, in that order.
+                Give the tensors of new_input in any order, or replacements for them in the order of
+                new_input. None: the tensors of new_input, in that order.
 
         Raises:
             GraphError: If the tiles do not make a block graph.
@@ -516,9 +517,9 @@ class BlockGraphBuilder:
         return list(range(len(mine)))
 
     def schedule(self) -> dict[str, int]:
-        """Return the tile of each axis that follows from grid_dim and forloop_range.
+        """Return, for each axis, the tile size that grid_dim and forloop_range imply.
 
-        A tile is the number of elements that a block holds at a time.
+        A tile size is the number of elements that a block holds at a time.
 
         Raises:
             GraphError: If a tile is not a power of two, because kernels have only such tiles.

@@ -1,4 +1,4 @@
-"""Emit the block graph over named axes of a block that was written in tiles."""
+"""Turn a block that was written in tiles into a block graph over named axes."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Emission:
                 if isinstance(x, STensor):
                     visit(x)
             if t.node.op == "accumulate":
-                self._value(t, "loop")
+                self._value(t, "loop")  # accumulators are the same in both phases
 
         for o in self.block.outputs:
             visit(o.tensor)

@@ -1,7 +1,7 @@
 """Build graphs from plain data of JSON. `graph/json_format.py` describes the format.
 
 Nothing in a file is trusted: graphs are built through the ordinary builders. If a builder rejects
-the data, a FormatError names the file, the place in it, and the way out.
+the data, a FormatError names the file, the place in it, and what to do.
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ class BuildsBlockGraph(Protocol):
 class KernelGraph:
     """A tensor program under construction.
 
-    Every method that adds an op returns the tensor that it makes. Tensors that nothing reads are
-    the outputs, unless `mark_output` names them.
+    Every method that adds an op returns the tensor that it makes. Elementwise ops of the table are
+    methods too: `g.add(x, y)`, `g.exp(x)`. Tensors that nothing reads are the outputs, unless
+    `mark_output` names them.
 
     Example:
         ```python
@@ -69,7 +70,7 @@ class KernelGraph:
         ```
 
     Raises:
-        GraphError: If shapes do not fit. The message names both shapes and the way out.
+        GraphError: If shapes do not fit. The message names both shapes and says what would fit.
         UnknownOpError: If the op table has no such op.
         DTypeError: If dtypes differ or are not supported.
     """
@@ -100,7 +101,7 @@ class KernelGraph:
             strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
                 nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …
-            constant: True for a weight, which nothing writes while kernels run. If launches
+            constant: True for a weight, which nothing writes while kernels run. So, if launches
                 overlap, a kernel may read it before the previous kernel is done.
         """
         if isinstance(dims, int):
@@ -212,10 +213,10 @@ class KernelGraph:
     def softmax(
         self, x: DTensor, dim: int = -1, lo: DTensor | None = None, hi: DTensor | None = None
     ) -> DTensor:
-        """Compute softmax over `dim`, or over lo ≤ index < hi along it.
+        """Compute softmax over `dim`, or only over its elements lo ≤ index < hi.
 
-        The bounds are int32 and have size 1 at `dim`. The result is 0 outside of them. A row
-        without an index inside is all 0.
+        The bounds are int32 and have size 1 at `dim`. The result is 0 outside the bounds. A row
+        without an element inside the bounds is all 0.
         """
         if (lo is None) != (hi is None):
             raise errors.GraphError("softmax: a bound lo needs a bound hi; give both or none")
@@ -258,9 +259,9 @@ class KernelGraph:
             x: (… d).
             cos: (… r), of a shape that broadcasts to x, r even.
             sin: Like cos.
-            interleaved: Which element is the partner. If False, element i has −x[i + r/2] in the
-                first half and x[i − r/2] in the second. If True, it has −x[i + 1] for even i and
-                x[i − 1] for odd i.
+            interleaved: Which element is the partner. If False, the partner of element i is
+                −x[i + r/2] in the first half and x[i − r/2] in the second. If True, it is −x[i + 1]
+                for even i and x[i − 1] for odd i.
         """
         return self._apply("rope", x, cos, sin, interleaved=interleaved)
 
@@ -272,8 +273,9 @@ class KernelGraph:
         """Write the rows `new` (b … t d) into `cache` (b … s d) in place, from slot `position` on.
 
         If `cache` is read only within bounds that end at `position`, the kernel that computes the
-        rows writes them. In a CUDA graph, kernels of such a program read `position` and bounds
-        before the previous launch is done. So the launch right before must not write them.
+        rows also writes them to the cache. In a CUDA graph, kernels of such a program read
+        `position` and the bounds early, before the previous launch is done. So the launch right
+        before must not write `position` or the bounds.
 
         Args:
             cache: The cache.

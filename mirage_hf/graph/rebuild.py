@@ -59,6 +59,7 @@ def inline(graph: KernelGraph, part: KernelGraph, tensors: Sequence[DTensor]) ->
         taken = graph.names
         names: list[str | None] = []
         for t in op.outputs:
+            # t3 and t3_ are names that a graph made, so the new graph makes its own.
             name = None if t.name.rstrip("_") == f"t{t.index}" else t.name
             while name is not None and name in taken:
                 name += "_"

@@ -243,8 +243,8 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
     axes = []
     for a in block.axes:
         n = sizes.get(a.name, a.size)
-        if (whole := block.axis_split_by(a.name)) is not None:
-            n = largest_num_splits(sizes.get(whole, block.axis(whole).size), a.size)
+        if (whole_axis := block.axis_split_by(a.name)) is not None:
+            n = largest_num_splits(sizes.get(whole_axis, block.axis(whole_axis).size), a.size)
         axes.append(replace(a, size=n))
     return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
 
@@ -261,14 +261,14 @@ def _joined_sizes(i: BlockInput, operands: Sequence[DTensor]) -> tuple[int, ...]
 
 
 def with_num_splits(ugraph: UGraph, axis: str, number: int) -> UGraph:
-    """Return the µGraph with another number of splits of an axis, without schedules.
+    """Return the µGraph with another number of splits. The result has no schedules.
 
     A µGraph's proof holds for any number of splits.
 
     Args:
         ugraph: The µGraph.
-        axis: The name of the axes that number the splits.
-        number: The number of splits. An axis that cannot have so many gets the largest possible
+        axis: The name of the grid axes that number the splits. A block graph has at most one.
+        number: The number of splits. If an axis cannot have so many, it gets the largest possible
             number.
 
     Raises:
@@ -280,9 +280,9 @@ def with_num_splits(ugraph: UGraph, axis: str, number: int) -> UGraph:
         assert block is not None
         axes = []
         for a in block.axes:
-            whole = block.axis_split_by(a.name) if a.name == axis else None
-            if whole is not None:
-                a = replace(a, size=largest_num_splits(block.axis(whole).size, number))
+            whole_axis = block.axis_split_by(a.name) if a.name == axis else None
+            if whole_axis is not None:
+                a = replace(a, size=largest_num_splits(block.axis(whole_axis).size, number))
             axes.append(a)
         blocks.append(replace(block, axes=tuple(axes)))
     return _with_blocks_of_other_sizes(ugraph, blocks)

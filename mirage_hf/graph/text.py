@@ -7,6 +7,9 @@ A graph has one line per tensor. Block graphs are indented stages:
     %y = matmul(%x, %w) : float16 (16, 4096)
     return %y
 
+A block graph has a line for each tile that it loads, such as
+`%x_swapped = load 0 [m, k] rotated k swap halves`.
+
 Everything after # is a comment, and the types after ':' may be left out. `graph/printing.py` prints
 graphs. Reading builds the graph through the ordinary builders.
 """
@@ -318,6 +321,10 @@ class _Parser(_TokenReader):
         return made
 
     def rotation(self) -> Rotation | None:
+        """Read `rotated AXIS HOW [of WIDTH]`, if it is next.
+
+        HOW is one of ROTATIONS, such as "swap halves".
+        """
         if not self.takes("rotated"):
             return None
         axis, how = self.take("word"), f"{self.take('word')} {self.take('word')}"

@@ -59,14 +59,19 @@ class UGraph:
 
     @staticmethod
     def numbered(uid: int) -> UGraph:
-        """Return the live µGraph with the number `uid`."""
+        """Return the µGraph whose `uid` this is.
+
+        Raises:
+            KeyError: If it does not exist any more.
+        """
         return _numbered[uid]
 
     @property
     def num_kernels(self) -> int:
         """How many kernels are launched: block graphs and library calls.
 
-        Views are not counted. Neither are appends that a kernel's store does.
+        Views are not counted. Cache appends that are part of another kernel's store are not
+        counted either.
         """
         launched = sum(op.name not in _VIEWS for op in self.kernels.ops)
         return launched - len(effects.stored(self.kernels))

@@ -1,6 +1,6 @@
 """Shape rules: the output dims of each op from the dims of its operands and its attributes.
 
-A rule raises GraphError with both shapes and the way out if the operands do not fit.
+If the operands do not fit, a rule raises GraphError. The message says what they are and what fits.
 """
 
 from __future__ import annotations

@@ -21,14 +21,15 @@ def ugraph(
 ) -> UGraph:
     """Return the µGraph that computes `program` by kernels that the user wrote.
 
-    It is proven equivalent, and its numbers are checked.
+    It is proven equivalent, and its rounding is checked.
 
     Args:
         program: The tensor program.
         kernels: A kernel graph with customized ops on the same inputs.
         tiles: The result of `BlockGraphBuilder.schedule` for each customized op, in order. Kernels
-            then have the numbers of blocks and trips that were written. Without it the cost model
-            chooses them, and grid_dim and forloop_range decide roles only.
+            then have the numbers of blocks and trips that the block graphs were written with.
+            Without it the cost model chooses them, and grid_dim and forloop_range decide only the
+            roles of axes.
 
     Raises:
         GraphError: An argument is no kernel graph.

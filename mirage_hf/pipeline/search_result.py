@@ -26,7 +26,7 @@ class SearchResult(Sequence[UGraph]):
     """µGraphs that are proven equivalent to a program, best first.
 
     The result is a sequence, and calling it runs the best µGraph. The library path, every op as a
-    torch call, is the last µGraph unless it was measured to be faster.
+    torch call, is the last µGraph, or comes earlier if it was measured to be faster.
 
     Example:
         >>> import torch
@@ -121,9 +121,9 @@ class SearchResult(Sequence[UGraph]):
         return html_report.write(path, self.program, self, self.report, self.tuned)
 
     def of(self, program: KernelGraph) -> SearchResult:
-        """Return the same result for an equal program.
+        """Return a copy for an equal program, which shares nothing with this result's program.
 
-        The copy shares nothing with this result's program, so the caller may add ops to either.
+        So the caller may add ops to either program.
         """
         return SearchResult(
             program,

@@ -55,24 +55,25 @@ def superoptimize(
 ) -> SearchResult:
     """Search for faster kernels that are proven equivalent to `graph`.
 
-    Results run where their inputs are, whatever `backend` is.
-
     Args:
         graph: The tensor program.
         config: A preset of restrictions: "attention", "lora" or "mlp".
         backend: "auto" and "triton" measure candidates if there is a GPU. "cpu" never measures; the
-            cost model ranks candidates.
+            cost model ranks candidates. The backend decides only this: results run where their
+            inputs are.
         griddims: Allowed numbers of blocks per grid dim. Every kernel of a result keeps to them.
         blockdims: Allowed numbers of threads per dim of a block.
-        imaps: Allowed maps of every tensor that a kernel reads, as tensor dims by grid dim, in
-            dicts like {"x": 0, "y": None} or tuples like (0, -1, -1).
+        imaps: Allowed maps of every tensor that a kernel reads. A map says which tensor dim each
+            grid dim cuts, as a dict like {"x": 0, "y": None} or a tuple like (0, -1, -1).
         omaps: The same for every tensor that a kernel stores.
-        fmaps: The same for every tensor that a kernel's loop walks, as tensor dims.
+        fmaps: Allowed tensor dims that the loop may walk in a tensor that a kernel reads. None
+            among them allows a tensor that the loop does not walk.
         franges: Allowed numbers of loop trips.
         max_kernels: The most kernels of a result.
         max_block_ops: The most ops in one kernel.
         time_limit: The most seconds of the search. Default: MIRAGE_HF_SEARCH_SECONDS, else 60.
-        checkpoint: A file to load the result from, or to keep it in. Takes the cache's place.
+        checkpoint: A file to load the result from, or to keep it in. It is used instead of the
+            cache.
         seed: The seed of the proofs' random inputs.
         verbose: Write progress and the report to stderr.
         save_codes: Also write every result's Triton program to a folder. True: to mirage_codes.
@@ -85,7 +86,7 @@ def superoptimize(
         The µGraphs found, never empty.
 
     Raises:
-        SearchError: An option is impossible.
+        SearchError: An option has an impossible value, or no kernel keeps to the restrictions.
         GraphError: The graph has no ops.
         FormatError: The checkpoint is damaged, for something else, or holds a µGraph that is not
             proven again.

@@ -78,6 +78,12 @@ _INSET = 22.0
 #: The ratio of width to height that a page of panels aims at.
 _ASPECT = 1.5
 
+#: Pixels between a frame and the boxes above and below it that it encloses.
+_FRAME_PAD = 12.0
+
+#: Pixels of extra room between layers for the upper or lower edge of a frame.
+_FRAME_MARGIN = 14.0
+
 #: Height of a title, and least width of a page, in pixels.
 _HEADER, _LEAST_WIDTH = 46.0, 640.0
 
@@ -278,30 +284,36 @@ class _PanelDrawing:
         return _Drawing(self.width, self.height, tuple(lines))
 
     def _place(self) -> tuple[layered.Placement, dict[LayerFrame, float]]:
-        """Return the placement, and the extra height that frames need for their text."""
+        """Return the placement, and the extra height that frames need for their text.
+
+        Boxes are placed a second time if a frame needs extra height.
+        """
         panel = self.panel
         boxes, edges = [n.box for n in panel.nodes], list(panel.edges)
-        above: dict[int, float] = {}
+        room_above: dict[int, float] = {}
         for (_, end), label in panel.edges.items():
             if label:
                 layer = self.layer_of[end]
-                above[layer] = max(above.get(layer, 0.0), LABEL * len(label))
+                room_above[layer] = max(room_above.get(layer, 0.0), LABEL * len(label))
         for frame in panel.frames:
-            above[frame.first] = above.get(frame.first, 0.0) + 14
-            above[frame.last + 1] = above.get(frame.last + 1, 0.0) + 14
-        placed = layered.place(boxes, edges, above)
+            for layer in (frame.first, frame.last + 1):
+                room_above[layer] = room_above.get(layer, 0.0) + _FRAME_MARGIN
+        placed = layered.place(boxes, edges, room_above)
         extra = {}
         for frame in panel.frames:
-            inside = placed.layers[frame.last][1] - placed.layers[frame.first][0] + 24
-            extra[frame] = max(0.0, SMALL * len(frame.lines) + 12 - inside)
-            above[frame.last + 1] = above.get(frame.last + 1, 0.0) + extra[frame]
+            top, bottom = placed.layers[frame.first][0], placed.layers[frame.last][1]
+            inside = bottom - top + 2 * _FRAME_PAD
+            extra[frame] = max(0.0, SMALL * len(frame.lines) + _FRAME_PAD - inside)
+            below = frame.last + 1
+            room_above[below] = room_above.get(below, 0.0) + extra[frame]
         if any(extra.values()):
-            placed = layered.place(boxes, edges, above)
+            placed = layered.place(boxes, edges, room_above)
         return placed, extra
 
     def _frame(self, frame: LayerFrame) -> list[str]:
-        upper = self.placed.layers[frame.first][0] + self.top - 12
-        lower = self.placed.layers[frame.last][1] + self.top + 12 + self.extra_height[frame]
+        upper = self.placed.layers[frame.first][0] + self.top - _FRAME_PAD
+        lower = self.placed.layers[frame.last][1] + self.top + _FRAME_PAD
+        lower += self.extra_height[frame]
         return [
             f'<rect class="band" x="9" y="{upper:.1f}" width="{self.width - 18:.1f}" '
             f'height="{lower - upper:.1f}" rx="8"/>',
@@ -332,7 +344,7 @@ class _PanelDrawing:
     def _label(self, edge: tuple[str, str]) -> list[str]:
         """Return the text before the head of an edge."""
         label, layer = self.panel.edges[edge], self.layer_of[edge[1]]
-        below_frame = 14 if layer in {frame.first for frame in self.panel.frames} else 0
+        below_frame = _FRAME_MARGIN if layer in {frame.first for frame in self.panel.frames} else 0
         x = self.placed.routes[edge][-1][0] + self.shift
         y = self.placed.layers[layer][0] + self.top - 9 - LABEL * len(label) - below_frame
         lines = []

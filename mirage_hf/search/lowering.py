@@ -53,6 +53,9 @@ def lower(graph: KernelGraph) -> LoweredProgram | Rejected:
 class Lowering:
     """Lowers an expanded program to terms.
 
+    Methods return a term by its number. They take the index under which the tensor is read: the
+    axis of each dim.
+
     Raises:
         NotLowerableError: If an op cannot be part of a fused kernel.
     """
@@ -219,7 +222,7 @@ class Lowering:
         return self.tensor(x, tuple(inner))
 
     def _reshape(self, op: KernelOp, index: Index) -> int:
-        """Return the number of the term that the operand has at the index of the result."""
+        """Return the operand's term, with the result's index moved to the operand's dims."""
         (x,) = tensors_of(op)
         inner: list[Place] = [None] * len(x.dims)
         for before, after in reshape_pairs(x.dims, op.outputs[0].dims):
@@ -230,9 +233,10 @@ class Lowering:
         return self.joined(tensors_of(op), dict(op.attrs)["dim"], index)
 
     def joined(self, tensors: Sequence[DTensor], dim: int, index: Index) -> int:
-        """Return inputs that lie end to end along a dim as one input with several sources.
+        """Return the term that reads tensors end to end along `dim`.
 
-        Each may be permuted, all in the same way.
+        It reads one input with several sources, the graph inputs that the tensors are. Each may be
+        permuted, all in the same way.
         """
         inputs, orders = zip(*map(self._input_behind, tensors), strict=True)
         if len(set(orders)) > 1:

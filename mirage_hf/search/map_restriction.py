@@ -36,7 +36,8 @@ class MapRestriction:
     Attributes:
         imaps: Allowed maps of the tensors that a kernel reads, or None for any.
         omaps: Allowed maps of the tensors that it stores, or None for any.
-        fmaps: Tensor dims that the loop may walk, with None for a replica. Or None for any.
+        fmaps: Allowed dims that the loop may walk in the tensors that a kernel reads. None among
+            them stands for a tensor that the loop does not walk. Or None for any.
     """
 
     imaps: tuple[GridMap, ...] | None = None

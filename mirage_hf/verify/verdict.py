@@ -9,10 +9,11 @@ from mirage_hf.errors import Rejected
 
 @dataclass(frozen=True)
 class Accepted:
-    """The µGraph computes its program.
+    """The verdict that a µGraph computes its program.
 
     Attributes:
-        bound: The probability that the proof accepts functions that differ is at most this.
+        bound: An upper bound on the probability that the proof accepts kernels that compute
+            something else.
         detail: What was measured, in words.
     """
 
