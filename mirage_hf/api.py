@@ -88,7 +88,7 @@ def optimize(
         on_unsupported: What to do about a module that looks like a block and cannot be replaced.
             "skip" ignores it, "warn" warns, and "error" raises an `OptimizeError`. "error" also
             raises one if nothing was replaced.
-        decode: "graph" replays the steps of generate from CUDA graphs if they can be captured,
+        decode: "graph" replays the steps of generate from CUDA graphs if they can be captured.
             "eager" launches their kernels one by one.
         max_cache_len: The most cache slots, of prompt and new tokens together, that a call of
             generate may use. Longer calls run stock. None: no limit.
@@ -104,8 +104,8 @@ def optimize(
         ZooError: A zoo cannot be read or fetched.
 
     After an error, a model that was not optimized is as it was. An optimized model stays optimized
-    if its options, its zoo, its device or its state (such as training mode) are at fault. After
-    other errors it is as `restore` leaves it.
+    if an option, the zoo, the device or the model's state (such as training mode) is at fault.
+    After other errors it is as `restore` leaves it.
 
     Warns:
         OptimizeWarning: Nothing was replaced. Or, with `on_unsupported="warn"`, blocks cannot be

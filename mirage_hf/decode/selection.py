@@ -109,7 +109,7 @@ class Selection:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the greatest logit, which one kernel chooses."""
+        """Whether each token is that of the greatest logit. One kernel finds it."""
         return not (self.processors or self.stop_strings or self.sample or self.eos is not None)
 
     @property
@@ -192,7 +192,7 @@ def _stop_tokens(criteria: Sequence[Any]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _OwnedProcessor:
+class _CapturedProcessor:
     """A processor in a captured step. It owns the tensors that its values are copied to."""
 
     kind: ProcessorKind
@@ -222,7 +222,7 @@ class ProcessedChooser(Chooser):
         self.sampler: Sampler = sampler_of(block)
         self.sample, self.pads = selection.sample, selection.pads
         self.processors = [
-            _OwnedProcessor(
+            _CapturedProcessor(
                 kind, kind.sizes(p), tuple(torch.empty_like(v, device=device) for v in each)
             )
             for kind, p, each in zip(selection.kinds, selection.processors, values, strict=True)

@@ -117,8 +117,8 @@ class Report:
 
 # -- what ran since optimize() ---------------------------------------------------------------------
 
-#: How the report says a count of `generate`: the key or its start, the noun, and the rest of the
-#: sentence. {} stands for the rest of the key, the reason.
+#: How the report says a count of `generate`. Each entry has the key or its start, the noun, and the
+#: rest of the sentence. {} stands for the rest of the key, which is the reason.
 _GENERATE_COUNTS = (
     ("captured", "call", "with captured steps"),
     ("called: ", "call", "with steps that are not captured ({})"),

@@ -402,7 +402,7 @@ def test_compiled_graphs_are_for_a_few_lengths_only(resolved):
     assert len(attention.kernels.traceable) == MOST_TRACED + 1
 
 
-def test_spelled_out_prompts_are_causal_and_refuse_what_they_drop():
+def test_prompts_of_attention_in_torch_are_causal_and_refuse_what_they_drop():
     given = call() | {"query": torch.randn(2, HEADS, SLOTS, D)}
     rest = dict(mask=None, dropout=0.0, softcap=None, sinks=None)
     want = sdpa_attention_forward(**given, attention_mask=None)[0]
