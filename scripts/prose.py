@@ -52,7 +52,7 @@ def sentences(text: str, path: Path, line: int) -> Iterator[Sentence]:
     """Split prose into sentences; a blank line or a list item ends one."""
     for part in re.split(r"\n\s*\n|\n\s*(?=[-*\d]+[.)]?\s)|\n(?=\s*\w+:\s)", text):
         joined = " ".join(part.split())
-        for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-Z`\"(])", joined):
+        for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-ZµλΣ`\"(])", joined):
             if sentence and not sentence.startswith((">>>", "|", "```")):
                 yield Sentence(sentence, path, line)
         line += part.count("\n") + 1
