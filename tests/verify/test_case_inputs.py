@@ -99,6 +99,7 @@ def test_grown_inputs_are_positive_except_the_last(sign: int) -> None:
     torch.testing.assert_close(a, x.abs() * 5)
     torch.testing.assert_close(b, w.abs() * sign * 5)
     assert torch.equal(c, bias)
+    assert torch.equal(make_inputs(three(), Case("positive", grown=(0,), sign=1))[0], x.abs())
     a, _, b, c = make_inputs(three(), replace(case, grown=(2,)))
     torch.testing.assert_close(c, bias.abs() * sign * 5)
     assert torch.equal(a, x) and torch.equal(b, w)

@@ -217,6 +217,11 @@ def test_row_reduction_finds_the_rank_and_the_pivots() -> None:
     assert not reduced[rank:].any()
 
 
+def test_a_pivot_may_be_the_only_number_of_its_column() -> None:
+    rank, reduced = error_bound._row_reduced(np.array([[0, 5, 10], [3, 0, 6]]))
+    assert rank == 2 and reduced.tolist() == [[1, 0, 2], [0, 1, 2]]
+
+
 @pytest.mark.parametrize(
     "numerator, denominator",
     [(0, 1), (1, 1), (-1, 1), (8191, 1), (-8191, 1), (1, 8191), (-5, 7), (8191, 8190)],

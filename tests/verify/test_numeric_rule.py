@@ -302,6 +302,15 @@ def test_rounded_factors_show_in_results(dtype: str, rounds: bool) -> None:
     assert torch.equal(exact, rounded) is not rounds
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float32_inputs_beside_others_do_not_keep_factors_exact(dtype: str) -> None:
+    """The last kernel reads x in 16 bits and partial sums of its squares in float32."""
+    u = multi_kernel_ugraphs.norm_in_two(dtype=dtype)
+    inputs = ugraphs.random_inputs(u.program)
+    (exact, _), (rounded, _) = (run_kernels(u.kernels, inputs, mma) for mma in (False, True))
+    assert not torch.equal(exact, rounded)
+
+
 def test_partial_results_are_stored_in_their_own_dtype() -> None:
     """A kernel of float32 partial results rounds no factors, and libraries run in between."""
     u = multi_kernel_ugraphs.norm_in_two()
