@@ -334,7 +334,7 @@ def test_every_part_of_a_call_is_asked_whether_it_is_covered(
         call(unused, past_key_values=DynamicCache())
     with pytest.raises(NotCoveredError, match="output_attentions"):
         call(model, config=Options(output_attentions=True))
-    monkeypatch.setattr(call_plan, "refused_length", lambda _, tokens: f"{tokens} tokens")
+    monkeypatch.setattr(call_plan, "rejected_length", lambda _, tokens: f"{tokens} tokens")
     with pytest.raises(NotCoveredError, match="20 tokens"):  # with the new ones
         call(model)
 
