@@ -112,6 +112,10 @@ def test_nothing_accepted_has_no_bound_and_no_first_time() -> None:
     assert (result.first_seconds, result.seconds, result.late) == (-1.0, 10.0, 0)
 
 
+def test_nothing_is_late_unless_something_was_left_out() -> None:
+    assert accepting.Acceptance((), (), None, 1.0).late == 0
+
+
 def test_the_seed_reaches_every_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(accepting, "prove", lambda u, seed: seeds.append(seed) or u.proof)

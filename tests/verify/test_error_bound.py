@@ -295,3 +295,13 @@ def test_sums_in_another_order_have_one_denominator() -> None:
     assert ab.largest() == LargestDegree(2, 0, 2, 0) == d.add(ab, ba).largest()
     product = d.elementwise("mul", [b, a], {})
     assert d.add(ab, product).largest() == LargestDegree(2, 0, 2, 0)
+
+
+def test_a_condition_is_data_if_a_variable_is_above_or_below_the_line() -> None:
+    d = Degrees()
+    x, one = d.variable((2,)), d.empty((2,))
+    for count, condition in enumerate([x, d.elementwise("div", [one, x], {})], 1):
+        d.elementwise("select", [condition, x, x], {})
+        assert d.applications == 2 * count
+    d.elementwise("select", [one, x, x], {})
+    assert d.applications == 4

@@ -114,6 +114,13 @@ def test_a_norm_reduces_the_last_dim_and_its_weight_has_that_size() -> None:
     assert classes.reduced == {dim(x, 1), dim(x, 1, KERNELS)}
 
 
+def test_a_norm_of_three_dims_reduces_the_last_one_too() -> None:
+    g = mi.new_kernel_graph()
+    x = g.new_input((2, 4, 6))
+    classes = of_program(g, g.rms_norm(x))
+    assert classes.reduced == {dim(x, 2), dim(x, 2, KERNELS)}
+
+
 def test_bounds_keep_dims_and_reduce_one() -> None:
     g = mi.new_kernel_graph()
     x, lo, hi = g.new_input((4, 6)), g.new_input((4, 1), "int32"), g.new_input((4, 1), "int32")

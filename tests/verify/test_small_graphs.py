@@ -371,6 +371,27 @@ def test_what_is_narrowed_has_row_major_tensors_and_the_same_interface() -> None
     assert interface_differs(small.program, small.kernels) is None
 
 
+def test_a_narrow_form_has_the_outputs_of_the_full_one() -> None:
+    """One of them is read by another kernel too, and they are not in the order of the ops."""
+    program, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
+    for g in (program, kernels):
+        y = g.exp(g.new_input((60, 80)))
+        axes = (Axis("m", 60, GRID), Axis("n", 80, GRID))
+        block = BlockGraph(
+            axes,
+            (BlockInput("x", (0,), ("m", "n")),),
+            (Stage(None, (BlockOp("o", "mul", ("x", 2.0), ("m", "n")),)),),
+            (BlockOutput("o", ("m", "n"), "float16"),),
+        )
+        z = g.mul(y, 2.0) if g is program else g.customized([y], block)[0]
+        g.mark_output(z, y)
+    small = narrowed(UGraph(program, kernels))
+    assert small is not None
+    for g in (small.program, small.kernels):
+        assert [t.dims for t in g.outputs] == [(32, 32)] * 2
+        assert [t.index for t in g.outputs] == [op.outputs[0].index for op in g.ops[::-1]]
+
+
 def test_no_narrow_form_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     u = ugraphs.rms_norm_linear(rows=40)
     assert narrowed(library_ugraph(u.program)) is None
