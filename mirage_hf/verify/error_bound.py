@@ -62,9 +62,6 @@ class Exponents:
     weight: int = 0
     copies: int = 1
 
-    def __str__(self) -> str:
-        return f"{self.rank} independent exponents"
-
 
 def independent(rows: Sequence[np.ndarray], copies: int) -> Exponents | Rejected:
     """Find how the exponents of a trial depend on each other.
