@@ -20,6 +20,7 @@ from mirage_hf.graph.block import (
 )
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from tests.helpers.ugraphs import gated_mlp_block
 
 GRID, LOOP, TILE = Role.GRID, Role.LOOP, Role.TILE
 
@@ -292,35 +293,7 @@ def library_between(rows=4, k=32, n=24, dtype="float16") -> UGraph:
             g.matmul(g.mul(g.silu(g.matmul(x, gate)), g.matmul(x, up)), g.permute(down, (1, 0))), r
         )
     )
-    first = BlockGraph(
-        (Axis("m", rows, GRID), Axis("n", n, GRID), Axis("k", k, LOOP)),
-        (
-            BlockInput("x", (0,), ("m", "k")),
-            BlockInput("gate", (1,), ("k", "n")),
-            BlockInput("up", (2,), ("k", "n")),
-        ),
-        (
-            Stage(
-                "k",
-                (
-                    BlockOp("pg", "mul", ("x", "gate"), ("m", "n", "k")),
-                    BlockOp("pu", "mul", ("x", "up"), ("m", "n", "k")),
-                ),
-                (
-                    Accumulator("g", "pg", "sum", ("m", "n")),
-                    Accumulator("u", "pu", "sum", ("m", "n")),
-                ),
-            ),
-            Stage(
-                None,
-                (
-                    BlockOp("a", "silu", ("g",), ("m", "n")),
-                    BlockOp("o", "mul", ("a", "u"), ("m", "n")),
-                ),
-            ),
-        ),
-        (BlockOutput("o", ("m", "n"), dtype),),
-    )
+    first = gated_mlp_block(rows, k, n, dtype)
     last = BlockGraph(
         (Axis("m", rows, GRID), Axis("k", k, GRID)),
         (BlockInput("y", (0,), ("m", "k")), BlockInput("r", (1,), ("m", "k"))),

@@ -71,13 +71,9 @@ def rms_norm_linear(rows=3, k=64, n=48, dtype="float16", transposed=False) -> UG
     return fuse(g, block)
 
 
-def gated_mlp(rows=4, k=32, n=40, dtype="float16") -> UGraph:
-    """Compute two contractions that read x once."""
-    g = KernelGraph()
-    x = g.new_input((rows, k), dtype, name="x")
-    gate, up = (g.new_input((k, n), dtype, name=name) for name in ("gate", "up"))
-    g.mark_output(g.mul(g.silu(g.matmul(x, gate)), g.matmul(x, up)))
-    block = BlockGraph(
+def gated_mlp_block(rows: int, k: int, n: int, dtype) -> BlockGraph:
+    """Return the block graph of silu(x · gate) * (x · up)."""
+    return BlockGraph(
         (Axis("m", rows, GRID), Axis("n", n, GRID), Axis("k", k, LOOP)),
         (
             BlockInput("x", (0,), ("m", "k")),
@@ -106,7 +102,15 @@ def gated_mlp(rows=4, k=32, n=40, dtype="float16") -> UGraph:
         ),
         (BlockOutput("o", ("m", "n"), dtype),),
     )
-    return fuse(g, block)
+
+
+def gated_mlp(rows=4, k=32, n=40, dtype="float16") -> UGraph:
+    """Compute two contractions that read x once."""
+    g = KernelGraph()
+    x = g.new_input((rows, k), dtype, name="x")
+    gate, up = (g.new_input((k, n), dtype, name=name) for name in ("gate", "up"))
+    g.mark_output(g.mul(g.silu(g.matmul(x, gate)), g.matmul(x, up)))
+    return fuse(g, gated_mlp_block(rows, k, n, dtype))
 
 
 def lora(rows=4, k=32, n=40, r=4, dtype="float16") -> UGraph:
