@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
-import timeit
+import sys
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -303,7 +302,8 @@ def test_hooks_on_the_layer_itself_still_run() -> None:
 
 
 @torch.no_grad()
-def test_the_guard_costs_little() -> None:
+def test_the_guard_makes_few_calls() -> None:
+    """Count function calls, because times depend on the machine (3 to 9 µs on shared cores)."""
     model = optimize(tiny("llama").requires_grad_(False))
     layer = layer_of(model)
     bound, state, args = layer.__dict__[BINDING_KEY], layer.__dict__, (torch.randn(1, 1, 32),)
@@ -314,11 +314,14 @@ def test_the_guard_costs_little() -> None:
         use_cache=True,
         position_embeddings=None,
     )
-    # The time of this thread on its core, because other processes may use the cores too.
-    timer = timeit.Timer(lambda: bound.choose(state, args, kwargs), timer=time.thread_time)
-    seconds = min(timer.repeat(number=2000, repeat=15)) / 2000
-    assert type(bound.choose(state, args, kwargs)) is not str
-    assert seconds < 12e-6  # an idle core takes 2.8 µs; the rest is for a loaded machine
+    events: list[str] = []
+    sys.setprofile(lambda _, event, __: events.append(event))
+    try:
+        answer = bound.choose(state, args, kwargs)
+    finally:
+        sys.setprofile(None)
+    assert type(answer) is not str
+    assert sum(event in ("call", "c_call") for event in events) <= 45  # 38 with Python 3.11
 
 
 # -- one decision at a time -----------------------------------------------------------------------
