@@ -322,8 +322,8 @@ def closeness(
 ) -> dict[str, float]:
     """Return how far the logits of stock and ours are from float32: first token and later steps.
 
-    Ours are the logits from which `generate` chose its tokens. Stock and float32 are fed with the
-    same tokens.
+    Our logits are those from which our `generate` chose its tokens. Stock and float32 are fed with
+    the same tokens.
     """
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     mask = mask_of(ids)

@@ -352,7 +352,7 @@ def _sample(session: Session, scores: Tensor, numbers: Tensor, step: int) -> Ten
 
 
 def _no_token(row: int, step: int, makes_distribution: bool) -> Exception:
-    """Return the error, of stock's type, for scores from which no token can be drawn."""
+    """Return the error for a row whose scores allow no token. Its type is that of stock's error."""
     error = DistributionError if makes_distribution else SamplingError
     return error(
         f"generate: no token can be drawn for row {row} at new token {step}: "

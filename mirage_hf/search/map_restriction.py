@@ -187,7 +187,7 @@ def _all_among(
 
 
 def _with_fewer_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
-    """Yield the block graph as it is, then with grid axes held whole, as few as possible.
+    """Yield the block graph, then its forms with one, two, … grid axes held whole.
 
     The search cuts every axis that it may. A grid dim of one block is the same as none. So a block
     graph that the search finds stands for these block graphs too.

@@ -15,7 +15,7 @@ class SearchOptions:
 
     The search is complete within its limits. Every limit trades the size of the searched space for
     time, and `SearchReport.stop` says which one was hit first. With the defaults, an attention
-    block or a gated MLP is searched to the end, in seconds at most.
+    block or a gated MLP is searched to the end within seconds.
 
         >>> options = SearchOptions(time_limit=10, max_kernels=1)
         >>> ranked, report = search(graph, options)
