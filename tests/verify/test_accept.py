@@ -26,7 +26,7 @@ YES, NO = Accepted(detail="close"), Rejected("far off")
 
 
 def stub(number: int, num_kernels: int = 1, kind: str = "a", **more: Any) -> Any:
-    """Stand for a µGraph: what is decided about it, and how many kernels of which kind it has."""
+    """Stand for a µGraph with given verdicts, number of kernels and kind."""
     given = dict(proof=Accepted(number * 1e-12), scalar=YES, tensor_cores=YES, other=None)
     facts = dict(number=number, num_kernels=num_kernels, kind=(kind,))
     return SimpleNamespace(**(facts | given | more))

@@ -40,10 +40,10 @@ def ring_kernel(
 ):
     """Compute slab[layer, row, :, n mod SPARE] = slab[layer, row, :, SPARE].
 
-    For rows with n = length − lowest[row] ≥ SPARE, if any row is alive.
+    This is done for rows with n = length − lowest[row] ≥ SPARE, if any row is alive.
 
-    The first SLAB_BLOCKS blocks do so in the first slab (layers, ROWS, heads, SLOTS, DIM), the
-    others in the second one, which is like it: keys and values.
+    There are two slabs (layers, ROWS, heads, SLOTS, DIM), of keys and of values. The first
+    SLAB_BLOCKS blocks work on the first slab, the others on the second.
 
     References: `Ring`, whose `turn` does the same with torch.
     """

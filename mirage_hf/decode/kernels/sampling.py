@@ -132,10 +132,10 @@ def sample_kernel(
 
     It is NOTHING if the sum is 0 or NaN.
 
-    A row has BLOCKS blocks, which store the greatest score and the sum of exponentials. The last
-    block of a row to arrive finds the block in which the sum is exceeded, then the token in that
-    block, and leaves the row's counter at 0. Sums are taken in float64 and in a fixed order, so the
-    same scores and numbers give the same tokens.
+    A row has BLOCKS blocks. Each stores its greatest score and its sum of exponentials. The last
+    block to finish finds the block in which the sum is exceeded, and then the token in that block.
+    It leaves the row's counter at 0. Sums are taken in float64 and in a fixed order, so the same
+    scores and numbers give the same tokens.
 
     References: inverse transform sampling; `choosing.draw` does the same with torch.
     """
