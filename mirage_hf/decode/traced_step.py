@@ -1,0 +1,151 @@
+"""The traced step: a model's own forward, recorded once, with kernels in place of its products.
+
+It is recorded as `CapturedForward` runs it, over a block of fake tensors. So masks, positions, rings
+and the cache are the same. What no kernel runs, runs as the torch op that was recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_layers import prefill_cache
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
+from mirage_hf.decode.step import CapturedForward, Step
+from mirage_hf.errors import described
+from mirage_hf.trace.attention import attention_as_one_node
+from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.record import Recording, TraceError, generalized, record
+
+#: Tokens of the prompt that fills the cache before a step is recorded.
+_PROMPT = 4
+
+Rings = tuple[Ring | None, ...]
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """The traced steps of one model.
+
+    Attributes:
+        plans: By the number of rows and the layers' rings.
+        kernels: How many different kernels there are.
+        bytes_read: Bytes of weights that searched kernels read in a step, and of all weights.
+    """
+
+    plans: dict[tuple[int, Rings], StepPlan]
+    kernels: int
+    bytes_read: tuple[int, int]
+
+    def plan_for(self, block: CacheBlock) -> StepPlan | None:
+        """Return the plan for a block, None if none was traced for its rows or rings."""
+        return self.plans.get((block.batch, tuple(block.rings)))
+
+
+class TracedStep(Step):
+    """A recorded forward, with kernels in place of some of its ops."""
+
+    def __init__(self, plan: StepPlan, block: CacheBlock, *, graphs: bool, graph_key: object):
+        super().__init__(block, graphs, graph_key)
+        self.plan = plan
+        self._run: Callable[[], None] | None = None
+
+    def held(self) -> Any:
+        """Return what a captured graph reads besides the block and the model."""
+        return self._run
+
+    def _forward(self) -> None:
+        if self._run is None:
+            self._run = self.plan.bind(step_inputs(self.block), self.block.capacity)
+        with torch.no_grad():
+            self._run()
+
+
+def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
+    """Return the tensors that a step reads and writes, by the names that recordings have."""
+    control = block.control
+    inputs = {name: x for name, x in vars(control).items() if isinstance(x, Tensor)}
+    for layer, keys in block.keys.items():
+        inputs |= {f"keys.{layer}": keys, f"values.{layer}": block.values[layer]}
+    for number, (_, slab) in enumerate(block.ring_slabs):
+        inputs[f"ring.{number}"] = slab
+    return inputs | {"logits": block.logits}
+
+
+def rings_variants(windows: Sequence[int | None]) -> list[tuple[Rings, tuple[int, int]]]:
+    """Return the ways in which a model's layers lie in rings, and two capacities of each."""
+    lengths = [w for w in windows if w is not None]
+    sizes = [2 * GRAIN, 3 * GRAIN]
+    if lengths:
+        sizes += [bucket(max(lengths) + 2 * GRAIN), bucket(max(lengths) + 8 * GRAIN)]
+    found: dict[Rings, list[int]] = {}
+    for size in sizes:
+        found.setdefault(tuple(rings_of(tuple(windows), size)), []).append(size)
+    return [(rings, (s[0], s[1])) for rings, s in found.items() if len(s) > 1]
+
+
+def record_step(
+    model: Any, masks: MaskPlan, batch: int, windows: Sequence[int | None], sizes: tuple[int, int]
+) -> Recording:
+    """Record a model's step for caches of any number of slots.
+
+    Args:
+        model: The model, whose modules are stock's.
+        masks: Its masks.
+        batch: The number of rows.
+        windows: For each layer the window that its cache slides over.
+        sizes: Two capacities at which its layers lie in the same rings.
+
+    Raises:
+        TraceError: The step cannot be recorded.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet(), attention_as_one_node(), model._optimize_model_for_decode():
+        first, second = (_record(model, masks, batch, tuple(windows), s, mode) for s in sizes)
+    return generalized(first, second, sizes)
+
+
+def _record(
+    model: Any,
+    masks: MaskPlan,
+    batch: int,
+    windows: tuple[int | None, ...],
+    capacity: int,
+    mode: FakeTensorMode,
+) -> Recording:
+    device = model.device
+    try:
+        with mode, torch.no_grad():
+            block = CacheBlock(batch, capacity, windows, device)
+            ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=device)
+            outputs = model(input_ids=ids, past_key_values=prefill_cache(block), use_cache=True)
+            block.set_logits(outputs.logits[:, -1])
+        step = CapturedForward(
+            model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
+        )
+        return record(step._forward, step_inputs(block), mode)
+    except TraceError:
+        raise
+    except Exception as error:  # a forward may raise anything over another cache than stock's
+        raise TraceError(f"its forward raised {described(error)}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging ops that fake tensors cannot run: the report names them."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,80 @@
+"""Attention of a decoding step as one recorded node.
+
+While a step is recorded, transformers' "sdpa" attention calls the op `mirage_hf::cached_attention`
+in place of repeating the keys of each group of heads. Calls of other threads run as before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_recording = threading.local()
+_lock = threading.Lock()
+
+torch.library.define(
+    "mirage_hf::cached_attention",
+    "(Tensor query, Tensor keys, Tensor values, Tensor? mask, float? scale) -> Tensor",
+)
+
+
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return attention (b, heads, 1, d) of one query in each row.
+
+    The heads that share keys are taken for the queries of one head, so no key is copied.
+    """
+    batch, heads, _, width = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, 1, values.shape[-1])
+
+
+torch.library.impl("mirage_hf::cached_attention", "CompositeExplicitAutograd", _attention)
+
+
+@torch.library.register_fake("mirage_hf::cached_attention")
+def _fake(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    return query.new_empty((*query.shape[:-1], values.shape[-1]))
+
+
+def _traced_sdpa(stock: Any) -> Any:
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the op while this thread records a step, else what was registered before."""
+        takes = getattr(_recording, "active", False) and not args
+        extra = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+        one_mask = mask is None or (mask.dim() == 4 and mask.shape[1] == 1)
+        if not takes or extra or query.shape[2] != 1 or not one_mask or kwargs.get("dropout"):
+            return stock(module, query, key, value, mask, *args, **kwargs)
+        out = torch.ops.mirage_hf.cached_attention(query, key, value, mask, kwargs.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+@contextmanager
+def attention_as_one_node() -> Iterator[None]:
+    """Let this thread's calls of "sdpa" attention be one op each."""
+    with _lock:
+        stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = _traced_sdpa(stock)
+    _recording.active = True
+    try:
+        yield
+    finally:
+        _recording.active = False
+        with _lock:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = stock

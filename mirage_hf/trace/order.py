@@ -1,0 +1,43 @@
+"""Which recorded nodes must run before which others."""
+
+from __future__ import annotations
+
+from mirage_hf.trace.record import Recording, Value
+
+
+def dependencies(recording: Recording) -> list[set[int]]:
+    """Return for each node the nodes that must run before it.
+
+    These made its operands, or wrote memory that it touches, or read memory that it writes.
+    """
+    changing = {s for node in recording.nodes for s in node.written}
+    last_writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    before: list[set[int]] = []
+    for number, node in enumerate(recording.nodes):
+        operands = node.operands()
+        needs = {x.node for x in operands if isinstance(x, Value)}
+        touched = {recording.meta(x).storage for x in operands} & changing
+        touched |= {meta.storage for meta in node.outputs if meta is not None} & changing
+        for storage in touched:
+            if storage in last_writer:
+                needs.add(last_writer[storage])
+            if storage in node.written:
+                needs.update(readers.pop(storage, ()))
+                last_writer[storage] = number
+            else:
+                readers.setdefault(storage, []).append(number)
+        needs.discard(number)
+        before.append(needs)
+    return before
+
+
+def ancestors(before: list[set[int]]) -> list[int]:
+    """Return for each node the set of all nodes that must run before it, as the bits of an int."""
+    closed: list[int] = []
+    for needs in before:
+        bits = 0
+        for n in needs:
+            bits |= closed[n] | 1 << n
+        closed.append(bits)
+    return closed

@@ -1,0 +1,301 @@
+"""Run a recording with kernels in place of some of its ops."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.trace.groups import Group, groups_of
+from mirage_hf.trace.order import ancestors, dependencies
+from mirage_hf.trace.program import GroupProgram, program_of
+from mirage_hf.trace.record import Held, Input, Node, Recording, Value, at_size, fixed_shape
+from mirage_hf.trace.terms import Term, Terms
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+@dataclass(eq=False)
+class Unit:
+    """What runs as one: a torch op, or a group by its kernel.
+
+    Attributes:
+        nodes: The numbers of its nodes.
+        node: The torch op, None for a group.
+        program: The group's program.
+        run: Runs it.
+    """
+
+    nodes: tuple[int, ...]
+    node: Node | None = None
+    program: GroupProgram | None = None
+    run: Run | None = None
+
+
+class StepPlan:
+    """The groups of a recording, and how they and the other ops run.
+
+    Attributes:
+        recording: The recording.
+        terms: Its terms.
+        programs: The program of each group that has one.
+        reasons: Why other groups have none.
+    """
+
+    def __init__(self, recording: Recording, rows: int):
+        self.recording, self.rows = recording, rows
+        self.terms = Terms(recording, rows)
+        self._before = dependencies(recording)
+        self.groups = groups_of(self.terms.all(), ancestors(self._before))
+        self.programs: dict[Group, GroupProgram] = {}
+        self.reasons: dict[Group, str] = {}
+        for group in self.groups:
+            program = program_of(group)
+            if isinstance(program, str):
+                self.reasons[group] = program
+            else:
+                self.programs[group] = program
+        self.units: list[Unit] = []
+
+    # -- which units run, in which order
+
+    def schedule(self, kernels: Mapping[Group, Run]) -> None:
+        """Order the groups that have a kernel and the torch ops that are needed besides.
+
+        Args:
+            kernels: What runs the program of a group.
+        """
+        nodes = self.recording.nodes
+        by_group = {group: self._unit_of(group, run) for group, run in kernels.items()}
+        maker: dict[Any, Unit] = {}
+        for group, unit in by_group.items():
+            for term, _, _ in self.programs[group].results:
+                maker[term] = unit
+                if term in self.terms.made:
+                    maker[self.terms.made[term]] = unit
+        by_node: dict[int, Unit] = {}
+        needs: dict[Unit, set[Unit]] = {}
+        waiting: list[Unit] = []
+
+        def need(key: Value | Term) -> Unit | None:
+            unit = maker.get(key)
+            if unit is None and isinstance(key, Term):
+                made = self._source(key)
+                return need(made) if isinstance(made, Value) else None
+            if unit is None:
+                assert isinstance(key, Value)
+                unit = by_node.get(key.node)
+                if unit is None:
+                    unit = by_node[key.node] = Unit((key.node,), nodes[key.node])
+            if unit not in needs:
+                needs[unit] = set()
+                waiting.append(unit)
+            return unit
+
+        for number, node in enumerate(nodes):
+            if node.written:
+                need(Value(number))
+        while waiting:
+            unit = waiting.pop()
+            keys: list[Value | Term] = []
+            if unit.node is not None:
+                keys += [x for x in unit.node.operands() if isinstance(x, Value)]
+            else:
+                assert unit.program is not None
+                keys += [t for t in unit.program.inputs if t.weight is None]
+                keys += [
+                    t.weight.source
+                    for t in unit.program.inputs
+                    if t.weight is not None and isinstance(t.weight.source, Value)
+                ]
+            needs[unit] |= {u for key in keys if (u := need(key)) is not None}
+        self._add_effects(needs, by_node)
+        self.units = _ordered(needs)
+
+    def _unit_of(self, group: Group, run: Run) -> Unit:
+        numbers = tuple(sorted({t.node for t in group.terms}))
+        return Unit(numbers, program=self.programs[group], run=run)
+
+    def _source(self, term: Term) -> Any:
+        """Return the recorded tensor that holds what a term stands for."""
+        return self.terms.made[term] if term.is_op else term.source
+
+    def _add_effects(self, needs: dict[Unit, set[Unit]], by_node: dict[int, Unit]) -> None:
+        """Keep writes in order with what touches the same memory."""
+        for number, unit in by_node.items():
+            needs[unit] |= {by_node[n] for n in self._before[number] if n in by_node} - {unit}
+
+    # -- running
+
+    def bind(self, inputs: Mapping[str, Tensor], size: int) -> Callable[[], None]:
+        """Return a function that runs the units on these inputs, at this size.
+
+        Args:
+            inputs: The tensors that the recording names.
+            size: What each `Size` is taken at.
+        """
+        made: dict[Any, Tensor] = {}
+        actions = []
+        for unit in self.units:
+            if unit.node is not None:
+                action, is_constant = self._op_action(unit, inputs, size)
+            else:
+                action, is_constant = self._kernel_action(unit, inputs), False
+            if is_constant:
+                action(made)
+            else:
+                actions.append((unit, action))
+        last: dict[Any, int] = {}
+        for position, (unit, _) in enumerate(actions):
+            for key in self._reads(unit):
+                last[key] = position
+        kept = set(made)
+        dropped: list[list[Any]] = [[] for _ in actions]
+        for key, position in last.items():
+            if key not in kept:
+                dropped[position].append(key)
+        steps = [(action, drop) for (_, action), drop in zip(actions, dropped, strict=True)]
+
+        def run() -> None:
+            tensors = dict(made)
+            for action, drop in steps:
+                action(tensors)
+                for key in drop:
+                    tensors.pop(key, None)
+
+        return run
+
+    def _reads(self, unit: Unit) -> list[Any]:
+        if unit.node is not None:
+            return [x for x in unit.node.operands() if isinstance(x, Value)]
+        assert unit.program is not None
+        keys: list[Any] = []
+        for term in unit.program.inputs:
+            if term.weight is not None:
+                keys.append(term.weight.source)
+            else:
+                keys += [term, self._source(term)] if not self._is_part(term) else [term]
+        return [key for key in keys if isinstance(key, (Value, Term))]
+
+    def _is_part(self, term: Term) -> bool:
+        return term.is_op and term not in self.terms.made
+
+    def _op_action(
+        self, unit: Unit, inputs: Mapping[str, Tensor], size: int
+    ) -> tuple[Callable[[dict[Any, Tensor]], None], bool]:
+        """Return what runs a torch op, and whether it gives the same at every step."""
+        (number,), node = unit.nodes, unit.node
+        assert node is not None
+        args, kwargs = at_size(node.args, size), at_size(node.kwargs, size)
+        op = node.op
+        if node.name in ("aten.view", "aten._unsafe_view"):
+            op = torch.ops.aten.reshape.default
+        is_constant = number in self.terms.constant
+        outputs = [Value(number, n) for n in range(len(node.outputs))]
+
+        def action(tensors: dict[Any, Tensor]) -> None:
+            def given(x: Any) -> Any:
+                if isinstance(x, Value):
+                    return tensors[x]
+                if isinstance(x, Input):
+                    return inputs[x.name]
+                if isinstance(x, Held):
+                    return x.tensor
+                if isinstance(x, (tuple, list)):
+                    return type(x)([given(each) for each in x])
+                return x
+
+            result = op(*[given(x) for x in args], **{k: given(x) for k, x in kwargs.items()})
+            results = result if isinstance(result, (tuple, list)) else [result]
+            for key, value in zip(outputs, results, strict=True):
+                tensors[key] = value
+
+        return action, is_constant
+
+    def _kernel_action(
+        self, unit: Unit, inputs: Mapping[str, Tensor]
+    ) -> Callable[[dict[Any, Tensor]], None]:
+        program, run = unit.program, unit.run
+        assert program is not None and run is not None
+        readers = [self._reader(term, inputs) for term in program.inputs]
+        writers = [self._writer(*result) for result in program.results]
+
+        def action(tensors: dict[Any, Tensor]) -> None:
+            results = run([read(tensors) for read in readers])
+            for write in writers:
+                write(results, tensors)
+
+        return action
+
+    def _reader(
+        self, term: Term, inputs: Mapping[str, Tensor]
+    ) -> Callable[[dict[Any, Tensor]], Tensor]:
+        """Return what gives a program's operand."""
+        if term.weight is not None:
+            weight = term.weight
+
+            def read_weight(tensors: dict[Any, Tensor]) -> Tensor:
+                x = weight.source.tensor if isinstance(weight.source, Held) else tensors[weight.source]
+                if len(weight.shape) == 2 and weight.shape[0] == 1 and x.dim() != 2:
+                    x = x.reshape(1, -1)
+                if weight.columns is not None:
+                    x = x[..., slice(*weight.columns)]
+                return x.detach()
+
+            return read_weight
+        source = None if self._is_part(term) else self._source(term)
+        dims = term.dims
+
+        def read(tensors: dict[Any, Tensor]) -> Tensor:
+            if term in tensors:
+                return tensors[term]
+            x = inputs[source.name] if isinstance(source, Input) else tensors[source]
+            return x.reshape(dims).contiguous()
+
+        return read
+
+    def _writer(
+        self, term: Term, output: int, columns: tuple[int, int]
+    ) -> Callable[[list[Tensor], dict[Any, Tensor]], None]:
+        """Return what keeps a result, as a program's operand and as the tensor that torch made."""
+        made = self.terms.made.get(term)
+        shape = None if made is None else fixed_shape(self.recording.meta(made))
+
+        def write(results: list[Tensor], tensors: dict[Any, Tensor]) -> None:
+            y = results[output]
+            if columns != (0, y.shape[1]):
+                y = y[:, slice(*columns)]
+            tensors[term] = y
+            if made is not None:
+                tensors[made] = y.view(shape) if y.is_contiguous() else y.unflatten(
+                    0, shape[:-1]
+                )
+
+        return write
+
+
+def _ordered(needs: dict[Unit, set[Unit]]) -> list[Unit]:
+    """Return the units so that each comes after those that it needs, in the recorded order."""
+    users: dict[Unit, list[Unit]] = {unit: [] for unit in needs}
+    missing = {unit: len(others) for unit, others in needs.items()}
+    for unit, others in needs.items():
+        for other in others:
+            users[other].append(unit)
+    ready = [(max(u.nodes), n, u) for n, u in enumerate(needs) if not missing[u]]
+    heapq.heapify(ready)
+    count = len(needs)
+    order: list[Unit] = []
+    while ready:
+        *_, unit = heapq.heappop(ready)
+        order.append(unit)
+        for user in users[unit]:
+            missing[user] -= 1
+            if not missing[user]:
+                count += 1
+                heapq.heappush(ready, (max(user.nodes), count, user))
+    assert len(order) == len(needs), "the groups of a step depend on each other in a circle"
+    return order

@@ -1,0 +1,140 @@
+"""Write a group of terms as a tensor program, in the form that patterns have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
+from mirage_hf.trace.groups import Group, is_bias
+from mirage_hf.trace.terms import Term
+
+
+@dataclass(eq=False)
+class GroupProgram:
+    """A group's program, and which tensors it takes and gives.
+
+    Attributes:
+        graph: The program.
+        inputs: The terms of its inputs, in order: values and weights.
+        results: For each result its term, the index of an output, and the columns that it is.
+    """
+
+    graph: KernelGraph
+    inputs: list[Term] = field(default_factory=list)
+    results: list[tuple[Term, int, tuple[int, int]]] = field(default_factory=list)
+
+
+def program_of(group: Group) -> GroupProgram | str:
+    """Return the program of a group, or why there is none.
+
+    Casts between floats are left out: kernels compute in float32 and round what they store.
+    """
+    return _Writer(group).write()
+
+
+class _Writer:
+    def __init__(self, group: Group):
+        self.group = group
+        self.dtype = group.products[0].dtype
+        self.graph = new_kernel_graph()
+        self.program = GroupProgram(self.graph)
+        self.tensors: dict[Any, DTensor] = {}
+
+    def write(self) -> GroupProgram | str:
+        group, graph = self.group, self.graph
+        own = set(group.terms)
+        given = [x for t in group.terms for x in t.terms if x not in own]
+        for term in given:
+            if term.dtype != self.dtype and not term.is_constant:
+                return f"an input of {term.dtype} beside weights of {self.dtype}"
+        if any(p.dtype != self.dtype for p in group.products):
+            return "weights of several dtypes"
+        first = group.products[0].operands[0]
+        source = group.before[0].terms[0] if group.before else first
+        self._tensor(source)
+        for term in group.before:
+            self._compute(term)
+        x = self._tensor(first)
+        packed = len(group.products) > 1 and len(group.results) > 1
+        if packed:
+            self._write_packed(x)
+        else:
+            for product in group.products:
+                weight = self._tensor(product.operands[1])
+                self.tensors[product] = graph.matmul(x, weight)
+                for term in group.after:
+                    if is_bias(term) and term.operands[0] is product:
+                        self._compute(term)
+            for term in group.after:
+                if term not in self.tensors:
+                    self._compute(term)
+            for number, term in enumerate(group.results):
+                graph.mark_output(self.tensors[term])
+                self.program.results.append((term, number, (0, term.dims[1])))
+        if any(t.dtype != self.dtype for t, _, _ in self.program.results):
+            return "a result of another dtype than the weights"
+        return self.program
+
+    def _write_packed(self, x: DTensor) -> None:
+        """Write products side by side as one, whose output holds all results."""
+        group, graph = self.group, self.graph
+        weights = [self._tensor(p.operands[1]) for p in group.products]
+        y = graph.matmul(x, graph.concat(weights, dim=1))
+        if group.after:
+            of = {t.operands[0]: t for t in group.after}
+            biases = [self._tensor(of[p].operands[1]) for p in group.products]
+            y = graph.add(y, graph.concat(biases, dim=1))
+        graph.mark_output(y)
+        start = 0
+        ends = {t.operands[0]: t for t in group.after} if group.after else {}
+        for product in group.products:
+            stop = start + product.dims[1]
+            self.program.results.append((ends.get(product, product), 0, (start, stop)))
+            start = stop
+
+    def _compute(self, term: Term) -> None:
+        if term.op == "rms_norm" and len(term.operands) == 2 and term.operands[1].is_op:
+            self.tensors[term] = self._norm_with_offset(term)
+            return
+        operands = list(term.operands)
+        if term.op in ("add", "mul") and self._is_given(operands[0]):
+            operands.reverse()  # as patterns write sums: what the group computes comes first
+        operands = [self._tensor(x) if isinstance(x, Term) else x for x in operands]
+        self.tensors[term] = self.graph.apply(term.op, operands, dict(term.attrs))
+
+    def _is_given(self, x: Any) -> bool:
+        return isinstance(x, Term) and x not in self.tensors
+
+    def _norm_with_offset(self, term: Term) -> DTensor:
+        """Write RMSNorm with a weight plus a number in float32, as `parts.normed` does."""
+        graph, (x, scale) = self.graph, term.operands
+        weight, offset = scale.operands
+        tensors = [self._tensor(x), self._tensor(weight)]
+        narrow = self.dtype.itemsize < 4
+        if narrow:
+            tensors = [graph.cast(t, torch.float32) for t in tensors]
+        y = graph.rms_norm(tensors[0], graph.add(tensors[1], offset), term.attrs["eps"])
+        return graph.cast(y, self.dtype) if narrow else y
+
+    def _tensor(self, term: Term) -> DTensor:
+        """Return the tensor of a term. What the group does not compute becomes an input."""
+        if term in self.tensors:
+            return self.tensors[term]
+        if term.is_op and term.is_constant:
+            self._compute(term)
+            return self.tensors[term]
+        key = term.weight.key if term.weight is not None else term
+        if key not in self.tensors:
+            self.tensors[key] = self._input(term)
+            self.program.inputs.append(term)
+        self.tensors[term] = self.tensors[key]
+        return self.tensors[term]
+
+    def _input(self, term: Term) -> DTensor:
+        if term.weight is None:
+            return self.graph.new_input(term.dims, term.dtype)
+        weight = term.weight
+        return self.graph.new_input(weight.shape, term.dtype, strides=weight.strides, constant=True)

@@ -1,0 +1,380 @@
+"""Record the torch ops that a function runs, on fake tensors.
+
+The result is a list of nodes in the order of execution. A tensor is named by the node that made it.
+Parameters, buffers and other real tensors are held as they are. Numbers that grow with a size, such
+as the slots of a cache, are found by recording twice: see `Size`.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mirage_hf.errors import MirageError
+
+
+class TraceError(MirageError):
+    """A function that cannot be recorded. The message says at which op, and where."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Output number `output` of node number `node`."""
+
+    node: int
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that the caller gives under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A real tensor, such as a parameter."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer `factor` · size + `rest`, where size is given when the recording is run."""
+
+    factor: int
+    rest: int
+
+    def at(self, size: int) -> int:
+        """Return the integer at a size."""
+        return self.factor * size + self.rest
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is known of a tensor without its contents. `storage` is equal for tensors that alias."""
+
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+
+
+@dataclass(eq=False)
+class Node:
+    """One call of an op.
+
+    Attributes:
+        op: The op, such as `torch.ops.aten.add.Tensor`.
+        args: Its arguments. Tensors are `Value`s, `Input`s or `Held`.
+        kwargs: Likewise.
+        outputs: One for each tensor that it returns, in order. None for others.
+        where: The line of the model's code that called it.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Meta | None]
+    where: str
+    #: The storages that the op writes into.
+    written: frozenset[int] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The op's name without its overload, such as "aten.add"."""
+        return f"{self.op.namespace}.{self.op._opname}"
+
+    def operands(self) -> list[Value | Input | Held]:
+        """Return the tensors among the arguments, in order."""
+        return [x for x in _leaves((self.args, self.kwargs)) if isinstance(x, (Value, Input, Held))]
+
+
+@dataclass
+class Recording:
+    """The nodes of a function, in order."""
+
+    nodes: list[Node] = field(default_factory=list)
+    #: What is known of inputs and of held tensors, by name and by id.
+    inputs: dict[str, Meta] = field(default_factory=dict)
+    held: dict[int, Meta] = field(default_factory=dict)
+
+    def meta(self, of: Value | Input | Held) -> Meta:
+        """Return what is known of a tensor."""
+        if isinstance(of, Value):
+            meta = self.nodes[of.node].outputs[of.output]
+            assert meta is not None
+            return meta
+        return self.inputs[of.name] if isinstance(of, Input) else self.held[id(of.tensor)]
+
+
+def record(function: Callable[[], Any], inputs: Mapping[str, Tensor], mode: Any) -> Recording:
+    """Record the ops that `function` runs.
+
+    Args:
+        function: Takes nothing. It may read and write the inputs, and read real tensors.
+        inputs: Fake tensors, by name.
+        mode: The FakeTensorMode that made them.
+
+    Raises:
+        TraceError: The function reads values of tensors on the host, or runs what fake tensors do
+            not support.
+    """
+    recorder = _Recorder(inputs)
+    try:
+        with torch.no_grad(), mode, recorder:
+            function()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = _innermost_line(error.__traceback__)
+        raise TraceError(
+            f"{where} reads values of the device on the host ({error.func})"
+        ) from None
+    except UnsupportedOperatorException as error:
+        where = _innermost_line(error.__traceback__)
+        raise TraceError(f"{where} runs an op without a fake kernel ({error.func})") from None
+    return recorder.recording
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down each op before fake tensors run it."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]):
+        super().__init__()
+        self.recording = Recording()
+        self._storages: dict[int, int] = {}
+        self._kept: list[Any] = []  # ids stay unique while the objects live
+        self._names: dict[int, Value | Input] = {}
+        for name, tensor in inputs.items():
+            self._names[id(tensor)] = Input(name)
+            self.recording.inputs[name] = self._meta(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op and write it down."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # reads what is known of a tensor, such as its device
+            return func(*args, **kwargs)
+        named_args = torch.utils._pytree.tree_map_only(Tensor, self._name, args)
+        named_kwargs = torch.utils._pytree.tree_map_only(Tensor, self._name, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise DataDependentOutputException(func)
+        result = func(*args, **kwargs)
+        written = frozenset(
+            self._storage(x)
+            for x, argument in _written(func, args, kwargs)
+            for x in _tensors(argument)
+        )
+        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        number = len(self.recording.nodes)
+        metas: list[Meta | None] = []
+        for position, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                metas.append(None)
+                continue
+            metas.append(self._meta(output))
+            # an op that writes returns the tensor that it was given
+            self._names[id(output)] = Value(number, position)
+            self._kept.append(output)
+        self.recording.nodes.append(
+            Node(func, named_args, named_kwargs, metas, _calling_line(), written)
+        )
+        return result
+
+    def _name(self, tensor: Tensor) -> Value | Input | Held:
+        if id(tensor) in self._names:
+            return self._names[id(tensor)]
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(
+                f"{_calling_line()} reads a tensor of shape {tuple(tensor.shape)} that an earlier "
+                "call has made"
+            )
+        self._kept.append(tensor)
+        self.recording.held.setdefault(id(tensor), self._meta(tensor))
+        return Held(tensor)
+
+    def _storage(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = len(self._storages)
+            self._kept.append(storage)
+        return self._storages[key]
+
+    def _meta(self, tensor: Tensor) -> Meta:
+        return Meta(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+            tensor.device,
+            self._storage(tensor),
+        )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the arguments that an op writes into, with their declarations."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        if given is not None:
+            found.append((argument, given))
+    return found
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [t for t in _leaves(x) if isinstance(t, Tensor)]
+
+
+def _leaves(x: Any) -> list[Any]:
+    if isinstance(x, (tuple, list)):
+        return [leaf for each in x for leaf in _leaves(each)]
+    if isinstance(x, dict):
+        return [leaf for each in x.values() for leaf in _leaves(each)]
+    return [x]
+
+
+# -- where an op was called ------------------------------------------------------------------------
+
+_NOT_MODELS = ("/torch/", "/mirage_hf/", "transformers/utils/")
+
+
+def _is_model_code(file: str) -> bool:
+    return not any(part in file for part in _NOT_MODELS)
+
+
+def _calling_line() -> str:
+    """Return the innermost line of the call stack that belongs to a model."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not _is_model_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _innermost_line(trace: TracebackType | None) -> str:
+    """Return the innermost line of a traceback that belongs to a model."""
+    lines = [f for f in traceback.extract_tb(trace) if _is_model_code(f.filename)]
+    if not lines:
+        return "the model"
+    return f"{lines[-1].filename.rpartition('/')[2]}:{lines[-1].lineno}"
+
+
+# -- sizes that vary -------------------------------------------------------------------------------
+
+
+def generalized(first: Recording, second: Recording, sizes: tuple[int, int]) -> Recording:
+    """Return one recording for all sizes, made of recordings at two sizes.
+
+    An integer that differs between them becomes a `Size`.
+
+    Raises:
+        TraceError: The recordings differ in more than integers.
+    """
+    if len(first.nodes) != len(second.nodes):
+        raise TraceError(
+            f"the number of ops depends on the cache's size: {len(first.nodes)} at {sizes[0]}, "
+            f"{len(second.nodes)} at {sizes[1]}"
+        )
+    merged = Recording(held=first.held)
+    merge = _Merger(sizes)
+    for a, b in zip(first.nodes, second.nodes, strict=True):
+        if a.op is not b.op:
+            raise TraceError(f"{a.where} runs another op at another size of the cache")
+        node = Node(
+            a.op,
+            merge.together(a.args, b.args, a.where),
+            merge.together(a.kwargs, b.kwargs, a.where),
+            [
+                None if x is None or y is None else merge.metas(x, y, a.where)
+                for x, y in zip(a.outputs, b.outputs, strict=True)
+            ],
+            a.where,
+            a.written,
+        )
+        merged.nodes.append(node)
+    merged.inputs = {
+        name: merge.metas(meta, second.inputs[name], name) for name, meta in first.inputs.items()
+    }
+    return merged
+
+
+class _Merger:
+    def __init__(self, sizes: tuple[int, int]):
+        self.sizes = sizes
+
+    def metas(self, a: Meta, b: Meta, where: str) -> Meta:
+        shape = self.together(a.shape, b.shape, where)
+        strides = self.together(a.strides, b.strides, where)
+        return Meta(shape, strides, a.dtype, a.device, a.storage)
+
+    def together(self, a: Any, b: Any, where: str) -> Any:
+        if type(a) is not type(b):
+            raise TraceError(f"{where} takes {a!r} at one size of the cache, {b!r} at another")
+        if isinstance(a, (tuple, list)):
+            if len(a) != len(b):
+                raise TraceError(f"{where} takes lists of other lengths at another size")
+            return type(a)([self.together(x, y, where) for x, y in zip(a, b, strict=True)])
+        if isinstance(a, dict):
+            return {key: self.together(a[key], b[key], where) for key in a}
+        if isinstance(a, Held):
+            if a.tensor is not b.tensor:
+                if not _same_constant(a.tensor, b.tensor):
+                    raise TraceError(f"{where} makes another constant at another size")
+            return a
+        if a == b or a != a:
+            return a
+        if type(a) is int:
+            return self._size(a, b, where)
+        raise TraceError(f"{where} takes {a!r} at one size of the cache, {b!r} at another")
+
+    def _size(self, a: int, b: int, where: str) -> Size:
+        first, second = self.sizes
+        factor, rest = divmod(b - a, second - first)
+        if rest:
+            raise TraceError(f"{where}: {a} and {b} are no multiple of the cache's size")
+        return Size(factor, a - factor * first)
+
+
+def _same_constant(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+
+
+def at_size(x: Any, size: int) -> Any:
+    """Return arguments with each `Size` as the integer that it is at `size`."""
+    if isinstance(x, Size):
+        return x.at(size)
+    if isinstance(x, (tuple, list)):
+        return type(x)([at_size(each, size) for each in x])
+    if isinstance(x, dict):
+        return {key: at_size(each, size) for key, each in x.items()}
+    return x
+
+
+def shape_at(meta: Meta, size: int) -> tuple[int, ...]:
+    """Return a shape at a size."""
+    return tuple(at_size(meta.shape, size))
+
+
+def fixed_shape(meta: Meta) -> Sequence[int] | None:
+    """Return the shape of a tensor, None if it depends on the size."""
+    return None if any(isinstance(n, Size) for n in meta.shape) else meta.shape
