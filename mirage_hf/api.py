@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from mirage_hf.match.eligible import (
 )
 from mirage_hf.match.matcher import match
 from mirage_hf.match.options import check_options
+from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.progress_bar import bar_unless
 from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import find_kernels
@@ -131,7 +133,8 @@ def optimize(
     with _locked(model), on_the_cpu():
         if not dry_run:
             _restore_stock(model)
-        matches = match(model, names, generating(model))
+        inner = generating(model)
+        matches = match(model, names, inner)
         optimization = Optimization(model, backend, rows, matches)
         optimization.report_rejected(on_unsupported)
         if dry_run:
@@ -146,6 +149,13 @@ def optimize(
                 tune=tune,
                 progress=note,
             )
+            traced = None
+            if inner is not None and patterns is None and not optimization.may_have_step_program:
+                resolve = partial(
+                    resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune
+                )
+                traced, *traced_report = decoding.trace_steps(inner, rows, resolve, note)
+                optimization.add_traced(*traced_report)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)
@@ -153,7 +163,7 @@ def optimize(
                 optimization.nothing_done(on_unsupported, report)
                 return model
             attach(model, handle)
-            _install_decoding(model, handle, optimization, decode, max_cache_len)
+            _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
         except BaseException:
             optimization.undo()
             _restore_stock(model)
@@ -167,6 +177,7 @@ def _install_decoding(
     optimization: Optimization,
     mode: str,
     max_cache_len: int | None,
+    traced: decoding.TracedSteps | None,
 ) -> None:
     """Give a model that generates our `generate`. A foreign one on it is kept, with a note."""
     inner = generating(model)
@@ -174,7 +185,11 @@ def _install_decoding(
         return
     try:
         handle.runner = decoding.install(
-            inner, mode=mode, max_cache_len=max_cache_len, model_kernels=optimization.steps
+            inner,
+            mode=mode,
+            max_cache_len=max_cache_len,
+            model_kernels=optimization.steps,
+            traced=traced,
         )
     except decoding.DecodeError as e:  # forwards are faster all the same
         handle.add_note(f"generate is not replaced: {e}")

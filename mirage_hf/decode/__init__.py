@@ -4,6 +4,8 @@ from mirage_hf.decode.cache_pool import CachePool
 from mirage_hf.decode.generate_method import DecodeError, Generate, install, uninstall
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.step import CapturedForward, Step
+from mirage_hf.decode.traced_step import TracedSteps
+from mirage_hf.decode.tracing import trace_steps
 
 __all__ = [
     "CachePool",
@@ -12,6 +14,8 @@ __all__ = [
     "DecodeRunner",
     "Generate",
     "Step",
+    "TracedSteps",
     "install",
+    "trace_steps",
     "uninstall",
 ]

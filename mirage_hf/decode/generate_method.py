@@ -26,6 +26,7 @@ from mirage_hf.decode.routing import (
     rejected_options,
 )
 from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.traced_step import TracedSteps
 from mirage_hf.errors import MirageError
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
@@ -187,7 +188,8 @@ class Generate:
         given = arguments.get("generation_config")
         option = effective_options(arguments, given, model.generation_config)
         rejected = (
-            rejected_model(model) or rejected_arguments(arguments) or rejected_options(option)
+            rejected_model(model, is_traced=self.runner.traced is not None)
+            or rejected_arguments(arguments) or rejected_options(option)
         )
         if rejected is not None:
             return rejected
@@ -287,6 +289,7 @@ def install(
     max_cache_len: int | None = None,
     depth: int | None = None,
     model_kernels: ModelKernels | None = None,
+    traced: TracedSteps | None = None,
 ) -> DecodeRunner:
     """Give a model instance a `generate` of its own that decodes through the pool.
 
@@ -298,6 +301,7 @@ def install(
         max_cache_len: The most cache slots that a call may use. Stock serves longer calls.
         depth: Steps that may be ahead of the host. None means 2 on a GPU and 0 on a CPU.
         model_kernels: Kernels for whole steps of this model as it is now.
+        traced: Traced steps of this model as it is now.
 
     Returns:
         What the model keeps between calls.
@@ -326,13 +330,15 @@ def install(
             f"({present!r}); delete it with `del model.generate` first"
         )
     uninstall(model)
-    made_for = take_fingerprint(model).facts if model_kernels is not None else None
+    fingerprint = take_fingerprint(model) if model_kernels or traced else None
     runner = DecodeRunner(
         mode=mode,
         max_cache_len=max_cache_len,
         depth=depth,
         model_kernels=model_kernels,
-        made_for=made_for,
+        made_for=fingerprint and fingerprint.facts,
+        traced=traced,
+        traced_for=fingerprint and fingerprint.graph_facts,
     )
     model.__dict__["generate"] = Generate(model, runner)
     leave_out_of_copies(model, "generate")

@@ -154,10 +154,15 @@ def effective_options(
 # -- models ----------------------------------------------------------------------------------------
 
 
-def rejected_model(model: Any) -> str | None:
+def rejected_model(model: Any, *, is_traced: bool = False) -> str | None:
     """Return why a model's class, config or surroundings need the stock method, or None.
 
     It takes a few microseconds.
+
+    Args:
+        model: The model.
+        is_traced: Whether its step over our cache was compared with stock's (tracing.py). Then it
+            need not declare that it supports static caches.
     """
     config, name = model.config, type(model).__name__
     if model.training:
@@ -167,7 +172,7 @@ def rejected_model(model: Any) -> str | None:
     own_method = _own_method(model)
     if own_method is not None:
         return f"the model has its own {own_method}"
-    if not getattr(model, "_can_compile_fullgraph", False):
+    if not is_traced and not getattr(model, "_can_compile_fullgraph", False):
         return f"{name} does not declare support for static caches"
     if getattr(model, "_is_stateful", False):
         return f"{name} keeps state outside the cache"

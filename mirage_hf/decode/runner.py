@@ -20,6 +20,7 @@ from mirage_hf.decode.prefill import PrefillGraph, PrefillRequest, Prefills
 from mirage_hf.decode.prompts import PromptShape
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_program
+from mirage_hf.decode.traced_step import TRACED, TracedStep, TracedSteps, why_no_traced_step
 from mirage_hf.errors import described
 from mirage_hf.layers.model_kernels import ModelKernels
 
@@ -36,11 +37,14 @@ class DecodeRunner:
         depth: Steps that may be ahead of the host, None for the device's usual number.
         model_kernels: Kernels for whole steps of the model.
         made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
+        traced: Traced steps of the model, if it has no kernels for whole steps.
+        traced_for: `ModelFingerprint.graph_facts` of the model that was traced.
 
     Attributes:
         counts: Where calls went: "captured" (replayed steps), "called: <why>" (the same loop
             without a graph) and "stock: <why>". If there are kernels for whole steps, also "step:
-            all by kernels" or "step: <why the model's own forward runs>".
+            all by kernels" or "step: <why the model's own forward runs>". If it was traced, also
+            "step: traced" or the reason.
         prefills: Prefills that were replayed ("captured", "captured, by kernels"), or run by
             kernels without a graph ("called, by kernels"). Also the reasons against kernels. All
             other prefills ran HF's forward.
@@ -56,8 +60,11 @@ class DecodeRunner:
         depth: int | None = None,
         model_kernels: ModelKernels | None = None,
         made_for: object = None,
+        traced: TracedSteps | None = None,
+        traced_for: object = None,
     ):
         self.model_kernels, self.made_for = model_kernels, made_for
+        self.traced, self.traced_for = traced, traced_for
         #: Why there are no kernels any more.
         self.no_kernels = ""
         self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
@@ -107,13 +114,15 @@ class DecodeRunner:
 
         The kernels would keep the old weights alive, and could not run any more.
         """
-        model_kernels, facts = self.model_kernels, plan.fingerprint.facts
-        if model_kernels is None or facts in (self.made_for, self._compared_facts):
+        kernels: ModelKernels | TracedSteps | None = self.model_kernels or self.traced
+        facts = plan.fingerprint.facts
+        if kernels is None or facts in (self.made_for, self._compared_facts):
             return
         self._compared_facts = facts
         present = set(map(id, model.parameters()))
-        if not all(id(weight) in present for weight in model_kernels.weights):
+        if not all(id(weight) in present for weight in kernels.weights):
             self.model_kernels, self.made_for, self.no_kernels = None, None, CHANGED
+            self.traced = self.traced_for = None
             self.pool.drop_idle()
 
     def graph_key_of(self, plan: CallPlan) -> GraphKey:
@@ -224,16 +233,24 @@ class DecodeRunner:
             chooser: What chooses on the device, if anything does.
             is_counted: Whether the call is in `counts` already.
         """
-        model_kernels = self.model_kernels
-        why_forward = self.no_kernels or why_no_step_program(
-            model_kernels, plan, block, self.made_for
-        )
+        model_kernels, traced = self.model_kernels, self.traced
+        if traced is None:
+            why_forward = self.no_kernels or why_no_step_program(
+                model_kernels, plan, block, self.made_for
+            )
+        else:
+            why_forward = why_no_traced_step(traced, plan, block, self.traced_for)
         why_called = self._why_called(plan, block, key, chooser, runs_forward=bool(why_forward))
         if not is_counted:
             self.count("captured" if why_called is None else f"called: {why_called}")
-            if model_kernels is not None or self.no_kernels:
-                self.count(f"step: {why_forward or 'all by kernels'}")
+            if model_kernels is not None or traced is not None or self.no_kernels:
+                by_kernels = "all by kernels" if traced is None else TRACED
+                self.count(f"step: {why_forward or by_kernels}")
         graphs = why_called is None
+        if traced is not None and not why_forward:
+            step_plan = traced.plan_for(block)
+            assert step_plan is not None
+            return TracedStep(step_plan, block, graphs=graphs, graph_key=key)
         if model_kernels is not None and not why_forward:
             return StepProgram(model_kernels, block, plan.masks, graphs=graphs, graph_key=key)
         return CapturedForward(

@@ -13,21 +13,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_layers import prefill_cache
+from mirage_hf.decode.call_plan import CallPlan
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
 from mirage_hf.decode.step import CapturedForward, Step
+from mirage_hf.decode.step_program import CHANGED
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.record import Recording, TraceError, generalized, record
+from mirage_hf.trace.record import Recording, TraceError, generalized, record, shape_at
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
 _PROMPT = 4
+
+#: What counts call a traced step.
+TRACED = "traced"
 
 Rings = tuple[Ring | None, ...]
 
@@ -45,6 +50,14 @@ class TracedSteps:
     plans: dict[tuple[int, Rings], StepPlan]
     kernels: int
     bytes_read: tuple[int, int]
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """The parameters that the steps read."""
+        for plan in self.plans.values():
+            for held in plan.recording.held_tensors:
+                if isinstance(held, nn.Parameter):
+                    yield held
 
     def plan_for(self, block: CacheBlock) -> StepPlan | None:
         """Return the plan for a block, None if none was traced for its rows or rings."""
@@ -68,6 +81,38 @@ class TracedStep(Step):
             self._run = self.plan.bind(step_inputs(self.block), self.block.capacity)
         with torch.no_grad():
             self._run()
+
+
+def why_no_traced_step(
+    traced: TracedSteps, plan: CallPlan, block: CacheBlock, traced_for: object
+) -> str:
+    """Return why a call's steps must run the model's own forward, or "" if the trace serves them.
+
+    Args:
+        traced: The model's traced steps.
+        plan: Plan of the call.
+        block: Memory of the call.
+        traced_for: `ModelFingerprint.graph_facts` of the model that was traced.
+    """
+    fingerprint = plan.fingerprint
+    if not any(rows == block.batch for rows, _ in traced.plans):
+        return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
+    step_plan = traced.plan_for(block)
+    if step_plan is None:
+        return "sliding windows of several lengths, of which the cache holds only some in rings"
+    if fingerprint.rope is not None:
+        return fingerprint.rope.reason
+    if fingerprint.graph_facts != traced_for:
+        return CHANGED
+    if fingerprint.no_graph is not None:
+        return fingerprint.no_graph
+    wanted, inputs = step_plan.recording.inputs, step_inputs(block)
+    if inputs.keys() != wanted.keys():
+        return "layers without keys of their own"
+    for name, x in inputs.items():
+        if (shape_at(wanted[name], block.capacity), wanted[name].dtype) != (x.shape, x.dtype):
+            return f"{name} of {tuple(x.shape)}, {x.dtype}"
+    return ""
 
 
 def step_inputs(block: CacheBlock) -> dict[str, Tensor]:

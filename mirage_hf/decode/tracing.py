@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache, windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.rings import GRAIN
+from mirage_hf.decode.routing import rejected_masks
 from mirage_hf.decode.traced_step import (
+    TRACED,
     Rings,
     TracedStep,
     TracedSteps,
@@ -27,7 +26,9 @@ from mirage_hf.errors import CodegenError, SearchError, VerificationError, descr
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.swap.optimization import resolved_row
+from mirage_hf.swap.swap_report import STOCK, ReportRow
+from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
 from mirage_hf.trace.terms import Term
 
@@ -37,68 +38,109 @@ LENGTHS = (3, 6, 17)
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
-@dataclass(frozen=True)
-class TracedBlock:
-    """A program of a step, for the report.
-
-    Attributes:
-        name: The paths of its weights, with * for the number of a layer.
-        count: How many groups of the step have it.
-        rows: The number of rows.
-        outcome: Its kernel, or why there is none.
-    """
-
-    name: str
-    count: int
-    rows: int
-    outcome: Resolved | str
-
-
 def trace_steps(
-    model: Any, rows: Sequence[int], resolve: Callable[[KernelGraph], Resolved]
-) -> tuple[TracedSteps | str, list[TracedBlock]]:
+    model: Any,
+    rows: Sequence[int],
+    resolve: Callable[..., Resolved],
+    progress: Callable[..., Any] | None = None,
+) -> tuple[TracedSteps | None, list[ReportRow], str]:
     """Trace a model's steps, and find and check their kernels.
 
     Args:
         model: The model, whose modules are stock's.
         rows: The numbers of rows.
-        resolve: Finds the kernel of a program.
+        resolve: Finds the kernel of a program, as `resolver.resolve`.
+        progress: Called with a stage and its detail, as in `optimize`.
 
     Returns:
-        The steps, or why there are none, and their programs.
+        The steps, the rows of the report, and its note. If there are no steps, the note says why.
     """
-    blocks: list[TracedBlock] = []
+    tracer = _Tracer(model, resolve, progress)
     try:
-        return _trace(model, rows, resolve, blocks), blocks
+        steps = tracer.trace(rows)
     except TraceError as error:
-        return str(error), blocks
+        return None, [], f"steps of generate cannot be traced: {error}"
+    read, total = steps.bytes_read
+    note = (
+        "steps of generate run as traced: searched kernels read "
+        f"{read / max(total, 1):.0%} of the bytes of their weights; what has no kernel runs as "
+        "torch ops, in the same CUDA graph if there is one"
+    )
+    return steps, tracer.report_rows, note
 
 
-def _trace(
-    model: Any,
-    rows: Sequence[int],
-    resolve: Callable[[KernelGraph], Resolved],
-    blocks: list[TracedBlock],
-) -> TracedSteps:
-    config = model.config.get_text_config(decoder=True)
-    masks = _or_raise(MaskPlan.of(config))
-    windows = _or_raise(windows_of(DynamicCache(config=config), config.num_hidden_layers))
-    _or_raise(masks.mismatch(windows))
-    paths = {id(p): name for name, p in model.named_parameters()}
-    found: dict[Any, Resolved | str] = {}
-    plans: dict[tuple[int, Rings], StepPlan] = {}
-    for batch in rows:
-        for rings, sizes in rings_variants(windows):
-            plan = StepPlan(record_step(model, masks, batch, windows, sizes), batch)
-            kernels = _find_kernels(plan, resolve, found)
-            if not kernels:
-                raise TraceError("no product of its step has a kernel")
-            plan.schedule(kernels)
-            _check(model, plan, masks, batch, windows, sizes[0])
-            plans[batch, rings] = plan
-        blocks += _described(plan, found, paths, batch)
-    used = {id(k) for k in found.values() if isinstance(k, Resolved) and k.runs_kernel}
-    return TracedSteps(plans, len(used), _bytes_read(plan, model))
+class _Tracer:
+    """Traces one model's steps. Equal programs are resolved once."""
+
+    def __init__(
+        self,
+        model: Any,
+        resolve: Callable[..., Resolved],
+        progress: Callable[..., Any] | None,
+    ):
+        self.model, self.resolve, self.progress = model, resolve, progress
+        self.config = model.config.get_text_config(decoder=True)
+        self.found: dict[str, Resolved | str] = {}
+        self.report_rows: list[ReportRow] = []
+        self.paths = {id(p): name for name, p in model.named_parameters()}
+
+    def trace(self, rows: Sequence[int]) -> TracedSteps:
+        """Trace the steps of these numbers of rows.
+
+        Raises:
+            TraceError: The model cannot be traced, or a traced step differs from stock's.
+        """
+        model, config = self.model, self.config
+        masks = _or_raise(MaskPlan.of(config))
+        windows = _or_raise(windows_of(DynamicCache(config=config), config.num_hidden_layers))
+        _or_raise(masks.mismatch(windows))
+        _or_raise(rejected_masks(model, masks, windows))
+        plans: dict[tuple[int, Rings], StepPlan] = {}
+        for batch in rows:
+            for rings, sizes in rings_variants(windows):
+                plan = StepPlan(record_step(model, masks, batch, windows, sizes), batch)
+                kernels = self._find_kernels(plan)
+                if not kernels:
+                    raise TraceError("no product of its step has a kernel")
+                plan.schedule(kernels)
+                _check(model, plan, batch, windows, sizes[0])
+                plans[batch, rings] = plan
+            self._report(plan, batch)
+        kernels = [k for k in self.found.values() if isinstance(k, Resolved) and k.runs_kernel]
+        return TracedSteps(plans, len(kernels), _bytes_read(plan))
+
+    def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
+        """Return what runs each group that has a kernel."""
+        kernels: dict[Group, Run] = {}
+        texts = {group: str(program.graph) for group, program in plan.programs.items()}
+        total = len(set(texts.values()) | self.found.keys())
+        for group, text in texts.items():
+            if text not in self.found:
+                if self.progress is not None:
+                    self.progress("kernel", (len(self.found) + 1, total, TRACED))
+                self.found[text] = self._kernel(plan.programs[group].graph)
+            kernel = self.found[text]
+            if isinstance(kernel, Resolved) and kernel.runs_kernel:
+                kernels[group] = kernel.run
+        return kernels
+
+    def _kernel(self, program: KernelGraph) -> Resolved | str:
+        try:
+            return self.resolve(program, pattern=TRACED, progress=self.progress)
+        except (SearchError, VerificationError, CodegenError) as error:
+            return f"no kernel: {error}"
+
+    def _report(self, plan: StepPlan, rows: int) -> None:
+        """Add a row for each group of a plan."""
+        for group in plan.groups:
+            names = [_path(plan, product.operands[1], self.paths) for product in group.products]
+            module, parts = _common_module(names)
+            row = ReportRow(module, TRACED, STOCK, part=parts, rows=rows)
+            program = plan.programs.get(group)
+            if program is None:
+                self.report_rows.append(replace(row, reason=plan.reasons[group]))
+                continue
+            self.report_rows.append(resolved_row(row, self.found[str(program.graph)]))
 
 
 def _or_raise(x: Any) -> Any:
@@ -107,33 +149,12 @@ def _or_raise(x: Any) -> Any:
     return x
 
 
-def _find_kernels(
-    plan: StepPlan,
-    resolve: Callable[[KernelGraph], Resolved],
-    found: dict[Any, Resolved | str],
-) -> dict[Group, Any]:
-    """Resolve each different program once. Return what runs each group that has a kernel."""
-    kernels: dict[Group, Any] = {}
-    for group, program in plan.programs.items():
-        key = str(program.graph)
-        if key not in found:
-            try:
-                found[key] = resolve(program.graph)
-            except (SearchError, VerificationError, CodegenError) as error:
-                found[key] = f"no kernel: {error}"
-        kernel = found[key]
-        if isinstance(kernel, Resolved) and kernel.runs_kernel:
-            kernels[group] = kernel.run
-    return kernels
-
-
 # -- the check -------------------------------------------------------------------------------------
 
 
 def _check(
     model: Any,
     plan: StepPlan,
-    masks: MaskPlan,
     batch: int,
     windows: Sequence[int | None],
     capacity: int,
@@ -214,50 +235,34 @@ def _steps(
 # -- for the report --------------------------------------------------------------------------------
 
 
-def _described(
-    plan: StepPlan, found: dict[Any, Resolved | str], paths: dict[int, str], rows: int
-) -> Iterable[TracedBlock]:
-    """Return the programs of a plan, those of several layers once."""
-    counts: dict[tuple[str, Any], int] = {}
-    for group in plan.groups:
-        name = " + ".join(_weight_name(plan, p.operands[1], paths) for p in group.products)
-        program = plan.programs.get(group)
-        outcome = plan.reasons[group] if program is None else found[str(program.graph)]
-        key = name, outcome if isinstance(outcome, str) else id(outcome)
-        counts[key] = counts.get(key, 0) + 1
-    by_id = {id(x): x for x in found.values()}
-    return [
-        TracedBlock(name, count, rows, by_id[what] if isinstance(what, int) else what)
-        for (name, what), count in counts.items()
-    ]
-
-
-def _weight_name(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
-    tensor = _held(plan, weight)
-    path = paths.get(id(tensor), "a constant")
-    return re.sub(r"\.\d+\.", ".*.", path.removesuffix(".weight"))
-
-
-def _held(plan: StepPlan, term: Term) -> Tensor:
-    """Return the parameter that a weight is, or is a view of."""
-    assert term.weight is not None
-    source = term.weight.source
+def _path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
+    """Return the name of the parameter that a weight is, or is a view of."""
+    assert weight.weight is not None
+    source = weight.weight.source
     while isinstance(source, Value):
         (source,) = plan.recording.nodes[source.node].operands()
     assert isinstance(source, Held)
-    return source.tensor
+    return paths.get(id(source.tensor), "a constant").removesuffix(".weight")
 
 
-def _bytes_read(plan: StepPlan, model: nn.Module) -> tuple[int, int]:
+def _common_module(names: Sequence[str]) -> tuple[str, str]:
+    """Return the module that has all these parameters, and their names in it."""
+    split = [name.split(".") for name in names]
+    depth = 0
+    while all(len(s) > depth + 1 and s[depth] == split[0][depth] for s in split):
+        depth += 1
+    parts = dict.fromkeys(".".join(s[depth:]) for s in split)
+    return ".".join(split[0][:depth]), ", ".join(parts)
+
+
+def _bytes_read(plan: StepPlan) -> tuple[int, int]:
     """Return the bytes of products' weights that kernels read in a step, and of all products."""
-    by_kernels = {g for g in plan.groups if any(u.program is plan.programs.get(g) for u in plan.units)}
+    run = {id(unit.program) for unit in plan.units if unit.program is not None}
+    by_kernels = [g for g in plan.groups if id(plan.programs.get(g)) in run]
     read = sum(_bytes(p) for g in by_kernels for p in g.products)
-    total = sum(_bytes(p) for g in plan.groups for p in g.products)
-    return read, total
+    return read, sum(_bytes(p) for g in plan.groups for p in g.products)
 
 
 def _bytes(product: Term) -> int:
     rows, columns = product.operands[1].dims
     return rows * columns * product.dtype.itemsize
-
-

@@ -54,12 +54,24 @@ class Optimization:
         self.ledger = Ledger()
         #: The kernels of whole steps, once swapped, or None if steps run the model's own forward.
         self.steps: ModelKernels | None = None
+        #: The rows and the note of steps that were traced, if they were.
+        self.traced_rows: list[ReportRow] = []
+        self.traced_note = ""
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
         """The parts that need kernels: one tuple for each matched module, and one for the head."""
         head = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
         return [*(match.parts for match in self.matches), *head]
+
+    def add_traced(self, report_rows: Sequence[ReportRow], note: str) -> None:
+        """Add the rows of traced steps, or why there are none."""
+        self.traced_rows, self.traced_note = list(report_rows), note
+
+    @property
+    def may_have_step_program(self) -> bool:
+        """Whether every layer and the head were recognized."""
+        return isinstance(self.causal, CausalMatch)
 
     # -- reports and warnings
 
@@ -164,7 +176,8 @@ class Optimization:
             ]
         if verify:
             report_rows = self._check_modules(bindings, report_rows)
-        if not bindings:
+        report_rows += self.traced_rows
+        if not bindings and not self.traced_rows:
             return None, self._report(report_rows)
         if isinstance(self.causal, CausalMatch):
             head = self.causal.head
@@ -211,7 +224,7 @@ class Optimization:
             self.steps = kernels
             usable, why_idle = kernels.rows, "another part has no kernel for so many rows"
         else:
-            usable, why_idle = (), _OWN_STEPS + kernels.reason
+            usable, why_idle = (), self.traced_note or _OWN_STEPS + kernels.reason
             notes = (why_idle,)
         made = []
         for row in report_rows:
@@ -313,9 +326,15 @@ def _children_of(part: Part) -> list[str]:
 
 
 def _resolved_row(module: str, part: Part, rows: int, resolved: Resolved | Rejected) -> ReportRow:
-    row = _row(module, part, rows, STOCK)
+    return resolved_row(_row(module, part, rows, STOCK), resolved)
+
+
+def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportRow:
+    """Return a row with what is known of its kernel, or the reason why it has none."""
     if isinstance(resolved, Rejected):
         return replace(row, reason=resolved.reason)
+    if isinstance(resolved, str):
+        return replace(row, reason=resolved)
     row = replace(
         row,
         source=resolved.source,

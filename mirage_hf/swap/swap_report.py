@@ -124,6 +124,7 @@ _GENERATE_COUNTS = (
     ("called: ", "call", "with steps that are not captured ({})"),
     ("stock: ", "call", "by stock's method ({})"),
     ("step: all by kernels", "call", "with all steps by kernels"),
+    ("step: traced", "call", "with traced steps, their products by kernels"),
     ("step: ", "call", "with steps by the model's own forward ({})"),
     ("selection: on the device", "call", "with tokens chosen on the device"),
     ("selection: by the host: ", "call", "with tokens chosen by the host ({})"),

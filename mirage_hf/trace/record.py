@@ -115,6 +115,12 @@ class Recording:
     inputs: dict[str, Meta] = field(default_factory=dict)
     held: dict[int, Meta] = field(default_factory=dict)
 
+    @property
+    def held_tensors(self) -> list[Tensor]:
+        """The real tensors that nodes read."""
+        found = {id(x.tensor): x.tensor for n in self.nodes for x in n.operands() if type(x) is Held}
+        return list(found.values())
+
     def meta(self, of: Value | Input | Held) -> Meta:
         """Return what is known of a tensor."""
         if isinstance(of, Value):
