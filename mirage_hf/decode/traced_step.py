@@ -31,6 +31,8 @@ from mirage_hf.trace.record import Recording, TraceError, generalized, record, s
 #: Tokens of the prompt that fills the cache before a step is recorded.
 _PROMPT = 4
 
+#: The method that says how a model's experts run, in versions of transformers that have it.
+_EXPERTS = "get_experts_implementation"
 #: What counts call a traced step.
 TRACED = "traced"
 
@@ -154,7 +156,7 @@ def record_step(
         TraceError: The step cannot be recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _quiet(), attention_as_one_node(), model._optimize_model_for_decode():
+    with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
         first, second = (_record(model, masks, batch, tuple(windows), s, mode) for s in sizes)
     return generalized(first, second, sizes)
 
@@ -182,6 +184,23 @@ def _record(
         raise
     except Exception as error:  # a forward may raise anything over another cache than stock's
         raise TraceError(f"its forward raised {described(error)}") from None
+
+
+@contextmanager
+def experts_of_fixed_shape(model: Any) -> Iterator[None]:
+    """Let experts run in the form whose shapes do not depend on which experts are chosen.
+
+    It is the one in which stock's generate runs steps on a GPU.
+    """
+    chosen = model.get_experts_implementation() if hasattr(model, _EXPERTS) else {}
+    grouped = [name for name, kind in chosen.items() if kind == "grouped_mm"]
+    if grouped:
+        model.set_experts_implementation({**chosen, **dict.fromkeys(grouped, "batched_mm")})
+    try:
+        yield
+    finally:
+        if grouped:
+            model.set_experts_implementation(chosen)
 
 
 @contextmanager
