@@ -150,12 +150,16 @@ def optimize(
                 progress=note,
             )
             traced = None
-            if inner is not None and patterns is None and not optimization.may_have_step_program:
+            if (
+                inner is not None
+                and patterns is None
+                and decoding.wants_trace(inner, matches.causal)
+            ):
                 resolve = partial(
                     resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune
                 )
-                traced, *traced_report = decoding.trace_steps(inner, rows, resolve, note)
-                optimization.add_traced(*traced_report)
+                traced, traced_rows, why = decoding.trace_steps(inner, rows, resolve, note)
+                optimization.add_traced(traced_rows, why)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)

@@ -5,7 +5,7 @@ from mirage_hf.decode.generate_method import DecodeError, Generate, install, uni
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.traced_step import TracedSteps
-from mirage_hf.decode.tracing import trace_steps
+from mirage_hf.decode.tracing import trace_steps, wants_trace
 
 __all__ = [
     "CachePool",
@@ -18,4 +18,5 @@ __all__ = [
     "install",
     "trace_steps",
     "uninstall",
+    "wants_trace",
 ]

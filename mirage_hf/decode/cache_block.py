@@ -24,15 +24,19 @@ class CacheBlock:
         windows: For each layer the number of keys that stock's cache keeps for a query, its own
             included; None if it keeps all.
         device: Where the memory is.
+        axes: The axes of the model's positions, 0 if positions have none.
     """
 
     batch: int
     capacity: int
     windows: tuple[int | None, ...]
     device: torch.device
+    axes: int = 0
     #: Each layer's (batch, heads, slots, dim), rows of `slabs`.
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    #: The states that layers keep besides keys and values, by layer and name (cache_layers.py).
+    states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     #: Owners of the memory. Layers of one shape share a slab, so that one launch clears them all.
     slabs: list[Tensor] = field(default_factory=list)
     #: The slabs that are rings.
@@ -71,7 +75,7 @@ class CacheBlock:
         self._ring_sources: dict[tuple[Ring, int, int], Tensor] = {}
         self._claimed = False
         with torch.inference_mode(False):
-            self.control = Control.allocate(self.batch, self.capacity, self.device)
+            self.control = Control.allocate(self.batch, self.capacity, self.device, self.axes)
 
     @property
     def bytes(self) -> int:
@@ -79,7 +83,7 @@ class CacheBlock:
 
         Other threads may ask while a call is under way.
         """
-        tensors = [*self.slabs, *vars(self.control).values(), self.logits]
+        tensors = [*self.slabs, *self.states.values(), *vars(self.control).values(), self.logits]
         for owner in (self.history, self.sampler):
             if owner is not None:
                 tensors += vars(owner).values()
@@ -170,6 +174,15 @@ class CacheBlock:
         rows.update(zip(owners, slab, strict=True))
         return rows[layer]
 
+    def store_state(self, layer: int, name: str, state: Tensor) -> None:
+        """Store a state of a layer that is no keys and values, in memory made to fit."""
+        known = self.states.get((layer, name))
+        wanted = state.shape, state.dtype, state.device
+        if known is None or (known.shape, known.dtype, known.device) != wanted:
+            self.drop_graphs()
+            self.states[layer, name] = known = _zeros(tuple(state.shape), state)
+        known.copy_(state)
+
     def set_logits(self, logits: Tensor) -> None:
         """Copy (batch, vocabulary) logits into the static buffer, made to fit."""
         wanted = logits.shape, logits.dtype, logits.device
@@ -237,6 +250,7 @@ class CacheBlock:
         self.history = self.sampler = None
         self.keys.clear()
         self.values.clear()
+        self.states.clear()
         self.slabs.clear()
         self.ring_slabs.clear()
         self.logits = torch.empty(0, device="cpu")
@@ -252,6 +266,8 @@ class CacheBlock:
                 sources = other.keys[layer], other.values[layer]
                 for memory, states in zip(self.claim(layer, *sources), sources, strict=True):
                     self._copy_layer(layer, other.rings[layer], memory, states, length)
+        for (layer, name), state in other.states.items():
+            self.store_state(layer, name, state)
         self.clear_from(length, rings_full=other.lowest is not None)
         self.set_logits(other.logits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import (
@@ -14,26 +15,40 @@ from transformers.cache_utils import (
 )
 
 from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_layers import STATE_LAYERS, states_of
 
 
 def reserve(block: CacheBlock, cache: DynamicCache) -> None:
     """Allocate memory in a block for what a user's cache holds."""
     for n, layer in enumerate(cache.layers):
-        if layer.is_initialized:
+        if _has_keys(layer):
             block.claim(n, layer.keys, layer.values)
 
 
-def read_cache(block: CacheBlock, cache: DynamicCache) -> int:
-    """Copy a user's cache into a block and return its length.
+def read_cache(block: CacheBlock, cache: DynamicCache, length: int | None = None) -> int:
+    """Copy one of stock's caches into a block and return its length.
 
     What a sliding layer still holds goes to the slots that it stands for.
+
+    Args:
+        block: The block.
+        cache: The cache.
+        length: Its length, None if the cache knows it. One that holds only states does not.
     """
-    length: int = cache.get_seq_length()
+    length = int(cache.get_seq_length()) if length is None else length
     block.written.clear()
     for n, layer in enumerate(cache.layers):
-        if layer.is_initialized:
+        if _has_keys(layer):
             block.store(n, layer.keys, layer.values, length)
+        for name, state in states_of(layer).items():
+            block.store_state(n, name, state)
     return length
+
+
+def _has_keys(layer: Any) -> bool:
+    """Return whether a layer holds keys and values."""
+    keys = getattr(layer, "keys", None)
+    return bool(getattr(layer, "is_initialized", False)) and keys is not None
 
 
 def write_cache(block: CacheBlock, cache: DynamicCache, length: int) -> None:
@@ -41,6 +56,9 @@ def write_cache(block: CacheBlock, cache: DynamicCache, length: int) -> None:
 
     It gets fresh tensors, never memory of the pool.
     """
+    for (n, name), state in block.states.items():
+        if n < len(cache.layers) and name in (known := states_of(cache.layers[n])):
+            known[name].copy_(state)
     for n in range(len(block.rings)):
         if n not in block.written:
             continue
@@ -87,13 +105,13 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
     if len(cache.layers) != count:
         return f"a cache of {len(cache.layers)} layers for {count} decoder layers"
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *STATE_LAYERS):
             return f"cache layer type {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a cache that records its past"
-        if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window == 1:
             return "a sliding window of 1, for which stock's cache keeps every key"
-    why_uneven = _why_uneven([layer for layer in cache.layers if layer.is_initialized])
+    why_uneven = _why_uneven([layer for layer in cache.layers if _has_keys(layer)])
     if why_uneven is not None:
         return why_uneven
     return tuple(

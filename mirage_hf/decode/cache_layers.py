@@ -6,11 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.rings import Ring
 from mirage_hf.errors import MirageError
+
+#: HF's layers that keep states of convolutions and recurrences, in versions that have them.
+LinearLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+STATE_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+    if hasattr(cache_utils, name)
+)
 
 
 class UpdatedTwiceError(MirageError):
@@ -109,6 +122,49 @@ class StepLayer(_BlockLayer):
         return self.block.control.length
 
 
+def states_of(layer: Any) -> dict[str, Tensor]:
+    """Return the states of one of HF's layers by name, empty if it keeps keys and values only."""
+    if not isinstance(layer, STATE_LAYERS):
+        return {}
+    named = {f"conv.{n}": x for n, x in layer.conv_states.items()}
+    named |= {f"recurrent.{n}": x for n, x in layer.recurrent_states.items()}
+    return {name: x for name, x in named.items() if x is not None}
+
+
+def _set_states(layer: Any, states: Mapping[str, Tensor]) -> None:
+    """Let one of HF's state layers read and write these states in place."""
+    numbers = {int(name.partition(".")[2]) for name in states}
+    LinearLayer.__init__(layer, number_of_states=max(numbers) + 1)
+    for name, state in states.items():
+        kind, _, number = name.partition(".")
+        getattr(layer, f"{kind}_states")[int(number)] = state
+        getattr(layer, f"is_{kind}_states_initialized")[int(number)] = True
+        layer.has_previous_state[int(number)] = True
+        if kind == "conv":
+            layer.conv_kernel_size[int(number)] = state.shape[-1]
+        layer.dtype, layer.device = state.dtype, state.device
+
+
+def _with_states(block: CacheBlock, index: int, ring_slots: Mapping[Ring, Tensor]) -> Any:
+    """Return a step's layer that keeps states, and keys and values if the block has some for it."""
+    states = {name: x for (layer, name), x in block.states.items() if layer == index}
+    if index not in block.keys:
+        layer = LinearLayer()
+    else:
+        layer = _StepStateLayer(block, index, block.windows[index] is not None, ring_slots)
+    _set_states(layer, states)
+    return layer
+
+
+if LinearLayer is not None:
+
+    class _StepStateLayer(StepLayer, LinearLayer):  # type: ignore[misc]
+        """A step's layer with keys, values and states."""
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing: the block allocates."""
+
+
 def prefill_cache(block: CacheBlock) -> Cache:
     """Return a cache that takes a prompt's keys and values into a block."""
     block.written.clear()
@@ -122,6 +178,12 @@ def step_cache(block: CacheBlock, ring_slots: Mapping[Ring, Tensor]) -> Cache:
 
     `ring_slots` holds `Ring.slot` of this step.
     """
+    with_states = {layer for layer, _ in block.states}
     return Cache(
-        layers=[StepLayer(block, n, w is not None, ring_slots) for n, w in enumerate(block.windows)]
+        layers=[
+            _with_states(block, n, ring_slots)
+            if n in with_states
+            else StepLayer(block, n, w is not None, ring_slots)
+            for n, w in enumerate(block.windows)
+        ]
     )

@@ -48,15 +48,20 @@ class CachePool:
             return [(b.batch, b.capacity) for b in (*self._leased, *self._idle)]
 
     def lease(
-        self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device
+        self,
+        batch: int,
+        capacity: int,
+        windows: tuple[int | None, ...],
+        device: torch.device,
+        axes: int = 0,
     ) -> CacheBlock:
         """Return a block that no other call uses until `give_back`.
 
         Its memory appears as the prefill fills it.
         """
-        block = self._take_idle(batch, capacity, windows, device)
+        block = self._take_idle(batch, capacity, windows, device, axes)
         if block is None:
-            block = CacheBlock(batch, capacity, windows, device)
+            block = CacheBlock(batch, capacity, windows, device, axes)
             with self._lock:
                 self._leased.add(block)
         block.make_room = self.drop_idle
@@ -65,12 +70,18 @@ class CachePool:
         return block
 
     def _take_idle(
-        self, batch: int, capacity: int, windows: tuple[int | None, ...], device: torch.device
+        self,
+        batch: int,
+        capacity: int,
+        windows: tuple[int | None, ...],
+        device: torch.device,
+        axes: int,
     ) -> CacheBlock | None:
-        wanted = batch, capacity, rings_of(windows, capacity), device
+        wanted = batch, capacity, rings_of(windows, capacity), device, axes
         with self._lock:
             for block in reversed(self._idle):
-                if (block.batch, block.capacity, block.rings, block.device) == wanted:
+                has = block.batch, block.capacity, block.rings, block.device, block.axes
+                if has == wanted:
                     self._idle.remove(block)
                     block.windows = windows
                     self._leased.add(block)

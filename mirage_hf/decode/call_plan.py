@@ -20,8 +20,10 @@ from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.routing import (
     COVERED_MODES,
     MODEL_INPUTS,
+    has_own_steps,
     rejected_length,
     rejected_masks,
+    rejected_model,
     rejected_options,
 )
 from mirage_hf.decode.selection import Selection
@@ -68,6 +70,10 @@ class CallPlan:
         masks: Masks of the model.
         logits_to_keep: Whether the model's forward takes `logits_to_keep`.
         fingerprint: The model's fingerprint.
+        stock_prefill: Whether stock's own prefill must fill stock's own cache: the prompt is more
+            than tokens, or layers keep states, or the model has own methods for steps.
+        only_traced: Whether only a traced step may run, because nothing else was compared with
+            stock's steps of this model.
         expected: Whether the fingerprint is only the last call's. Then the model's own is taken
             while the GPU works on the prompt.
     """
@@ -85,11 +91,13 @@ class CallPlan:
     logits_to_keep: bool
     fingerprint: ModelFingerprint
     expected: bool
+    stock_prefill: bool = False
+    only_traced: bool = False
 
     @property
     def prompt_is_whole(self) -> bool:
         """Whether the prompt is a whole text, and only its last logits are wanted."""
-        return self.prompt.counts_from_zero and self.logits_to_keep
+        return self.prompt.counts_from_zero and self.logits_to_keep and not self.stock_prefill
 
 
 def plan_call(
@@ -98,6 +106,7 @@ def plan_call(
     cache_is_users: bool,
     max_cache_len: int | None,
     expected: ModelFingerprint | None = None,
+    axes: int | None = None,
 ) -> CallPlan:
     """Decide whether a call is covered, and how.
 
@@ -106,15 +115,19 @@ def plan_call(
         cache_is_users: Whether the user passed the cache.
         max_cache_len: The most cache slots that a call may use.
         expected: The fingerprint that the model probably has. It is known without a walk.
+        axes: If the model's step was traced, the axes of its positions.
 
     Raises:
         NotCoveredError: Stock must serve the call.
     """
-    _check_options(inputs)
+    is_traced = axes is not None
+    _check_options(inputs, is_traced=is_traced)
     model, kwargs, config = inputs.model, inputs.kwargs, inputs.config
     text_config = model.config.get_text_config(decoder=True)
     masks = covered(MaskPlan.of(text_config))
     cache = kwargs.get("past_key_values")
+    if masks.states and not is_traced:
+        raise NotCoveredError(f"layer type {masks.states[0]}")
     if cache is None or not kwargs.get("use_cache"):
         raise NotCoveredError("no cache")
     windows = covered(windows_of(cache, text_config.num_hidden_layers))
@@ -122,9 +135,14 @@ def plan_call(
     covered(rejected_masks(model, masks, windows))
     _check_rows(cache, len(inputs.input_ids))
     mask_length = getattr(config, "_mask_length", inputs.input_ids.shape[1])
-    prompt = PromptPlan.of(inputs.input_ids, int(cache.get_seq_length()), mask_length, kwargs)
+    past = int(cache.get_seq_length())
+    prompt = PromptPlan.of(inputs.input_ids, past, mask_length, kwargs, counts_itself=is_traced)
+    if (0 if prompt.offsets is None else len(prompt.offsets)) != (axes or 0):
+        raise NotCoveredError(f"position_ids of {kwargs['position_ids'].ndim} dimensions")
     budget = _budget(inputs)
     most_slots = prompt.length + budget - 1
+    if masks.chunk is not None and most_slots > masks.chunk:
+        raise NotCoveredError(f"a text that is longer than a chunk of attention ({masks.chunk})")
     if max_cache_len is not None and most_slots > max_cache_len:
         raise NotCoveredError(f"more cache slots needed than max_cache_len={max_cache_len}")
     covered(rejected_length(model, prompt.length + budget))
@@ -133,6 +151,8 @@ def plan_call(
         raise NotCoveredError("stop tokens without a pad token")
     fingerprint = expected or take_fingerprint(model)
     covered(fingerprint.obstacle)
+    why_traced = rejected_model(model) or fingerprint.misplaced if is_traced else None
+    covered(None if is_traced else fingerprint.misplaced)
     vocab = getattr(text_config, "vocab_size", None)
     selection = Selection.of(inputs.processors, inputs.criteria, config, vocab)
     return CallPlan(
@@ -149,10 +169,19 @@ def plan_call(
         logits_to_keep="logits_to_keep" in kwargs,
         fingerprint=fingerprint,
         expected=expected is not None,
+        stock_prefill=is_traced
+        and (bool(masks.states) or bool(_prompt_inputs(kwargs)) or has_own_steps(model)),
+        only_traced=is_traced
+        and (bool(why_traced) or bool(masks.states) or bool(_prompt_inputs(kwargs)) or bool(axes)),
     )
 
 
-def _check_options(inputs: CallInputs) -> None:
+def _prompt_inputs(kwargs: dict[str, Any]) -> list[str]:
+    """Return the model's kwargs beside those of any text, such as the pixels of images."""
+    return [name for name, x in kwargs.items() if name not in MODEL_INPUTS and x is not None]
+
+
+def _check_options(inputs: CallInputs, *, is_traced: bool) -> None:
     """Check what does not depend on the prompt.
 
     Raises:
@@ -162,9 +191,9 @@ def _check_options(inputs: CallInputs) -> None:
     if config.get_generation_mode() not in COVERED_MODES:
         raise NotCoveredError(f"generation mode {config.get_generation_mode().value}")
     covered(rejected_options(lambda name: getattr(config, name, None)))
-    for name, value in kwargs.items():
-        if name not in MODEL_INPUTS and value is not None:
-            raise NotCoveredError(f"model kwarg {name}")
+    # a traced model's own methods say what its steps take besides, see `unusual_step_inputs`
+    if not is_traced and (names := _prompt_inputs(kwargs)):
+        raise NotCoveredError(f"model kwarg {names[0]}")
     if kwargs.get("logits_to_keep", 0) is None:  # a forward that slices by it raises
         raise NotCoveredError("logits_to_keep=None")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
@@ -179,8 +208,9 @@ def _check_options(inputs: CallInputs) -> None:
 def _check_rows(cache: Any, batch: int) -> None:
     """Check the rows of a cache, also of one that was cropped to no tokens."""
     for layer in cache.layers:
-        if layer.is_initialized and layer.keys.dim() > 1 and len(layer.keys) != batch:
-            raise NotCoveredError(f"a cache of {len(layer.keys)} rows for {batch}")
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.dim() > 1 and len(keys) != batch:
+            raise NotCoveredError(f"a cache of {len(keys)} rows for {batch}")
 
 
 def _budget(inputs: CallInputs) -> int:

@@ -19,6 +19,8 @@ class Control:
     Attributes:
         ids: (batch, 1): the token chosen last, which is not in the cache yet.
         position: (batch, 1): its RoPE position, smaller than its slot if the row has left padding.
+        offsets: (axes, batch, 1): what each axis adds to `position`, for models whose positions
+            have axes. Other models take `position` itself.
         length: (1,): valid slots of the cache, and so the slot of the next key.
         lowest: (batch, 1): the first slot that a row may see: its left padding.
         budget: (1,): tokens that may still be chosen.
@@ -31,6 +33,7 @@ class Control:
 
     ids: Tensor
     position: Tensor
+    offsets: Tensor
     length: Tensor
     lowest: Tensor
     budget: Tensor
@@ -41,7 +44,7 @@ class Control:
     slots: Tensor
 
     @classmethod
-    def allocate(cls, batch: int, capacity: int, device: torch.device) -> Control:
+    def allocate(cls, batch: int, capacity: int, device: torch.device, axes: int = 0) -> Control:
         """Return a state with no row alive, for caches of `capacity` slots."""
 
         def integers(*shape: int) -> Tensor:
@@ -50,6 +53,7 @@ class Control:
         return cls(
             ids=integers(batch, 1),
             position=integers(batch, 1),
+            offsets=integers(axes, batch, 1),
             length=integers(1),
             lowest=integers(batch, 1),
             budget=integers(1),
@@ -60,11 +64,16 @@ class Control:
             slots=torch.arange(capacity, device=device)[None],
         )
 
+    def positions(self) -> Tensor:
+        """Return the position_ids that a model's forward takes: (batch, 1) or (axes, batch, 1)."""
+        return self.position + self.offsets if len(self.offsets) else self.position
+
     def start(
         self,
         *,
         length: int,
         position: Tensor,
+        offsets: Tensor | None = None,
         lowest: Tensor | None,
         budget: int,
         eos: Tensor | None,
@@ -75,6 +84,7 @@ class Control:
         Args:
             length: Slots of the prompt, the last token's included.
             position: (batch or 1, 1): positions of the last tokens.
+            offsets: (axes, batch or 1, 1): what each axis adds to them, None without axes.
             lowest: (batch, 1): left padding, None if no row has any.
             budget: Tokens that may be chosen.
             eos: Stop tokens, at most MAX_EOS.
@@ -82,6 +92,8 @@ class Control:
         """
         self.length.fill_(length - 1)
         self.position.copy_(position.expand_as(self.position))
+        if offsets is not None:
+            self.offsets.copy_(offsets.expand_as(self.offsets))
         self.lowest.zero_() if lowest is None else self.lowest.copy_(lowest)
         self.budget.fill_(budget)
         self.alive.fill_(True)

@@ -17,6 +17,7 @@ The other files of this folder are helpers of these functions:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -37,6 +38,7 @@ from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.sampler import sampler_of
 from mirage_hf.decode.selection import Selection
 from mirage_hf.decode.session import CallRecord, OutdatedPlanError, Session
+from mirage_hf.decode.step_inputs import unusual_step_inputs
 from mirage_hf.decode.token_reader import TokenReader
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 from mirage_hf.errors import DistributionError, SamplingError
@@ -77,12 +79,17 @@ def generate(
     Raises:
         NotCoveredError: Stock must serve the call. The caller has seen nothing of it yet.
     """
-    plan = plan_call(
-        inputs,
-        cache_is_users=cache_is_users,
-        max_cache_len=runner.max_cache_len,
-        expected=runner.expected_fingerprint(inputs.model),
+    plan_with = partial(
+        plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
     )
+    traced = runner.traced
+    plan = plan_with(
+        expected=runner.expected_fingerprint(inputs.model),
+        axes=None if traced is None else traced.axes,
+    )
+    if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
+        covered(why if plan.only_traced else None)
+        plan = plan_with()
     runner.forget_replaced_kernels(inputs.model, plan)
     random_state = torch.get_rng_state()
     attempts_left = MEMORY_ATTEMPTS
@@ -120,7 +127,8 @@ def attempt(
     session = None
     try:
         batch, device = inputs.input_ids.shape[0], inputs.input_ids.device
-        block = runner.pool.lease(batch, bucket(plan.slots), plan.windows, device)
+        axes = 0 if plan.prompt.offsets is None else len(plan.prompt.offsets)
+        block = runner.pool.lease(batch, bucket(plan.slots), plan.windows, device, axes)
         session = Session(runner, inputs, plan, block)
         prefill(session)
         sequences = decode(session, streamer)
@@ -161,6 +169,7 @@ def prefill(session: Session) -> None:
     block.control.start(
         length=session.slot,
         position=plan.prompt.position,
+        offsets=plan.prompt.offsets,
         lowest=plan.prompt.lowest,
         budget=plan.budget,
         eos=plan.eos,
@@ -198,13 +207,19 @@ def _prefill_by_forward(session: Session) -> None:
     if plan.prompt.past:
         reserve(block, plan.cache)
         session.is_seen = True
-    cache = plan.cache if plan.prompt.past else prefill_cache(block)
+    is_stocks = bool(plan.prompt.past) or plan.stock_prefill
+    session.is_seen |= plan.stock_prefill and plan.cache_is_users
+    cache = plan.cache if is_stocks else prefill_cache(block)
     kwargs = {**inputs.kwargs, "past_key_values": cache}
     try:
         outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
     except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
         raise NotCoveredError("a forward that runs a layer twice") from None
-    length = read_cache(block, cache) if plan.prompt.past else cache.get_seq_length()
+    if plan.stock_prefill:
+        covered(unusual_step_inputs(inputs, plan.prompt, outputs, kwargs))
+    length = plan.prompt.length
+    if is_stocks:
+        read_cache(block, cache, length)
     session.slot = session.cached = length
     # padded rows fill all of a ring
     block.clear_from(length, rings_full=plan.prompt.lowest is not None)

@@ -189,7 +189,8 @@ class Generate:
         option = effective_options(arguments, given, model.generation_config)
         rejected = (
             rejected_model(model, is_traced=self.runner.traced is not None)
-            or rejected_arguments(arguments) or rejected_options(option)
+            or rejected_arguments(arguments)
+            or rejected_options(option)
         )
         if rejected is not None:
             return rejected

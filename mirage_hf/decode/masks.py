@@ -12,6 +12,19 @@ from torch import Tensor
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.rings import Ring
 
+#: By the type of a layer, in configs of transformers: the kind of its attention, None if it has
+#: none, and whether it keeps a state besides keys and values.
+_LAYER_TYPES = {
+    "full_attention": ("full_attention", False),
+    "sliding_attention": ("sliding_attention", False),
+    "chunked_attention": ("chunked_attention", False),
+    "linear_attention": (None, True),
+    "conv": (None, True),
+    "mlp": (None, False),
+    "hybrid": ("full_attention", True),
+    "hybrid_sliding": ("sliding_attention", True),
+}
+
 
 @dataclass(frozen=True)
 class MaskPlan:
@@ -28,12 +41,18 @@ class MaskPlan:
         windows: Names of the kinds of layers and their windows, None if a query sees all keys
             before it.
         by_layer_type: Whether the forward takes a mask for each kind, by name.
-        layers: The kind of each layer, if there are kinds.
+        layers: The kind of each layer's attention, if there are kinds, "" if it has none.
+        states: The types of layers that keep a state besides keys and values, as models name their
+            masks. Steps need no mask for it.
+        chunk: Tokens of a chunk of attention, None without chunks. Texts within the first chunk are
+            covered, where it is full attention.
     """
 
     windows: tuple[tuple[str, int | None], ...]
     by_layer_type: bool
     layers: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    chunk: int | None = None
 
     @classmethod
     def of(cls, config: Any) -> MaskPlan | str:
@@ -45,15 +64,17 @@ class MaskPlan:
         layer_types = getattr(config, "layer_types", None)
         window = getattr(config, "sliding_window", None)
         if layer_types is not None:
-            known = {"full_attention": None, "sliding_attention": window}
-            unknown = sorted(set(layer_types) - set(known))
+            unknown = sorted(set(layer_types) - set(_LAYER_TYPES))
             if unknown:
                 return f"layer type {unknown[0]}"
-            windows = tuple((kind, known[kind]) for kind in sorted(set(layer_types)))
-            return cls(windows, by_layer_type=True, layers=tuple(layer_types))
-        if window is None and getattr(config, "attention_chunk_size", None) is not None:
-            return "chunked attention"
-        return cls((("", window),), by_layer_type=False)
+            layers = tuple(_LAYER_TYPES[kind][0] or "" for kind in layer_types)
+            chunk = config.attention_chunk_size if "chunked_attention" in layers else None
+            known = {"sliding_attention": window, "chunked_attention": chunk}
+            windows = tuple((kind, known.get(kind)) for kind in sorted(set(layers) - {""}))
+            states = _state_kinds(layer_types)
+            return cls(windows, by_layer_type=True, layers=layers, states=states, chunk=chunk)
+        chunk = None if window is not None else getattr(config, "attention_chunk_size", None)
+        return cls((("", window),), by_layer_type=False, chunk=chunk)
 
     def kind_of(self, layer: int) -> str:
         """Return the kind of a layer, a name in `windows`."""
@@ -62,7 +83,7 @@ class MaskPlan:
     def windows_within(self, tokens: int, layers: int) -> tuple[int | None, ...]:
         """Return each layer's window, or None if a text of `tokens` tokens does not exceed it."""
         by_kind = dict(self.windows)
-        windows = [by_kind[self.kind_of(n)] for n in range(layers)]
+        windows = [by_kind.get(self.kind_of(n)) for n in range(layers)]
         return tuple(w if w is not None and w < tokens else None for w in windows)
 
     def mismatch(self, cache_windows: Sequence[int | None]) -> str | None:
@@ -81,8 +102,8 @@ class MaskPlan:
 
     def build(
         self, control: Control, dtype: torch.dtype, in_rings: Mapping[str, tuple[Ring, Tensor]]
-    ) -> Tensor | dict[str, Tensor]:
-        """Return additive (batch, 1, 1, slots) masks of 0 and −inf.
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        """Return additive (batch, 1, 1, slots) masks of 0 and −inf, None without attention.
 
         Every layer would turn a boolean mask into an additive one.
 
@@ -91,7 +112,9 @@ class MaskPlan:
             dtype: Dtype of the masks.
             in_rings: Kinds whose keys lie in a ring, and the slots (batch, 1) of the new keys.
         """
-        masks: dict[str, Tensor] = {}
+        if not self.windows:
+            return None
+        masks: dict[str, Tensor | None] = dict.fromkeys(self.states)
         seen = (control.slots <= control.length) & (control.slots >= control.lowest)
         for kind, window in self.windows:
             if kind in in_rings:
@@ -104,3 +127,14 @@ class MaskPlan:
             mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             masks[kind] = mask.masked_fill_(~visible, float("-inf"))[:, None, None, :]
         return masks if self.by_layer_type else masks[""]
+
+
+def _state_kinds(layer_types: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that models give the masks of layers with a state."""
+    # the mask of a hybrid layer's state has the name of a layer that has only a state
+    kinds = (
+        k.replace("hybrid_sliding", "hybrid").replace("hybrid", "linear_attention")
+        for k in layer_types
+        if _LAYER_TYPES[k][1]
+    )
+    return tuple(sorted(set(kinds)))

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirage_hf.decode.model_obstacles import global_obstacle, model_obstacle, why_no_graph
+from mirage_hf.decode.model_obstacles import (
+    global_obstacle,
+    layers_out_of_place,
+    model_obstacle,
+    why_no_graph,
+)
 from mirage_hf.layers.rope import LengthRope, length_rope
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.plain import foreign_hook
@@ -64,6 +69,8 @@ class ModelFingerprint:
             numbers of configs, versions of buffers, and the switches that choose kernels during a
             capture.
         obstacle: Why the stock method must run, or None.
+        misplaced: Why the stock method must run if the model was not traced, or None. Its layers
+            are not numbered in their order.
         no_graph: Why the step must be called and not replayed, or None.
         rope: RoPE for which the model's own forward must be called, if there is any.
     """
@@ -73,6 +80,7 @@ class ModelFingerprint:
     obstacle: str | None
     no_graph: str | None
     rope: LengthRope | None
+    misplaced: str | None = None
 
 
 def take_fingerprint(model: nn.Module) -> ModelFingerprint:
@@ -122,7 +130,7 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
     graph_facts = (facts, device, tuple(settings), tuple(versions), *_global_switches())
     unusual = next((type(p).__name__ for p in parameters if type(p) not in _PLAIN), None)
     obstacle = model_obstacle(
-        kinds, states, training, [modules[n] for n in hooked], with_numbers, unusual, devices
+        kinds, states, training, [modules[n] for n in hooked], unusual, devices
     )
     return ModelFingerprint(
         facts,
@@ -130,6 +138,7 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
         obstacle or global_obstacle(device),
         why_no_graph(),
         length_rope(getattr(model, "config", None)),
+        layers_out_of_place(with_numbers),
     )
 
 
@@ -138,7 +147,7 @@ def is_expected_to_hold(fingerprint: ModelFingerprint, model: nn.Module) -> bool
 
     There must be no obstacle, and graphs must be allowed.
     """
-    if fingerprint.obstacle or fingerprint.no_graph or fingerprint.rope:
+    if fingerprint.obstacle or fingerprint.misplaced or fingerprint.no_graph or fingerprint.rope:
         return False
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     rope = length_rope(getattr(model, "config", None))

@@ -29,7 +29,6 @@ def model_obstacle(
     states: Sequence[dict[str, Any]],
     training: Sequence[bool],
     hooked: Sequence[nn.Module],
-    with_numbers: Sequence[tuple[type, dict[str, Any]]],
     unusual_parameter: str | None,
     devices: set[torch.device],
 ) -> str | None:
@@ -40,7 +39,6 @@ def model_obstacle(
         states: Attribute dictionaries of the modules.
         training: Whether each module is in training mode.
         hooked: Modules with forward hooks.
-        with_numbers: Class and attributes of the modules whose numbers matter.
         unusual_parameter: Class of a parameter that is neither a Parameter nor a Tensor, if any.
         devices: Devices of the parameters.
     """
@@ -48,7 +46,6 @@ def model_obstacle(
         _in_training(kinds, training)
         or _hooked(hooked)
         or _wrapped(states)
-        or _layers_out_of_place(with_numbers)
         or (f"weights of type {unusual_parameter}" if unusual_parameter else None)
         or _on_devices(devices)
     )
@@ -108,7 +105,7 @@ def _wrapped(states: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _layers_out_of_place(modules: Sequence[tuple[type, dict[str, Any]]]) -> str | None:
+def layers_out_of_place(modules: Sequence[tuple[type, dict[str, Any]]]) -> str | None:
     """Return why layers are not numbered 0, 1, 2, … in their order, or None.
 
     If one number is used twice, every step adds two keys to one layer of stock's cache. A block has

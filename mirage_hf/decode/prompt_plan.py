@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ class PromptPlan:
         length: Tokens of the text: those in the cache and the new ones.
         lowest: (batch, 1): left padding, None if no row has any.
         position: (batch or 1, 1): positions of the last tokens.
+        offsets: (axes, batch or 1, 1): what each axis of the positions adds to them, None if
+            positions have no axes.
         has_unusual_positions: Whether some row's position is beyond its slot or below 0. Only
             positions that a user gives can be so.
         counts_from_zero: Whether every row's own tokens, after left padding, count from position 0
@@ -32,10 +34,17 @@ class PromptPlan:
     position: Tensor
     has_unusual_positions: bool
     counts_from_zero: bool
+    offsets: Tensor | None = None
 
     @classmethod
     def of(
-        cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]
+        cls,
+        input_ids: Tensor,
+        past: int,
+        mask_length: int,
+        kwargs: dict[str, Any],
+        *,
+        counts_itself: bool = False,
     ) -> PromptPlan:
         """Read the arguments that stock's decoding method would get.
 
@@ -44,11 +53,17 @@ class PromptPlan:
             past: Tokens in the cache.
             mask_length: Tokens of the text as generate counts them if no mask is given.
             kwargs: The model's kwargs.
+            counts_itself: Whether a model that is given no positions may count the tokens of its
+                cache.
 
         Raises:
             NotCoveredError: The pool cannot serve this prompt.
         """
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if positions is None and counts_itself:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + past
+        if positions is not None and positions.ndim == 3:
+            return cls._of_axes(input_ids, past, mask_length, kwargs)
         _check_sizes(input_ids, mask, positions)
         assert positions is not None
         text_length = mask.shape[1] if mask is not None else mask_length
@@ -66,6 +81,25 @@ class PromptPlan:
         first, last = torch.stack(torch.aminmax(positions[:, -1])).tolist()
         is_unusual = last >= length or first < 0
         return cls(past, length, lowest, positions[:, -1:], is_unusual, counts_from_zero)
+
+    @classmethod
+    def _of_axes(
+        cls, input_ids: Tensor, past: int, mask_length: int, kwargs: dict[str, Any]
+    ) -> PromptPlan:
+        """Read positions with axes, as models of images have them.
+
+        Every axis moves on by one with each new token (`_update_model_kwargs_for_generation`).
+        """
+        mask, positions = kwargs.get("attention_mask"), kwargs["position_ids"]
+        if past:
+            raise NotCoveredError("positions with several axes, over a cache of the user's")
+        if mask is not None:
+            counted = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        else:
+            counted = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        plan = cls.of(input_ids, past, mask_length, {**kwargs, "position_ids": counted})
+        offsets = positions[..., -1:] - plan.position
+        return replace(plan, offsets=offsets, counts_from_zero=False)
 
 
 def _check_sizes(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:

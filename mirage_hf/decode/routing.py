@@ -35,6 +35,13 @@ OVERRIDABLE = (
     "_update_model_kwargs_for_generation",
     "create_masks_for_generate",
 )
+#: Those that decide what a step takes. A traced model's are called, and what they give is compared
+#: with what its steps take (step_inputs.py).
+STEP_METHODS = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "create_masks_for_generate",
+)
 #: Methods of transformers that do as GenerationMixin's up to a number of tokens. The config has the
 #: number by this name. For longer texts Phi3's method drops the cache.
 LIMITED = {
@@ -170,11 +177,11 @@ def rejected_model(model: Any, *, is_traced: bool = False) -> str | None:
     if config.is_encoder_decoder:
         return "encoder-decoder model"
     own_method = _own_method(model)
-    if own_method is not None:
+    if own_method is not None and not (is_traced and own_method in STEP_METHODS):
         return f"the model has its own {own_method}"
     if not is_traced and not getattr(model, "_can_compile_fullgraph", False):
         return f"{name} does not declare support for static caches"
-    if getattr(model, "_is_stateful", False):
+    if not is_traced and getattr(model, "_is_stateful", False):
         return f"{name} keeps state outside the cache"
     text_config = config.get_text_config()
     for kind in type(text_config).__mro__:
@@ -240,6 +247,14 @@ def _own_method(model: Any) -> str | None:
     return next((name for name in OVERRIDABLE[1:] if name in model.__dict__), None)
 
 
+def has_own_steps(model: Any) -> bool:
+    """Return whether a model decides itself what its steps take, or declares no static caches."""
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return True
+    names = {name for name, _ in _overrides(type(model))} | model.__dict__.keys()
+    return not names.isdisjoint(STEP_METHODS)
+
+
 def _full_name(method: Any) -> str:
     return f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
 
@@ -261,7 +276,7 @@ def rejected_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | No
     window_by_mask = (
         not masks.by_layer_type and masks.windows[0][1] is not None and None in cache_windows
     )
-    if not (masks.by_layer_type or window_by_mask):
+    if not (masks.by_layer_type or window_by_mask) or not masks.windows:
         return None
     names: set[str] = set()
     for module in (model, model.base_model, model.get_decoder()):

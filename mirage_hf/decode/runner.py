@@ -16,6 +16,7 @@ from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.counters import AttemptCounters
 from mirage_hf.decode.graphs import why_no_capture
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, is_expected_to_hold
+from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.prefill import PrefillGraph, PrefillRequest, Prefills
 from mirage_hf.decode.prompts import PromptShape
 from mirage_hf.decode.step import CapturedForward, Step
@@ -137,6 +138,17 @@ class DecodeRunner:
         # not the attribute: another thread, which expects another model, may have set it
         return key
 
+    def why_not_traced(self, plan: CallPlan, batch: int) -> str:
+        """Return why a call with `batch` rows cannot run the traced steps of the model, or ""."""
+        traced = self.traced
+        if traced is None:
+            return "its steps were not traced"
+        if not any(rows == batch for rows, _ in traced.plans):
+            return f"no kernels for a batch of {batch}; optimize(batch_sizes=…) makes them"
+        if plan.fingerprint.rope is not None:
+            return plan.fingerprint.rope.reason
+        return CHANGED if plan.fingerprint.graph_facts != self.traced_for else ""
+
     def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
         """Return the model's kernels if they serve a call."""
         why_not = why_no_step_program(self.model_kernels, plan, block, self.made_for)
@@ -234,20 +246,24 @@ class DecodeRunner:
             is_counted: Whether the call is in `counts` already.
         """
         model_kernels, traced = self.model_kernels, self.traced
-        if traced is None:
-            why_forward = self.no_kernels or why_no_step_program(
-                model_kernels, plan, block, self.made_for
+        by_kernels = "all by kernels"
+        why_forward = self.no_kernels or why_no_step_program(
+            model_kernels, plan, block, self.made_for
+        )
+        if why_forward and traced is not None:
+            by_kernels = TRACED
+            why_forward = self.why_not_traced(plan, block.batch) or why_no_traced_step(
+                traced, block
             )
-        else:
-            why_forward = why_no_traced_step(traced, plan, block, self.traced_for)
+        if why_forward and plan.only_traced:
+            raise NotCoveredError(why_forward)
         why_called = self._why_called(plan, block, key, chooser, runs_forward=bool(why_forward))
         if not is_counted:
             self.count("captured" if why_called is None else f"called: {why_called}")
             if model_kernels is not None or traced is not None or self.no_kernels:
-                by_kernels = "all by kernels" if traced is None else TRACED
                 self.count(f"step: {why_forward or by_kernels}")
         graphs = why_called is None
-        if traced is not None and not why_forward:
+        if traced is not None and not why_forward and by_kernels == TRACED:
             step_plan = traced.plan_for(block)
             assert step_plan is not None
             return TracedStep(step_plan, block, graphs=graphs, graph_key=key)

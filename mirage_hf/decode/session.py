@@ -164,6 +164,9 @@ class Session:
         # keys that the cache would still hold.
         if selection.clocks and self.returns_cache and any(rings):
             return 0
+        # Steps that ran ahead have moved states on, which the caller will hold.
+        if self.returns_cache and self.block.states:
+            return 0
         # This RoPE remembers the longest text. A step that finds no row alive makes it longer.
         if self.plan.fingerprint.rope is not None and not self.step.by_kernels:
             return 0
@@ -210,7 +213,7 @@ class Session:
         """
         old, before = self.block, self._chooser
         capacity = bucket(min(2 * old.capacity, self.plan.most_slots))
-        self.block = self.runner.pool.lease(old.batch, capacity, old.windows, old.device)
+        self.block = self.runner.pool.lease(old.batch, capacity, old.windows, old.device, old.axes)
         self._outgrown.append(old)
         self.block.continue_from(old, old.capacity)
         if isinstance(self.plan.selection, Selection):
@@ -236,6 +239,8 @@ class Session:
         if not (self.plan.cache_is_users and self.is_prefilled):
             return
         is_ahead = self.slot > self.cached
+        if is_ahead and self.block.states:
+            return
         if is_ahead and any(ring and self.slot > ring.length for ring in self.block.rings):
             return
         with contextlib.suppress(Exception):  # the caller must see the first error

@@ -119,10 +119,10 @@ class CapturedForward(Step):
         in_rings = {kind: (ring, self.ring_slots[ring]) for kind, ring in rings.items()}
         outputs = self.model(
             input_ids=control.ids,
-            position_ids=control.position,
+            position_ids=control.positions(),
             past_key_values=self.cache,
             use_cache=True,
-            attention_mask=masks.build(control, block.keys[0].dtype, in_rings),
+            attention_mask=masks.build(control, block.logits.dtype, in_rings),
             return_dict=True,
             **self.kwargs,
         )

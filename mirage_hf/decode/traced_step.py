@@ -1,7 +1,7 @@
 """The traced step: a model's own forward, recorded once, with kernels in place of its products.
 
-It is recorded as `CapturedForward` runs it, over a block of fake tensors. So masks, positions, rings
-and the cache are the same. What no kernel runs, runs as the torch op that was recorded.
+It is recorded as `CapturedForward` runs it, over a block of fake tensors. So masks, positions,
+rings and the cache are the same. What no kernel runs, runs as the torch op that was recorded.
 """
 
 from __future__ import annotations
@@ -10,23 +10,30 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
 
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.cache_layers import prefill_cache
-from mirage_hf.decode.call_plan import CallPlan
+from mirage_hf.decode.cache_exchange import read_cache
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
 from mirage_hf.decode.step import CapturedForward, Step
-from mirage_hf.decode.step_program import CHANGED
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.record import Recording, TraceError, generalized, record, shape_at
+from mirage_hf.trace.record import (
+    Recording,
+    TraceError,
+    generalized,
+    host_reads_named,
+    record,
+    shape_at,
+)
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
 _PROMPT = 4
@@ -47,11 +54,13 @@ class TracedSteps:
         plans: By the number of rows and the layers' rings.
         kernels: How many different kernels there are.
         bytes_read: Bytes of weights that searched kernels read in a step, and of all weights.
+        axes: The axes of the model's positions, 0 if positions have none.
     """
 
     plans: dict[tuple[int, Rings], StepPlan]
     kernels: int
     bytes_read: tuple[int, int]
+    axes: int = 0
 
     @property
     def weights(self) -> Iterator[Tensor]:
@@ -85,29 +94,11 @@ class TracedStep(Step):
             self._run()
 
 
-def why_no_traced_step(
-    traced: TracedSteps, plan: CallPlan, block: CacheBlock, traced_for: object
-) -> str:
-    """Return why a call's steps must run the model's own forward, or "" if the trace serves them.
-
-    Args:
-        traced: The model's traced steps.
-        plan: Plan of the call.
-        block: Memory of the call.
-        traced_for: `ModelFingerprint.graph_facts` of the model that was traced.
-    """
-    fingerprint = plan.fingerprint
-    if not any(rows == block.batch for rows, _ in traced.plans):
-        return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
+def why_no_traced_step(traced: TracedSteps, block: CacheBlock) -> str:
+    """Return why steps over a block must run the model's own forward, or "" if a trace serves."""
     step_plan = traced.plan_for(block)
     if step_plan is None:
         return "sliding windows of several lengths, of which the cache holds only some in rings"
-    if fingerprint.rope is not None:
-        return fingerprint.rope.reason
-    if fingerprint.graph_facts != traced_for:
-        return CHANGED
-    if fingerprint.no_graph is not None:
-        return fingerprint.no_graph
     wanted, inputs = step_plan.recording.inputs, step_inputs(block)
     if inputs.keys() != wanted.keys():
         return "layers without keys of their own"
@@ -123,25 +114,39 @@ def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
     inputs = {name: x for name, x in vars(control).items() if isinstance(x, Tensor)}
     for layer, keys in block.keys.items():
         inputs |= {f"keys.{layer}": keys, f"values.{layer}": block.values[layer]}
+    inputs |= {f"{name}.{layer}": x for (layer, name), x in block.states.items()}
     for number, (_, slab) in enumerate(block.ring_slabs):
         inputs[f"ring.{number}"] = slab
     return inputs | {"logits": block.logits}
 
 
-def rings_variants(windows: Sequence[int | None]) -> list[tuple[Rings, tuple[int, int]]]:
-    """Return the ways in which a model's layers lie in rings, and two capacities of each."""
+def rings_variants(
+    windows: Sequence[int | None],
+) -> list[tuple[Rings, tuple[int | None, ...], tuple[int, int]]]:
+    """Return the ways in which a model's layers lie in rings.
+
+    Each comes with the windows that give these rings, and with two capacities that do.
+    """
+    none = (None,) * len(windows)
+    variants: list[tuple[Rings, tuple[int | None, ...], tuple[int, int]]] = [
+        (none, none, (2 * GRAIN, 3 * GRAIN))
+    ]
     lengths = [w for w in windows if w is not None]
-    sizes = [2 * GRAIN, 3 * GRAIN]
     if lengths:
-        sizes += [bucket(max(lengths) + 2 * GRAIN), bucket(max(lengths) + 8 * GRAIN)]
-    found: dict[Rings, list[int]] = {}
-    for size in sizes:
-        found.setdefault(tuple(rings_of(tuple(windows), size)), []).append(size)
-    return [(rings, (s[0], s[1])) for rings, s in found.items() if len(s) > 1]
+        sizes = bucket(max(lengths) + 2 * GRAIN), bucket(max(lengths) + 8 * GRAIN)
+        rings, others = (tuple(rings_of(tuple(windows), size)) for size in sizes)
+        if rings == others:
+            variants.append((rings, tuple(windows), sizes))
+    return variants
 
 
 def record_step(
-    model: Any, masks: MaskPlan, batch: int, windows: Sequence[int | None], sizes: tuple[int, int]
+    model: Any,
+    masks: MaskPlan,
+    batch: int,
+    windows: Sequence[int | None],
+    sizes: tuple[int, int],
+    axes: int = 0,
 ) -> Recording:
     """Record a model's step for caches of any number of slots.
 
@@ -151,31 +156,28 @@ def record_step(
         batch: The number of rows.
         windows: For each layer the window that its cache slides over.
         sizes: Two capacities at which its layers lie in the same rings.
+        axes: The axes of its positions.
 
     Raises:
         TraceError: The step cannot be recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
-        first, second = (_record(model, masks, batch, tuple(windows), s, mode) for s in sizes)
+        first, second = (
+            _record(
+                model, masks, partial(_fake_block, model, batch, tuple(windows), size, axes), mode
+            )
+            for size in sizes
+        )
     return generalized(first, second, sizes)
 
 
 def _record(
-    model: Any,
-    masks: MaskPlan,
-    batch: int,
-    windows: tuple[int | None, ...],
-    capacity: int,
-    mode: FakeTensorMode,
+    model: Any, masks: MaskPlan, make_block: Callable[[], CacheBlock], mode: FakeTensorMode
 ) -> Recording:
-    device = model.device
     try:
-        with mode, torch.no_grad():
-            block = CacheBlock(batch, capacity, windows, device)
-            ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=device)
-            outputs = model(input_ids=ids, past_key_values=prefill_cache(block), use_cache=True)
-            block.set_logits(outputs.logits[:, -1])
+        with mode, torch.no_grad(), host_reads_named():
+            block = make_block()
         step = CapturedForward(
             model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
         )
@@ -184,6 +186,19 @@ def _record(
         raise
     except Exception as error:  # a forward may raise anything over another cache than stock's
         raise TraceError(f"its forward raised {described(error)}") from None
+
+
+def _fake_block(
+    model: Any, batch: int, windows: tuple[int | None, ...], capacity: int, axes: int
+) -> CacheBlock:
+    """Return a block that stock's cache of a short prompt was copied into, under fake tensors."""
+    block = CacheBlock(batch, capacity, windows, model.device, axes)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=model.device)
+    outputs = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    read_cache(block, cache, _PROMPT)
+    block.set_logits(outputs.logits[:, -1])
+    return block
 
 
 @contextmanager

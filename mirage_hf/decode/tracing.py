@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache, windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.routing import rejected_masks
+from mirage_hf.decode.routing import rejected_masks, rejected_model
 from mirage_hf.decode.traced_step import (
     TRACED,
     Rings,
@@ -22,12 +22,13 @@ from mirage_hf.decode.traced_step import (
     record_step,
     rings_variants,
 )
-from mirage_hf.errors import CodegenError, SearchError, VerificationError, described
+from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError, described
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.match.matches import CausalMatch
 from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.trace.groups import Group
 from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
+from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
 from mirage_hf.trace.terms import Term
@@ -69,6 +70,11 @@ def trace_steps(
     return steps, tracer.report_rows, note
 
 
+def wants_trace(model: Any, causal: CausalMatch | Rejected) -> bool:
+    """Return whether steps of a model need a trace, to run by kernels or not by stock."""
+    return isinstance(causal, Rejected) or rejected_model(model) is not None
+
+
 class _Tracer:
     """Traces one model's steps. Equal programs are resolved once."""
 
@@ -95,19 +101,21 @@ class _Tracer:
         windows = _or_raise(windows_of(DynamicCache(config=config), config.num_hidden_layers))
         _or_raise(masks.mismatch(windows))
         _or_raise(rejected_masks(model, masks, windows))
+        axes = _axes_of_positions(model)
         plans: dict[tuple[int, Rings], StepPlan] = {}
         for batch in rows:
-            for rings, sizes in rings_variants(windows):
-                plan = StepPlan(record_step(model, masks, batch, windows, sizes), batch)
+            for rings, own_windows, sizes in rings_variants(windows):
+                recording = record_step(model, masks, batch, own_windows, sizes, axes)
+                plan = StepPlan(recording, batch)
                 kernels = self._find_kernels(plan)
                 if not kernels:
                     raise TraceError("no product of its step has a kernel")
                 plan.schedule(kernels)
-                _check(model, plan, batch, windows, sizes[0])
+                _check(model, plan, batch, own_windows, sizes[0], axes)
                 plans[batch, rings] = plan
             self._report(plan, batch)
-        kernels = [k for k in self.found.values() if isinstance(k, Resolved) and k.runs_kernel]
-        return TracedSteps(plans, len(kernels), _bytes_read(plan))
+        count = sum(isinstance(k, Resolved) and k.runs_kernel for k in self.found.values())
+        return TracedSteps(plans, count, _bytes_read(plan), axes)
 
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
         """Return what runs each group that has a kernel."""
@@ -158,6 +166,7 @@ def _check(
     batch: int,
     windows: Sequence[int | None],
     capacity: int,
+    axes: int,
 ) -> None:
     """Compare steps after texts of several lengths with stock's steps.
 
@@ -171,15 +180,15 @@ def _check(
         ids = ids.to(device)
         padding = torch.arange(batch, device=device) % min(length, 3)
         try:
-            wanted, ours = _steps(model, plan, ids, padding, windows, capacity)
+            wanted, ours = _steps(model, plan, ids, padding, windows, capacity, axes)
         except Exception as error:  # stock's forward may raise anything
             raise TraceError(f"the check of a step raised {described(error)}") from None
         tolerance = TOLERANCE.get(wanted.dtype, 0.0)
-        error = (wanted - ours).abs().max().item()
-        if not error <= tolerance * max(wanted.abs().max().item(), 1e-6):
+        difference = (wanted - ours).abs().max().item()
+        if not difference <= tolerance * max(wanted.abs().max().item(), 1e-6):
             raise TraceError(
-                f"the traced step of {batch} rows after {length} tokens is {error:.1e} from stock's "
-                f"logits, whose largest is {wanted.abs().max().item():.1e}"
+                f"the traced step of {batch} rows after {length} tokens differs from stock's by "
+                f"{difference:.1e}, with logits up to {wanted.abs().max().item():.1e}"
             )
 
 
@@ -190,6 +199,7 @@ def _steps(
     padding: Tensor,
     windows: Sequence[int | None],
     capacity: int,
+    axes: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the logits of stock's step and of ours after all but the last token."""
     batch, length = ids.shape[0], ids.shape[1] - 1
@@ -203,18 +213,21 @@ def _steps(
         kwargs = {"attention_mask": mask[:, :last]} if is_padded else {}
         return model(
             input_ids=ids[:, first:last],
-            position_ids=positions[:, first:last],
+            position_ids=with_axes(positions[:, first:last]),
             past_key_values=cache,
             use_cache=True,
             **kwargs,
         ).logits[:, -1]
 
+    def with_axes(x: Tensor) -> Tensor:
+        return x.expand(axes, *x.shape) if axes else x
+
     with torch.no_grad(), model._optimize_model_for_decode():
         logits = stock(0, length)
-        block = CacheBlock(batch, capacity, tuple(windows), ids.device)
+        block = CacheBlock(batch, capacity, tuple(windows), ids.device, axes)
         lowest = padding[:, None] if is_padded else None
         block.begin(lowest)
-        read_cache(block, cache)
+        read_cache(block, cache, length)
         block.set_logits(logits)
         block.control.start(
             length=length,
@@ -230,6 +243,16 @@ def _steps(
         wanted = stock(length, length + 1)
         TracedStep(plan, block, graphs=False, graph_key=None)._forward()
     return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
+
+
+def _axes_of_positions(model: Any) -> int:
+    """Return how many axes the positions have that stock's generate makes, 0 if none."""
+    make = getattr(model, "_prepare_position_ids_for_generation", None)
+    if make is None:
+        return 0
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    positions = make(ids, {})
+    return len(positions) if positions.ndim == 3 else 0
 
 
 # -- for the report --------------------------------------------------------------------------------

@@ -68,11 +68,6 @@ class Optimization:
         """Add the rows of traced steps, or why there are none."""
         self.traced_rows, self.traced_note = list(report_rows), note
 
-    @property
-    def may_have_step_program(self) -> bool:
-        """Whether every layer and the head were recognized."""
-        return isinstance(self.causal, CausalMatch)
-
     # -- reports and warnings
 
     def _report(self, rows: Sequence[ReportRow], notes: Sequence[str] = ()) -> Report:
@@ -141,9 +136,10 @@ class Optimization:
         Raises:
             OptimizeError: If `on_unsupported` is "error".
         """
+        reasons = "; ".join(filter(None, (_why_nothing(report), self.traced_note)))
         text = (
             f"optimize: nothing in this {type(self.model).__name__} was replaced, "
-            f"it runs as before ({_why_nothing(report)})"
+            f"it runs as before ({reasons})"
         )
         if on_unsupported == "error":
             families = ", ".join(layout.families for layout in decoder_layer.LAYOUTS)
@@ -219,7 +215,7 @@ class Optimization:
                 kernels = checked
             else:
                 outcomes = checked
-        notes: tuple[str, ...] = ()
+        notes = (self.traced_note,) if self.traced_note else ()
         if isinstance(kernels, ModelKernels):
             self.steps = kernels
             usable, why_idle = kernels.rows, "another part has no kernel for so many rows"

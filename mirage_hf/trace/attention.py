@@ -51,9 +51,16 @@ def _fake(
 
 def _traced_sdpa(stock: Any) -> Any:
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Call the op while this thread records a step, else what was registered before."""
+        mask = attention_mask
         takes = getattr(_recording, "active", False) and not args
         extra = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
         one_mask = mask is None or (mask.dim() == 4 and mask.shape[1] == 1)

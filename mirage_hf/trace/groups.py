@@ -41,9 +41,7 @@ class Group:
         """The terms that others read, in the order of the products."""
         own = set(self.terms)
         found = [t for t in self.after if t.escapes or any(u not in own for u in t.users)]
-        return found + [
-            t for t in self.products if t.escapes or any(u not in own for u in t.users)
-        ]
+        return found + [t for t in self.products if t.escapes or any(u not in own for u in t.users)]
 
 
 def is_bias(term: Term) -> bool:
@@ -118,11 +116,11 @@ class _Cutter:
         """Return the group of products of one tensor that nothing but biases follows."""
         first = alike[0]
         biases = {p: self._after([p]) for p in alike}
-        same = [
-            p for p in alike if p.dtype == first.dtype and len(biases[p]) == len(biases[first])
-        ]
+        same = [p for p in alike if p.dtype == first.dtype and len(biases[p]) == len(biases[first])]
         # a product that depends on another one cannot run beside it
-        same = [p for p in same if not any(self._needs(p, q) for q in same if q is not p)] or [first]
+        same = [p for p in same if not any(self._needs(p, q) for q in same if q is not p)] or [
+            first
+        ]
         return Group(same, after=[t for p in same for t in biases[p]])
 
     def _needs(self, term: Term, other: Term) -> bool:

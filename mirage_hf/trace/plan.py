@@ -239,7 +239,11 @@ class StepPlan:
             weight = term.weight
 
             def read_weight(tensors: dict[Any, Tensor]) -> Tensor:
-                x = weight.source.tensor if isinstance(weight.source, Held) else tensors[weight.source]
+                x = (
+                    weight.source.tensor
+                    if isinstance(weight.source, Held)
+                    else tensors[weight.source]
+                )
                 if len(weight.shape) == 2 and weight.shape[0] == 1 and x.dim() != 2:
                     x = x.reshape(1, -1)
                 if weight.columns is not None:
@@ -263,7 +267,7 @@ class StepPlan:
     ) -> Callable[[list[Tensor], dict[Any, Tensor]], None]:
         """Return what keeps a result, as a program's operand and as the tensor that torch made."""
         made = self.terms.made.get(term)
-        shape = None if made is None else fixed_shape(self.recording.meta(made))
+        shape = () if made is None else tuple(fixed_shape(self.recording.meta(made)) or ())
 
         def write(results: list[Tensor], tensors: dict[Any, Tensor]) -> None:
             y = results[output]
@@ -271,9 +275,7 @@ class StepPlan:
                 y = y[:, slice(*columns)]
             tensors[term] = y
             if made is not None:
-                tensors[made] = y.view(shape) if y.is_contiguous() else y.unflatten(
-                    0, shape[:-1]
-                )
+                tensors[made] = y.unflatten(0, shape[:-1])
 
         return write
 

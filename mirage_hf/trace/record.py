@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -118,7 +119,9 @@ class Recording:
     @property
     def held_tensors(self) -> list[Tensor]:
         """The real tensors that nodes read."""
-        found = {id(x.tensor): x.tensor for n in self.nodes for x in n.operands() if type(x) is Held}
+        found = {
+            id(x.tensor): x.tensor for n in self.nodes for x in n.operands() if type(x) is Held
+        }
         return list(found.values())
 
     def meta(self, of: Value | Input | Held) -> Meta:
@@ -143,18 +146,26 @@ def record(function: Callable[[], Any], inputs: Mapping[str, Tensor], mode: Any)
             not support.
     """
     recorder = _Recorder(inputs)
+    with host_reads_named(), torch.no_grad(), mode, recorder:
+        function()
+    return recorder.recording
+
+
+@contextmanager
+def host_reads_named() -> Iterator[None]:
+    """Say which line of a model does what fake tensors cannot do.
+
+    Raises:
+        TraceError: Values of tensors are read on the host, or an op has no fake kernel.
+    """
     try:
-        with torch.no_grad(), mode, recorder:
-            function()
+        yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = _innermost_line(error.__traceback__)
-        raise TraceError(
-            f"{where} reads values of the device on the host ({error.func})"
-        ) from None
+        raise TraceError(f"{where} reads values of the device on the host ({error.func})") from None
     except UnsupportedOperatorException as error:
         where = _innermost_line(error.__traceback__)
         raise TraceError(f"{where} runs an op without a fake kernel ({error.func})") from None
-    return recorder.recording
 
 
 class _Recorder(TorchDispatchMode):
@@ -343,9 +354,8 @@ class _Merger:
         if isinstance(a, dict):
             return {key: self.together(a[key], b[key], where) for key in a}
         if isinstance(a, Held):
-            if a.tensor is not b.tensor:
-                if not _same_constant(a.tensor, b.tensor):
-                    raise TraceError(f"{where} makes another constant at another size")
+            if a.tensor is not b.tensor and not _same_constant(a.tensor, b.tensor):
+                raise TraceError(f"{where} makes another constant at another size")
             return a
         if a == b or a != a:
             return a

@@ -109,7 +109,9 @@ class Terms:
         self.constant = _constant_views(recording)
         self._given: dict[Any, Term] = {}
         self._parts: dict[Value, tuple[Term, int, int]] = {}
-        written = set().union(*(node.written for node in recording.nodes)) if recording.nodes else ()
+        written = (
+            set().union(*(node.written for node in recording.nodes)) if recording.nodes else ()
+        )
         self._written = set(written)
         for number, node in enumerate(recording.nodes):
             self._read(number, node)
@@ -212,7 +214,7 @@ class Terms:
         if shape is None or not meta.dtype.is_floating_point:
             return
         if source in self._parts and self._row_form(shape) is not None:
-            term, start, stop = self._parts[source]
+            _, start, stop = self._parts[source]
             if shape[-1] == stop - start:
                 self._parts[Value(number)] = self._parts[source]
             return
@@ -552,10 +554,10 @@ def _as_norm(product: Term) -> Term:
 
     x · rsqrt(mean(x²) + eps) is a norm without a weight. A norm times a weight is one with it.
     """
-    x, y = product.operands
-    if not isinstance(x, Term) or not isinstance(y, Term):
+    first, second = product.operands
+    if not isinstance(first, Term) or not isinstance(second, Term):
         return product
-    for x, y in ((x, y), (y, x)):
+    for x, y in ((first, second), (second, first)):
         eps = _root_mean_square_of(y, x)
         if eps is not None:
             return Term("rms_norm", (x,), {"eps": eps}, product.dims, product.dtype)

@@ -1,0 +1,59 @@
+"""What a model's own methods would give its steps, beside what our steps take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.call_plan import CallInputs
+from mirage_hf.decode.prompt_plan import PromptPlan
+
+#: What steps take. An attention mask has ones for the new tokens.
+_KNOWN = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "cache_position",
+    }
+)
+
+
+def unusual_step_inputs(
+    inputs: CallInputs, prompt: PromptPlan, outputs: Any, kwargs: dict[str, Any]
+) -> str | None:
+    """Return what the first step of a call takes that ours do not, or None.
+
+    Args:
+        inputs: What stock's decoding method would get.
+        prompt: Where its tokens lie.
+        outputs: What the model gave for the prompt.
+        kwargs: The kwargs that its prefill got.
+    """
+    model, ids = inputs.model, inputs.input_ids
+    token = ids[:, -1:]
+    kwargs = model._update_model_kwargs_for_generation(outputs, dict(kwargs))
+    given = model.prepare_inputs_for_generation(
+        torch.cat([ids, token], -1), next_sequence_length=1, is_first_iteration=False, **kwargs
+    )
+    for name, value in given.items():
+        if name not in _KNOWN and value is not None and not _is_plain_option(value):
+            return f"a model whose steps take {name}"
+    taken = given.get("input_ids")
+    if not isinstance(taken, Tensor) or not torch.equal(taken, token):
+        return "a model whose steps take other input_ids than the last token"
+    wanted = prompt.position + 1 if prompt.offsets is None else prompt.position + 1 + prompt.offsets
+    positions = given.get("position_ids")
+    if positions is not None and not (positions == wanted).all():
+        return "a model whose steps take other position_ids than the next"
+    return None
+
+
+def _is_plain_option(value: Any) -> bool:
+    """Return whether a value is a switch that stays the same from step to step."""
+    return isinstance(value, bool) and not value
