@@ -1,0 +1,153 @@
+"""One small random image for the types of `survey_models` that take one.
+
+The number of image tokens is counted: the model itself says how many features an image gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.survey_configs import SPECIAL_TOKENS
+
+Inputs = dict[str, Tensor]
+
+
+def _square(model: Any) -> Inputs:
+    """One image, as wide as the config says."""
+    vision = model.config.vision_config
+    size = vision.image_size
+    size = size[0] if isinstance(size, (tuple, list)) else size
+    return {"pixel_values": torch.rand(1, 3, size, size)}
+
+
+def _sized(model: Any) -> Inputs:
+    """One image and its size."""
+    inputs = _square(model)
+    return inputs | {"image_sizes": torch.tensor([inputs["pixel_values"].shape[-2:]])}
+
+
+def _tiled(model: Any) -> Inputs:
+    """One image of a list of images."""
+    return {"pixel_values": _square(model)["pixel_values"][None]}
+
+
+def _patches(model: Any) -> Inputs:
+    """One image as a row for each patch, four by four of them."""
+    vision = model.config.vision_config
+    channels = getattr(vision, "in_channels", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    return {"pixel_values": torch.rand(16, width), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+#: How a type takes an image.
+IMAGES: Mapping[str, Callable[[Any], Inputs]] = {
+    "gemma3": _square,
+    "idefics3": _tiled,
+    "internvl": _square,
+    "llava": _square,
+    "mistral3": _sized,
+    "paligemma": _square,
+    "qwen2_5_vl": _patches,
+    "qwen2_vl": _patches,
+    "qwen3_vl": _patches,
+    "smolvlm": _tiled,
+}
+
+#: Types that are told which tokens are of an image.
+_TOLD = {
+    "gemma3": "token_type_ids",
+    "paligemma": "token_type_ids",
+    "qwen2_5_vl": "mm_token_type_ids",
+    "qwen2_vl": "mm_token_type_ids",
+    "qwen3_vl": "mm_token_type_ids",
+}
+
+
+def _batch_of(images: Callable[[Any], Tensor]) -> Callable[[Any, int], Inputs]:
+    """Return what makes pixel values with a row of random numbers for each text."""
+
+    def inputs(model: Any, batch: int) -> Inputs:
+        shape = images(model).shape[1:]
+        return {"pixel_values": torch.rand(batch, *shape)}
+
+    return inputs
+
+
+def _before_the_text(
+    count: int, *, frames: int = 0, qformer: bool = False, mask: bool = False
+) -> Any:
+    """Return what makes images whose features stand before the text.
+
+    Args:
+        count: Features of an image or frame.
+        frames: Frames of a video, 0 for an image.
+        qformer: A part of the model reads the text with the image.
+        mask: The model wants a mask of the features' places.
+    """
+
+    def inputs(model: Any, batch: int) -> Inputs:
+        token = getattr(model.config, "image_token_index", None)
+        token = token or getattr(model.config, "video_token_index", None) or 190
+        features = torch.full((batch, count * max(frames, 1)), token)
+        text = torch.randint(5, SPECIAL_TOKENS, (batch, 9))
+        ids = torch.cat([features, text], dim=1)
+        pixels = _square(model)["pixel_values"].expand(batch, -1, -1, -1)
+        if frames:
+            pixels = pixels[:, None].repeat(1, frames, 1, 1, 1)
+        made = {"pixel_values": pixels, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if qformer:
+            made |= {"qformer_input_ids": text, "qformer_attention_mask": torch.ones_like(text)}
+        if mask:
+            made["image_embeds_position_mask"] = (ids == token).long()
+        return made
+
+    return inputs
+
+
+def _patches_with_places(model: Any, batch: int) -> Inputs:
+    """Images as rows of row number, column number and pixels."""
+    pixels = torch.rand(batch, 4, model.config.vision_config.patch_embed_hidden_size)
+    places = torch.tensor([[1, 1], [1, 2], [2, 1], [2, 2]]).expand(batch, 4, 2)
+    return {"flattened_patches": torch.cat([places, pixels], dim=-1)}
+
+
+#: What types that never generate from text alone need besides.
+NEEDED: Mapping[str, Callable[[Any, int], Inputs]] = {
+    "blip": _batch_of(lambda model: _square(model)["pixel_values"]),
+    "blip-2": _before_the_text(4),
+    "idefics": lambda model, batch: {
+        "pixel_values": _square(model)["pixel_values"].expand(batch, -1, -1, -1)[:, None],
+        "image_attention_mask": torch.ones(batch, 9, 1, dtype=torch.long),
+    },
+    "instructblip": _before_the_text(4, qformer=True),
+    "instructblipvideo": _before_the_text(4, frames=4, qformer=True),
+    "kosmos-2": _before_the_text(4, mask=True),
+    "pix2struct": _patches_with_places,
+    "pp_formulanet": _batch_of(lambda model: _square(model)["pixel_values"]),
+    "udop": lambda model, batch: {"bbox": torch.zeros(batch, 9, 4)},
+    "vision-encoder-decoder": _batch_of(
+        lambda model: torch.rand(1, 3, *[model.config.encoder.image_size] * 2)
+    ),
+}
+
+
+def image_inputs(model: Any, model_type: str) -> Inputs:
+    """Return the arguments of generate for a text with an image."""
+    torch.manual_seed(4)
+    image = IMAGES[model_type](model)
+    config = model.config
+    token = getattr(config, "image_token_id", None)
+    token = config.image_token_index if token is None else token
+    with torch.no_grad():
+        features = model.get_image_features(**image).pooler_output
+    count = sum(f.reshape(-1, f.shape[-1]).shape[0] for f in features)
+    before, after = torch.randint(5, SPECIAL_TOKENS, (2, 1, 4))
+    ids = torch.cat([before, torch.full((1, count), token), after], dim=1)
+    inputs = image | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model_type in _TOLD:
+        inputs[_TOLD[model_type]] = (ids == token).long()
+    return inputs

@@ -1,0 +1,452 @@
+"""Survey what optimize() does to every architecture of the installed transformers.
+
+    python -m scripts.survey_models --out survey.jsonl
+    python -m scripts.survey_models --out even.jsonl --part 0/2
+    python -m scripts.survey_models --out some.jsonl llama qwen3_next
+    python -m scripts.survey_models --table survey.jsonl
+    python -m scripts.survey_models --grid survey.jsonl
+
+Takes every type with a causal-LM or an image-text-to-text head. Each is built from a small random
+config, in float32 on the CPU. It generates 10 tokens as stock, twice after `optimize`, and again
+after `restore`, for one text and for three texts of different lengths. Some types also get an
+image. Every text must be stock's. Each type runs in a process of its own and gives a line of JSON.
+
+`--table` counts the types by class, and `--grid` prints a table for the docs. If a file has a type
+several times, the last line counts. The classes are:
+
+- whole steps: all steps ran by kernels, or as traced steps whose products run by kernels.
+- some: something was replaced, but steps ran the model's own forward or stock's generate.
+- nothing: nothing was replaced.
+- unbuilt: there is no small config, or stock's generate fails.
+- error: optimize() or generate raised an error, or the type took too long.
+- WRONG TOKENS: a text differs from stock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+)
+
+import mirage_hf
+from mirage_hf.errors import OptimizeWarning
+from scripts.survey_configs import IMPOSSIBLE, PREPARED, SPECIAL_TOKENS, small_config
+from scripts.survey_images import IMAGES, NEEDED, image_inputs
+
+Row = dict[str, Any]
+
+#: The classes of types, in the order of the table.
+CLASSES = ("whole steps", "some", "nothing", "unbuilt", "error", "WRONG TOKENS")
+
+#: The most parameters that a small model may have.
+MOST_PARAMETERS = 300_000_000
+
+#: Modules that all types need. They are imported once, before any process of a type starts.
+PRELOADED = ["__main__", "transformers.generation", "transformers.modeling_utils"]
+
+_HEADS = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+class UnbuiltError(Exception):
+    """There is no small model of a type."""
+
+
+def model_types() -> dict[str, str]:
+    """Return every type with its head, "causal" or "image-text"."""
+    return {name: "causal" if name in CAUSAL else "image-text" for name in {**CAUSAL, **IMAGE_TEXT}}
+
+
+def build(model_type: str, head: str) -> Any:
+    """Return a small random model of a type.
+
+    Raises:
+        UnbuiltError: The type cannot be built small.
+    """
+    if model_type in IMPOSSIBLE:
+        raise UnbuiltError(IMPOSSIBLE[model_type])
+    config = small_config(model_type)
+    make = _HEADS[head].from_config
+    size = _parameters_on_meta(make, config)
+    if size > MOST_PARAMETERS:
+        raise UnbuiltError(f"{size:,} parameters, even if small")
+    torch.manual_seed(1)
+    model = make(config, dtype=torch.float32).eval()
+    PREPARED.get(model_type, lambda _: None)(model)
+    generation = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = None, 0
+    if generation.bos_token_id is None:
+        generation.bos_token_id = 1
+    return model
+
+
+def _parameters_on_meta(make: Callable[..., Any], config: Any) -> int:
+    """Return the number of parameters without their memory, or 0 if that fails."""
+    try:
+        with torch.device("meta"):
+            return _parameters(make(config, dtype=torch.float32))
+    except Exception:  # models that read numbers while they are built
+        return 0
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of generate.
+
+    Attributes:
+        name: What the table says.
+        inputs: The arguments.
+    """
+
+    name: str
+    inputs: Mapping[str, Tensor]
+
+
+def text_calls(model: Any, model_type: str) -> list[Call]:
+    """Return a call with one text, and one with three texts of different lengths."""
+    needed = NEEDED.get(model_type, lambda _model, _batch: {})
+    generator = torch.Generator().manual_seed(2)
+    calls = []
+    for batch in (1, 3):
+        ids = torch.randint(5, SPECIAL_TOKENS, (batch, 9), generator=generator)
+        padding = torch.arange(batch)[:, None] * 2
+        mask = (torch.arange(9) >= padding).long()
+        texts = {"input_ids": ids * mask, "attention_mask": mask}
+        calls.append(Call(f"batch {batch}", texts | needed(model, batch)))
+    return calls
+
+
+def calls_of(model: Any, model_type: str) -> list[Call]:
+    """Return the calls of a type."""
+    calls = text_calls(model, model_type)
+    if model_type in IMAGES:
+        calls.append(Call("image", image_inputs(model, model_type)))
+    return calls
+
+
+def generate(model: Any, call: Call) -> Tensor:
+    """Return the text that greedy generate gives for a call."""
+    text = _generated(model, call)
+    return text if isinstance(text, Tensor) else text.sequences
+
+
+def _generated(model: Any, call: Call, **kwargs: Any) -> Any:
+    torch.manual_seed(3)  # some models draw numbers in their forward
+    return model.generate(**call.inputs, max_new_tokens=10, do_sample=False, **kwargs)
+
+
+# -- one type --------------------------------------------------------------------------------------
+
+
+def survey(model_type: str, head: str) -> Row:
+    """Return the row of a type."""
+    row: Row = {"type": model_type, "head": head, "transformers": transformers.__version__}
+    try:
+        model = build(model_type, head)
+        row["params"] = _parameters(model)
+        calls, wanted, row["not_run"] = _stock_texts(model, model_type)
+    except Exception as error:  # whatever a model of another project raises
+        return row | {"unbuilt": _described(error)}
+    try:
+        return row | _compared(model, calls, wanted)
+    except Exception as error:  # an error of ours is a result
+        return row | {"error": _described(error)}
+
+
+def _stock_texts(model: Any, model_type: str) -> tuple[list[Call], list[Tensor], dict[str, str]]:
+    """Return the calls that stock can run, their texts, and why stock cannot run the others."""
+    calls, wanted, not_run = [], [], {}
+    try:
+        planned = calls_of(model, model_type)
+    except Exception as error:  # as below
+        planned, not_run["image"] = text_calls(model, model_type), _described(error)
+    for call in planned:
+        try:
+            text = generate(model, call)
+        except Exception as error:  # stock may refuse padding, or images
+            if call.name == "batch 1":
+                raise
+            not_run[call.name] = _described(error)
+            continue
+        calls.append(call)
+        wanted.append(text)
+    return calls, wanted, not_run
+
+
+def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor]) -> Row:
+    """Return what optimize() did, and whether texts are stock's with it and after restore()."""
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mirage_hf.optimize(model, batch_sizes=(1, 3))
+    row: Row = {
+        "optimize_seconds": round(time.monotonic() - start, 1),
+        "warned": [str(w.message)[:400] for w in caught if issubclass(w.category, OptimizeWarning)],
+        "optimized": hasattr(model, "mirage"),
+        "decode": {},
+        "equal": {},
+        "restored": {},
+    }
+    for call, text in zip(calls, wanted, strict=True):
+        before = _decode_counts(model)
+        texts = [generate(model, call) for _ in range(2)]
+        row["equal"][call.name] = all(torch.equal(ours, text) for ours in texts)
+        row["decode"][call.name] = dict(_decode_counts(model) - before)
+        if not row["equal"][call.name]:
+            row.setdefault("got", {})[call.name] = [ours.tolist() for ours in texts]
+    if row["optimized"]:
+        row |= _report_facts(model)
+        mirage_hf.restore(model)
+    for call, text in zip(calls, wanted, strict=True):
+        row["restored"][call.name] = torch.equal(generate(model, call), text)
+        if not row["equal"][call.name]:
+            row.setdefault("wanted", {})[call.name] = text.tolist()
+            row.setdefault("margin", {})[call.name] = _margins(model, call)
+    return row
+
+
+def _decode_counts(model: Any) -> Counter[str]:
+    report = getattr(model, "mirage", None)
+    return Counter(report.report.decode or {}) if report is not None else Counter()
+
+
+def _report_facts(model: Any) -> Row:
+    report = model.mirage.report
+    return {
+        "notes": list(report.notes),
+        "swapped": dict(Counter(r.pattern for r in report.rows if r.status == "swapped")),
+        "stock": dict(
+            Counter(f"{r.pattern}: {r.reason}" for r in report.rows if r.status == "stock")
+        ),
+        "fallbacks": report.fallbacks,
+    }
+
+
+def _margins(model: Any, call: Call) -> Any:
+    """Return by how much stock's tokens win, for each step: near 0, rounding may change them."""
+    try:
+        out = _generated(model, call, return_dict_in_generate=True, output_logits=True)
+        best = [logits.float().topk(2).values for logits in out.logits]
+        return [round((b[:, 0] - b[:, 1]).min().item(), 6) for b in best]
+    except Exception as error:  # a generate of the model's own
+        return _described(error)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# -- all types -------------------------------------------------------------------------------------
+
+
+def in_own_process(model_type: str, head: str, seconds: float) -> Row:
+    """Return the row of a type, from a process that ends after some seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_row, args=(model_type, head, theirs))
+    process.start()
+    theirs.close()
+    failed = {"type": model_type, "head": head, "transformers": transformers.__version__}
+    try:
+        if not ours.poll(seconds):
+            return failed | {"error": f"not done after {seconds:g} s"}
+        row: Row = ours.recv()
+        return row
+    except EOFError:
+        process.join()
+        return failed | {"error": f"its process ended with code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_row(model_type: str, head: str, to: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    to.send(survey(model_type, head))
+
+
+def run(types: Mapping[str, str], out: Path, seconds: float) -> None:
+    """Survey types, and append a line for each to a file."""
+    with out.open("a") as file:
+        for number, (model_type, head) in enumerate(types.items(), 1):
+            row = in_own_process(model_type, head, seconds)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(f"{number}/{len(types)} {model_type}: {class_of(row)}", flush=True)
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+def rows_of(files: Iterable[Path]) -> list[Row]:
+    """Return the last row of each type, sorted."""
+    rows: dict[str, Row] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["type"]] = row
+    return [rows[name] for name in sorted(rows)]
+
+
+def class_of(row: Row) -> str:
+    """Return the class of a type."""
+    if "unbuilt" in row:
+        return "unbuilt"
+    if "error" in row:
+        return "error"
+    if not all((*row["equal"].values(), *row["restored"].values())):
+        return "WRONG TOKENS"
+    if not row["optimized"]:
+        return "nothing"
+    counts = _text_counts(row)
+    whole = "step: all by kernels" in counts or "step: traced" in counts
+    return "whole steps" if whole and not any(c.startswith("stock:") for c in counts) else "some"
+
+
+def _text_counts(row: Row) -> list[str]:
+    """Return how the calls without an image ran, as the keys of `Report.decode`."""
+    return [key for name, keys in row["decode"].items() if name != "image" for key in keys]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the number and the names of the types of each class, with reasons for failures."""
+    by_class: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_class[class_of(row)].append(row)
+    lines = []
+    for name in CLASSES:
+        members = by_class[name]
+        lines.append(f"{name}: {len(members)}")
+        if name in ("unbuilt", "error", "WRONG TOKENS"):
+            lines += [f"  {row['type']}: {reason_of(row)}" for row in members]
+        elif members:
+            lines.append("  " + " ".join(row["type"] for row in members))
+    return "\n".join(lines)
+
+
+def share_of(row: Row) -> str:
+    """Return the share of the bytes of weights that kernels read in a step, if the report says."""
+    if "step: all by kernels" in _text_counts(row):
+        return "all"
+    found = re.search(r"searched kernels read (\d+%)", " ".join(row["notes"]))
+    return found[1] if found and "step: traced" in _text_counts(row) else ""
+
+
+def reason_of(row: Row) -> str:
+    """Return why a type is not in a better class, in the words of the report."""
+    kind = class_of(row)
+    if kind in ("unbuilt", "error"):
+        return str(row[kind])
+    if kind == "WRONG TOKENS":
+        after = [name for name, equal in row["restored"].items() if not equal]
+        calls = [name for name, equal in row["equal"].items() if not equal]
+        parts = [f"in {', '.join(calls)}"] if calls else []
+        return "; ".join(parts + ([f"after restore in {', '.join(after)}"] if after else []))
+    if kind == "whole steps":
+        return ""
+    if kind == "nothing":
+        return "; ".join(row["warned"])
+    for start in ("stock: ", "step: ", "called: "):
+        for count in _text_counts(row):
+            if count.startswith(start) and count != "called: the model is on the CPU":
+                return count.removeprefix(start)
+    return "; ".join(row["notes"])
+
+
+def grid(rows: Iterable[Row]) -> str:
+    """Return a markdown table of what runs by kernels. Types with equal cells share a row."""
+    cells: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if (kind := class_of(row)) in CLASSES[:3]:
+            share = "" if kind == "nothing" else share_of(row)
+            cells[kind, share, reason_of(row)].append(row["type"])
+
+    def order(cell: tuple[str, str, str]) -> tuple[Any, ...]:
+        kind, share, reason = cell
+        percent = 101 if share == "all" else int(share.rstrip("%") or 0)
+        return CLASSES.index(kind), -percent, reason
+
+    lines = [
+        "| type | steps of generate | bytes read by kernels | reason |",
+        "|---|---|---|---|",
+    ]
+    for cell in sorted(cells, key=order):
+        kind, share, reason = cell
+        names = ", ".join(f"`{name}`" for name in cells[cell])
+        lines.append(f"| {names} | {kind} | {share} | {reason.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Parse "0/2", the first of two parts."""
+    first, parts = map(int, text.split("/"))
+    if not 0 <= first < parts:
+        raise ValueError(text)
+    return first, parts
+
+
+def main() -> None:
+    """Run the survey, or print a table of its results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("types", nargs="*", help="names of types; all if none is given")
+    parser.add_argument("--out", type=Path, help="append a line of JSON for each type")
+    parser.add_argument("--part", type=part_of, default=(0, 1), help="such as 0/2: every second")
+    parser.add_argument("--seconds", type=float, default=200, help="the most for one type")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="count the classes")
+    parser.add_argument("--grid", type=Path, nargs="+", metavar="FILE", help="print markdown")
+    args = parser.parse_args()
+    if args.table or args.grid:
+        if args.table:
+            print(table(rows_of(args.table)))
+        if args.grid:
+            print(grid(rows_of(args.grid)))
+        return
+    if args.out is None:
+        parser.error("--out is missing")
+    types = model_types()
+    if unknown := {*args.types} - {*types}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = [name for name in types if not args.types or name in args.types]
+    first, parts = args.part
+    run({name: types[name] for name in chosen[first::parts]}, args.out, args.seconds)
+
+
+if __name__ == "__main__":
+    main()
