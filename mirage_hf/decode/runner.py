@@ -266,7 +266,7 @@ class DecodeRunner:
         if traced is not None and not why_forward and by_kernels == TRACED:
             step_plan = traced.plan_for(block)
             assert step_plan is not None
-            return TracedStep(step_plan, block, graphs=graphs, graph_key=key)
+            return TracedStep(step_plan, block, plan.masks, graphs=graphs, graph_key=key)
         if model_kernels is not None and not why_forward:
             return StepProgram(model_kernels, block, plan.masks, graphs=graphs, graph_key=key)
         return CapturedForward(

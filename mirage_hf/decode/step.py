@@ -112,20 +112,35 @@ class CapturedForward(Step):
         self.cache = step_cache(block, self.ring_slots)
 
     def _forward(self) -> None:
-        block, masks = self.block, self.masks
-        control = block.control
-        rings = {masks.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None}
-        self.ring_slots.update((ring, ring.slot(control)) for ring in set(rings.values()))
-        in_rings = {kind: (ring, self.ring_slots[ring]) for kind, ring in rings.items()}
+        self.run(self.masks_now())
+
+    def masks_now(self) -> Any:
+        """Return the masks that the forward takes at this step, and set the slots in rings."""
+        masks, slots = step_masks(self.masks, self.block)
+        self.ring_slots.update(slots)
+        return masks
+
+    def run(self, masks: Any) -> None:
+        """Run the forward with these masks."""
+        block, control = self.block, self.block.control
         outputs = self.model(
             input_ids=control.ids,
             position_ids=control.positions(),
             past_key_values=self.cache,
             use_cache=True,
-            attention_mask=masks.build(control, block.logits.dtype, in_rings),
+            attention_mask=masks,
             return_dict=True,
             **self.kwargs,
         )
         block.logits.copy_(outputs.logits[:, -1])
         for ring, slab in block.ring_slabs:
             ring.turn(slab, control)
+
+
+def step_masks(masks: MaskPlan, block: CacheBlock) -> tuple[Any, dict[Ring, Tensor]]:
+    """Return the masks that a forward takes at this step, and the slot of its key in each ring."""
+    control = block.control
+    rings = {masks.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None}
+    slots = {ring: ring.slot(control) for ring in set(rings.values())}
+    in_rings = {kind: (ring, slots[ring]) for kind, ring in rings.items()}
+    return masks.build(control, block.logits.dtype, in_rings), slots

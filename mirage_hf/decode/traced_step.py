@@ -7,7 +7,7 @@ rings and the cache are the same. What no kernel runs, runs as the torch op that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,10 @@ from transformers import DynamicCache
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
-from mirage_hf.decode.step import CapturedForward, Step
+from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node
 from mirage_hf.trace.plan import StepPlan
@@ -40,6 +41,8 @@ _PROMPT = 4
 
 #: The method that says how a model's experts run, in versions of transformers that have it.
 _EXPERTS = "get_experts_implementation"
+#: The names of inputs that each step makes anew.
+_MADE_BY_STEP = ("mask.", "ring_slot.")
 #: What counts call a traced step.
 TRACED = "traced"
 
@@ -78,9 +81,18 @@ class TracedSteps:
 class TracedStep(Step):
     """A recorded forward, with kernels in place of some of its ops."""
 
-    def __init__(self, plan: StepPlan, block: CacheBlock, *, graphs: bool, graph_key: object):
+    def __init__(
+        self,
+        plan: StepPlan,
+        block: CacheBlock,
+        masks: MaskPlan,
+        *,
+        graphs: bool,
+        graph_key: object,
+    ):
         super().__init__(block, graphs, graph_key)
-        self.plan = plan
+        self.plan, self.masks = plan, masks
+        self._inputs = step_inputs(block)
         self._run: Callable[[], None] | None = None
 
     def held(self) -> Any:
@@ -89,9 +101,48 @@ class TracedStep(Step):
 
     def _forward(self) -> None:
         if self._run is None:
-            self._run = self.plan.bind(step_inputs(self.block), self.block.capacity)
+            self._run = self.plan.bind(self._inputs, self.block.capacity)
         with torch.no_grad():
+            if self.plan.reads_masks():
+                self._inputs.update(mask_inputs(*step_masks(self.masks, self.block)))
+            self._inputs.update(self._bounds())
             self._run()
+
+    def _bounds(self) -> dict[str, Tensor]:
+        """Return the slots that attention's kernels read and write, by layer."""
+        block, control = self.block, self.block.control
+        windows = dict(self.masks.windows)
+        made: dict[Any, tuple[Tensor, Tensor]] = {}
+        bounds = {}
+        for one in self.plan.by_kernels:
+            ring = block.rings[one.layer]
+            window = windows[self.masks.kind_of(one.layer)]
+            if (ring, window) not in made:
+                made[ring, window] = _bounds_of(control, ring, window)
+            lo, slot = made[ring, window]
+            bounds |= {f"lo.{one.layer}": lo, f"slot.{one.layer}": slot}
+        return bounds
+
+
+def _bounds_of(control: Control, ring: Ring | None, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return the first slot that each row sees, and the slot of its new key (batch, 1, 1, 1)."""
+    if ring is not None:
+        slot = ring.slot(control)
+        lo = torch.zeros_like(slot)
+    else:
+        slot = control.length.expand_as(control.lowest)
+        lo = control.lowest
+        if window is not None:
+            lo = torch.maximum(lo, slot - window + 1)
+    first, last = (x.to(torch.int32)[:, :, None, None] for x in (lo, slot))
+    return first, last
+
+
+def mask_inputs(masks: Any, ring_slots: Mapping[Ring, Tensor]) -> dict[str, Tensor]:
+    """Return the masks of a step and the slots in rings by the names that recordings have."""
+    named = masks if isinstance(masks, dict) else {"": masks}
+    inputs = {f"mask.{kind}": x for kind, x in named.items() if x is not None}
+    return inputs | {f"ring_slot.{ring.window}": slot for ring, slot in ring_slots.items()}
 
 
 def why_no_traced_step(traced: TracedSteps, block: CacheBlock) -> str:
@@ -99,7 +150,8 @@ def why_no_traced_step(traced: TracedSteps, block: CacheBlock) -> str:
     step_plan = traced.plan_for(block)
     if step_plan is None:
         return "sliding windows of several lengths, of which the cache holds only some in rings"
-    wanted, inputs = step_plan.recording.inputs, step_inputs(block)
+    recorded, inputs = step_plan.recording.inputs, step_inputs(block)
+    wanted = {name: x for name, x in recorded.items() if not name.startswith(_MADE_BY_STEP)}
     if inputs.keys() != wanted.keys():
         return "layers without keys of their own"
     for name, x in inputs.items():
@@ -181,7 +233,10 @@ def _record(
         step = CapturedForward(
             model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
         )
-        return record(step._forward, step_inputs(block), mode)
+        with mode, torch.no_grad():
+            own_masks = step.masks_now()
+        inputs = step_inputs(block) | mask_inputs(own_masks, step.ring_slots)
+        return record(partial(step.run, own_masks), inputs, mode)
     except TraceError:
         raise
     except Exception as error:  # a forward may raise anything over another cache than stock's

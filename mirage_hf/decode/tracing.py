@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ from mirage_hf.decode.traced_step import (
 )
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError, described
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.match.matches import CausalMatch
+from mirage_hf.patterns.attention import ATTENTION, for_long_caches
+from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
+from mirage_hf.trace.cached_attention import CachedAttention
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
@@ -87,6 +92,8 @@ class _Tracer:
         self.model, self.resolve, self.progress = model, resolve, progress
         self.config = model.config.get_text_config(decoder=True)
         self.found: dict[str, Resolved | str] = {}
+        self.attention: dict[tuple[PatternBlock, int], list[Resolved]] = {}
+        self.over_cache = CacheKernels(model.device)
         self.report_rows: list[ReportRow] = []
         self.paths = {id(p): name for name, p in model.named_parameters()}
 
@@ -110,8 +117,8 @@ class _Tracer:
                 kernels = self._find_kernels(plan)
                 if not kernels:
                     raise TraceError("no product of its step has a kernel")
-                plan.schedule(kernels)
-                _check(model, plan, batch, own_windows, sizes[0], axes)
+                plan.schedule(kernels, self._find_attention(plan))
+                _check(model, plan, masks, batch, own_windows, sizes[0], axes)
                 plans[batch, rings] = plan
             self._report(plan, batch)
         count = sum(isinstance(k, Resolved) and k.runs_kernel for k in self.found.values())
@@ -132,14 +139,42 @@ class _Tracer:
                 kernels[group] = kernel.run
         return kernels
 
-    def _kernel(self, program: KernelGraph) -> Resolved | str:
+    def _find_attention(self, plan: StepPlan) -> dict[CachedAttention, Callable[[int], Run]]:
+        """Return what runs the attention of each layer that has a kernel, by slots."""
+        found: dict[CachedAttention, Callable[[int], Run]] = {}
+        for one in plan.attentions:
+            block = ATTENTION.block(**one.sizes)
+            if (block, plan.rows) not in self.attention:
+                self.attention[block, plan.rows] = self._attention(block, plan.rows)
+            tuned = self.attention[block, plan.rows]
+            if tuned:
+                found[one] = partial(self.over_cache.at, tuned, block, plan.rows)
+        return found
+
+    def _attention(self, block: PatternBlock, rows: int) -> list[Resolved]:
+        """Return the kernels of attention for short and for long caches, empty without any."""
+        blocks = [block]
+        if self.model.device.type == "cuda":
+            blocks.append(for_long_caches(block))
+        kernels = [
+            self._kernel(each.program(rows), pattern=ATTENTION.name, like=each.searched(rows))
+            for each in blocks
+        ]
+        return [k for k in kernels if isinstance(k, Resolved) and k.runs_kernel]
+
+    def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
+        options = {"pattern": TRACED, **options}
         try:
-            return self.resolve(program, pattern=TRACED, progress=self.progress)
+            return self.resolve(program, progress=self.progress, **options)
         except (SearchError, VerificationError, CodegenError) as error:
             return f"no kernel: {error}"
 
     def _report(self, plan: StepPlan, rows: int) -> None:
-        """Add a row for each group of a plan."""
+        """Add a row for each group of a plan, and for the attention of each layer."""
+        for one in plan.by_kernels:
+            kernel = self.attention[ATTENTION.block(**one.sizes), rows][0]
+            row = ReportRow(f"layers.{one.layer}", ATTENTION.name, STOCK, rows=rows)
+            self.report_rows.append(resolved_row(row, kernel))
         for group in plan.groups:
             names = [_path(plan, product.operands[1], self.paths) for product in group.products]
             module, parts = _common_module(names)
@@ -163,6 +198,7 @@ def _or_raise(x: Any) -> Any:
 def _check(
     model: Any,
     plan: StepPlan,
+    masks: MaskPlan,
     batch: int,
     windows: Sequence[int | None],
     capacity: int,
@@ -180,7 +216,7 @@ def _check(
         ids = ids.to(device)
         padding = torch.arange(batch, device=device) % min(length, 3)
         try:
-            wanted, ours = _steps(model, plan, ids, padding, windows, capacity, axes)
+            wanted, ours = _steps(model, plan, masks, ids, padding, windows, capacity, axes)
         except Exception as error:  # stock's forward may raise anything
             raise TraceError(f"the check of a step raised {described(error)}") from None
         tolerance = TOLERANCE.get(wanted.dtype, 0.0)
@@ -195,6 +231,7 @@ def _check(
 def _steps(
     model: Any,
     plan: StepPlan,
+    masks: MaskPlan,
     ids: Tensor,
     padding: Tensor,
     windows: Sequence[int | None],
@@ -241,7 +278,7 @@ def _steps(
         block.control.length.add_(1)
         block.control.position.add_(1)
         wanted = stock(length, length + 1)
-        TracedStep(plan, block, graphs=False, graph_key=None)._forward()
+        TracedStep(plan, block, masks, graphs=False, graph_key=None)._forward()
     return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.layers.compose import Kernel
 from mirage_hf.layers.operands import OperandTable
 from mirage_hf.layers.part import LONG_CACHES_ROLE, Part
@@ -22,9 +23,8 @@ from mirage_hf.layers.prefill import LayerPrefill, PromptInputs
 from mirage_hf.layers.rope import LengthRope, rotary_rows
 from mirage_hf.layers.row_chunks import RowChunks, prepare_row_chunks
 from mirage_hf.layers.step import LayerStep, StepInputs
-from mirage_hf.patterns.attention import LONG_FROM
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import resize, resolver
+from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.resolver import Resolved
 
 
@@ -93,11 +93,13 @@ class ModelKernels:
     no_prefill: str
     #: The numbers of the model that the kernels were made for.
     watched: tuple[WatchedNumber, ...]
-    _attention: dict[tuple[str, int], Kernel] = field(default_factory=dict)
+    over_cache: CacheKernels = field(init=False)
     _prefills: dict[PatternBlock, RowChunks] = field(default_factory=dict)
     _obstacles: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _prefill_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "over_cache", CacheKernels(self.embedding.device))
 
     # -- kernels of decoding steps
 
@@ -118,32 +120,11 @@ class ModelKernels:
     def _for_slots(
         self, found: Mapping[str, Resolved], role: str, part: Part, rows: int, slots: int
     ) -> Kernel:
-        """Return a kernel over a cache, resized to `slots`.
-
-        Prefer the kernel tuned for caches of about this length. Take the other one if the first
-        cannot be resized.
-        """
+        """Return a kernel over a cache, cut to `slots`."""
         tuned = [found[role]]
         if role == "attention" and LONG_CACHES_ROLE in found:
             tuned.append(found[LONG_CACHES_ROLE])
-        if slots >= LONG_FROM:
-            tuned.reverse()
-        program = part.block.program(rows, slots=slots)
-        first_error: MirageError | None = None
-        for kernel in tuned:
-            try:
-                return self._at_size(kernel, program, slots)
-            except MirageError as error:
-                first_error = first_error or error
-        assert first_error is not None
-        raise first_error
-
-    def _at_size(self, kernel: Resolved, program: KernelGraph, slots: int) -> Kernel:
-        key = kernel.digest, slots
-        with self._lock:
-            if key not in self._attention:
-                self._attention[key] = resize.at_size(kernel, program, self.embedding.device)
-            return self._attention[key]
+        return self.over_cache.at(tuned, part.block, rows, slots)
 
     def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
         """Return why no kernels run steps over caches of `slots` (one for each layer), or ""."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirage_hf.trace.cached_attention import CachedAttention, find_attention
 from mirage_hf.trace.groups import Group, groups_of
-from mirage_hf.trace.order import ancestors, dependencies
+from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value, at_size, fixed_shape
 from mirage_hf.trace.terms import Term, Terms
@@ -21,19 +22,21 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @dataclass(eq=False)
 class Unit:
-    """What runs as one: a torch op, or a group by its kernel.
+    """What runs as one: a torch op, a group by its kernel, or attention by its kernel.
 
     Attributes:
         nodes: The numbers of its nodes.
         node: The torch op, None for a group.
         program: The group's program.
         run: Runs it.
+        attention: The attention of a layer, with its appends.
     """
 
     nodes: tuple[int, ...]
     node: Node | None = None
     program: GroupProgram | None = None
     run: Run | None = None
+    attention: CachedAttention | None = None
 
 
 class StepPlan:
@@ -44,12 +47,13 @@ class StepPlan:
         terms: Its terms.
         programs: The program of each group that has one.
         reasons: Why other groups have none.
+        attentions: The attention of each layer that a kernel may run.
     """
 
     def __init__(self, recording: Recording, rows: int):
         self.recording, self.rows = recording, rows
         self.terms = Terms(recording, rows)
-        self._before = dependencies(recording)
+        self._before, self._effects = dependencies(recording), effects(recording)
         self.groups = groups_of(self.terms.all(), ancestors(self._before))
         self.programs: dict[Group, GroupProgram] = {}
         self.reasons: dict[Group, str] = {}
@@ -59,16 +63,24 @@ class StepPlan:
                 self.reasons[group] = program
             else:
                 self.programs[group] = program
+        self.attentions = find_attention(recording, rows)
         self.units: list[Unit] = []
+        self._over_cache: dict[CachedAttention, Callable[[int], Run]] = {}
 
     # -- which units run, in which order
 
-    def schedule(self, kernels: Mapping[Group, Run]) -> None:
+    def schedule(
+        self,
+        kernels: Mapping[Group, Run],
+        attention: Mapping[CachedAttention, Callable[[int], Run]] | None = None,
+    ) -> None:
         """Order the groups that have a kernel and the torch ops that are needed besides.
 
         Args:
             kernels: What runs the program of a group.
+            attention: What runs the attention of a layer, by the slots of its cache.
         """
+        self._over_cache = dict(attention or {})
         nodes = self.recording.nodes
         by_group = {group: self._unit_of(group, run) for group, run in kernels.items()}
         maker: dict[Any, Unit] = {}
@@ -78,6 +90,9 @@ class StepPlan:
                 if term in self.terms.made:
                     maker[self.terms.made[term]] = unit
         by_node: dict[int, Unit] = {}
+        for one in self._over_cache:
+            numbers = (*one.appends, one.node)
+            by_node |= dict.fromkeys(numbers, Unit(numbers, attention=one))
         needs: dict[Unit, set[Unit]] = {}
         waiting: list[Unit] = []
 
@@ -102,16 +117,15 @@ class StepPlan:
         while waiting:
             unit = waiting.pop()
             keys: list[Value | Term] = []
-            if unit.node is not None:
-                keys += [x for x in unit.node.operands() if isinstance(x, Value)]
-            else:
-                assert unit.program is not None
+            if unit.program is not None:
                 keys += [t for t in unit.program.inputs if t.weight is None]
                 keys += [
                     t.weight.source
                     for t in unit.program.inputs
                     if t.weight is not None and isinstance(t.weight.source, Value)
                 ]
+            else:
+                keys += self._reads(unit)
             needs[unit] |= {u for key in keys if (u := need(key)) is not None}
         self._add_effects(needs, by_node)
         self.units = _ordered(needs)
@@ -126,8 +140,11 @@ class StepPlan:
 
     def _add_effects(self, needs: dict[Unit, set[Unit]], by_node: dict[int, Unit]) -> None:
         """Keep writes in order with what touches the same memory."""
+        by_node = {number: unit for number, unit in by_node.items() if unit in needs}
         for number, unit in by_node.items():
-            needs[unit] |= {by_node[n] for n in self._before[number] if n in by_node} - {unit}
+            # what made the operands of an append is inside its unit, or is needed anyway
+            before = self._effects[number] if unit.attention else self._before[number]
+            needs[unit] |= {by_node[n] for n in before if n in by_node} - {unit}
 
     # -- running
 
@@ -141,7 +158,9 @@ class StepPlan:
         made: dict[Any, Tensor] = {}
         actions = []
         for unit in self.units:
-            if unit.node is not None:
+            if unit.attention is not None:
+                action, is_constant = self._attention_action(unit.attention, inputs), False
+            elif unit.node is not None:
                 action, is_constant = self._op_action(unit, inputs, size)
             else:
                 action, is_constant = self._kernel_action(unit, inputs), False
@@ -172,6 +191,9 @@ class StepPlan:
     def _reads(self, unit: Unit) -> list[Any]:
         if unit.node is not None:
             return [x for x in unit.node.operands() if isinstance(x, Value)]
+        if (one := unit.attention) is not None:
+            read = (one.q.rows, one.k.rows, one.v.rows, one.q.cos, one.q.sin)
+            return [x for x in read if isinstance(x, Value)]
         assert unit.program is not None
         keys: list[Any] = []
         for term in unit.program.inputs:
@@ -215,6 +237,48 @@ class StepPlan:
                 tensors[key] = value
 
         return action, is_constant
+
+    def _attention_action(
+        self, one: CachedAttention, inputs: Mapping[str, Tensor]
+    ) -> Callable[[dict[Any, Tensor]], None]:
+        """Return what runs attention over a layer's cache, appends included."""
+        rows, kv_heads, d = self.rows, one.k.heads, one.head_dim
+        widths = [x.heads * d for x in (one.q, one.k, one.v)]
+        keys, values = inputs[f"keys.{one.layer}"], inputs[f"values.{one.layer}"]
+        run = self._over_cache[one](keys.shape[2])
+        norms = [x.norm.weight.detach()[None] for x in (one.q, one.k) if x.norm is not None]
+        tables = [x for x in (one.q.cos, one.q.sin) if x is not None]
+        out, appended = Value(one.node), [Value(n) for n in one.appends]
+
+        def action(tensors: dict[Any, Tensor]) -> None:
+            given = [tensors[x.rows].reshape(rows, -1) for x in (one.q, one.k, one.v)]
+            if rows > 1 and any(x.stride() != (sum(widths), 1) for x in given):
+                given = list(torch.cat(given, 1).split(widths, 1))
+            packed = [x.unflatten(1, (kv_heads, -1, d)) for x in given]
+            of_rope = [
+                (inputs[x.name] if isinstance(x, Input) else tensors[x]).reshape(rows, 1, 1, -1)
+                for x in tables
+            ]
+            bounds = [inputs[f"{name}.{one.layer}"] for name in ("lo", "slot")]
+            y = run([*packed, *of_rope, keys, values, *bounds, *norms])[0]
+            tensors[out] = y.reshape(rows, one.q.heads, 1, d)
+            tensors.update(zip(appended, (keys, values), strict=True))
+
+        return action
+
+    @property
+    def by_kernels(self) -> tuple[CachedAttention, ...]:
+        """The attention that kernels run."""
+        return tuple(self._over_cache)
+
+    def reads_masks(self) -> bool:
+        """Return whether a torch op reads a mask."""
+        return any(
+            isinstance(x, Input) and x.name.startswith(("mask.", "ring_slot."))
+            for unit in self.units
+            if unit.node is not None
+            for x in unit.node.operands()
+        )
 
     def _kernel_action(
         self, unit: Unit, inputs: Mapping[str, Tensor]
