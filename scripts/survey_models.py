@@ -61,9 +61,6 @@ CLASSES = ("whole steps", "some", "nothing", "unbuilt", "error", "WRONG TOKENS")
 #: The most parameters that a small model may have.
 MOST_PARAMETERS = 300_000_000
 
-#: Modules that all types need. They are imported once, before any process of a type starts.
-PRELOADED = ["__main__", "transformers.generation", "transformers.modeling_utils"]
-
 _HEADS = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}
 
 
@@ -210,7 +207,7 @@ def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor]) -> Ro
         mirage_hf.optimize(model, batch_sizes=(1, 3))
     row: Row = {
         "optimize_seconds": round(time.monotonic() - start, 1),
-        "warned": [str(w.message)[:400] for w in caught if issubclass(w.category, OptimizeWarning)],
+        "warned": [str(w.message) for w in caught if issubclass(w.category, OptimizeWarning)],
         "optimized": hasattr(model, "mirage"),
         "decode": {},
         "equal": {},
@@ -270,8 +267,7 @@ def _described(error: BaseException) -> str:
 
 def in_own_process(model_type: str, head: str, seconds: float) -> Row:
     """Return the row of a type, from a process that ends after some seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("fork")  # so that torch is imported once
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send_row, args=(model_type, head, theirs))
     process.start()
@@ -377,11 +373,11 @@ def reason_of(row: Row) -> str:
     if kind == "whole steps":
         return ""
     if kind == "nothing":
-        return "; ".join(row["warned"])
-    for start in ("stock: ", "step: ", "called: "):
+        return "; ".join(re.sub(r"^.*?runs as before \((.*)\)$", r"\1", w) for w in row["warned"])
+    for start in ("stock: ", "step: "):
         for count in _text_counts(row):
-            if count.startswith(start) and count != "called: the model is on the CPU":
-                return count.removeprefix(start)
+            if count.startswith(start):
+                return re.sub(r"^[A-Z]\w+ (?=[a-z])", "it ", count.removeprefix(start))
     return "; ".join(row["notes"])
 
 
