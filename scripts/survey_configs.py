@@ -17,8 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig
 #: Text tokens are below this number, special tokens are not.
 SPECIAL_TOKENS = 180
 
-#: The largest number of layers that lists of kinds may ask for.
-_MOST_LAYERS = 8
+#: The number of layers, and the largest number that lists of kinds may ask for.
+_LAYERS, _MOST_LAYERS = 2, 8
 
 #: What a field of this name gets if its default is a number.
 NUMBERS: Mapping[str, int | float] = {
@@ -30,18 +30,18 @@ NUMBERS: Mapping[str, int | float] = {
     "context_length": 256,
     "initializer_range": 0.125,
     # layers
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "layers": 2,
-    "depth": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-    "num_blocks": 2,
-    "max_window_layers": 2,
+    "num_hidden_layers": _LAYERS,
+    "num_layers": _LAYERS,
+    "n_layer": _LAYERS,
+    "n_layers": _LAYERS,
+    "layers": _LAYERS,
+    "depth": _LAYERS,
+    "encoder_layers": _LAYERS,
+    "decoder_layers": _LAYERS,
+    "num_encoder_layers": _LAYERS,
+    "num_decoder_layers": _LAYERS,
+    "num_blocks": _LAYERS,
+    "max_window_layers": _LAYERS,
     "num_kv_shared_layers": 0,
     # widths
     "hidden_size": 64,
@@ -152,10 +152,11 @@ def _mrope(*sections: int) -> dict[str, Any]:
     return {"rope_parameters": parameters}
 
 
-#: What a type needs besides: for a config of that type, wherever it is. A dict goes to the
+#: What a config of a type needs besides, also as a part of another config. A dict is for the
 #: sub-config of that name.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
+    "blip-2": {"image_token_index": 190, "num_query_tokens": 4},
     "blt": {
         "encoder_hash_byte_group_vocab": 300,
         "patcher_config": {"vocab_size": 260},
@@ -164,10 +165,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 260,
         "num_hidden_layers": 2,
     },
-    "blip-2": {"image_token_index": 190, "num_query_tokens": 4},
-    "instructblip": {"image_token_index": 190, "num_query_tokens": 4},
-    "instructblipvideo": {"video_token_index": 190, "num_query_tokens": 4},
-    "kosmos-2": {"latent_query_num": 4},
     "chameleon": {"vocabulary_map": {"<image>": 190}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -213,14 +210,17 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4},
     "hunyuan_vl_text": _mrope(2, 2, 2, 2) | {"head_dim": 16},
-    "inkling_vision": {"text_hidden_size": 64},
     "inkling_audio": {"text_hidden_size": 64},
     "inkling_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
         "swa_head_dim": 16,
     },
+    "inkling_vision": {"text_hidden_size": 64},
+    "instructblip": {"image_token_index": 190, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 190, "num_query_tokens": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kosmos-2": {"latent_query_num": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "ministral": {"head_dim": 16},
@@ -292,7 +292,6 @@ IMPOSSIBLE: Mapping[str, str] = {
     "pi0": "it has no generate: it moves robots",
 }
 
-
 #: What is done to a model of a type before it generates.
 PREPARED: Mapping[str, Callable[[Any], Any]] = {
     "xmod": lambda model: model.set_default_language("en_XX"),
@@ -300,11 +299,7 @@ PREPARED: Mapping[str, Callable[[Any], Any]] = {
 
 
 def small_config(model_type: str) -> PreTrainedConfig:
-    """Return a config of a type, with small numbers.
-
-    Raises:
-        Exception: Whatever the type's config raises.
-    """
+    """Return a config of a type, with small numbers. It raises whatever the type's config does."""
     default = AutoConfig.for_model(model_type, **REQUIRED.get(model_type, {}))
     return AutoConfig.for_model(model_type, **_small_fields(default))
 
@@ -327,16 +322,8 @@ def _small_fields(default: PreTrainedConfig) -> dict[str, Any]:
         elif name == "image_size":
             small[declared[name]] = _image_size(value, values.get("patch_size"))
     small |= _special_tokens(values)
-    small |= _layer_lists(default, small)
-    if (
-        "qk_rope_head_dim" in small
-    ):  # latent attention: RoPE reads head_dim, and keys are not shared
-        for name, number in (
-            ("head_dim", "qk_rope_head_dim"),
-            ("num_key_value_heads", "num_attention_heads"),
-        ):
-            if small.get(name):
-                small[name] = small[number]
+    small |= _layer_lists(values)
+    small |= _latent_attention(small)
     merged = _merged(small, OVERRIDES.get(default.model_type, {}))
     if rope := _rope_parameters(values, merged):
         merged["rope_parameters"] = rope
@@ -351,7 +338,7 @@ def _declared(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _set_by_the_whole(part: PreTrainedConfig) -> dict[str, Any]:
-    """Return the plain values that a sub-config does not have by itself."""
+    """Return the plain values that a sub-config has only as part of this whole."""
     usual = vars(type(part)())
     declared = _declared(part)
     return {
@@ -397,12 +384,11 @@ def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
     return small | {name: SPECIAL_TOKENS + i for i, name in enumerate(sorted(others))}
 
 
-def _layer_lists(default: PreTrainedConfig, small: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lists that have an entry for each layer, and the number of layers.
+def _layer_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return short forms of the lists that have an entry for each layer, and their length.
 
-    They keep the first layer of each kind, and at least as many layers as `NUMBERS` says.
+    They keep the first layer of each kind, and at least `_LAYERS` layers.
     """
-    values = vars(default)
     counts = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
     count = next((name for name in counts if name in values), None)
     if count is None:
@@ -420,7 +406,7 @@ def _layer_lists(default: PreTrainedConfig, small: Mapping[str, Any]) -> dict[st
         return {}
     kinds = list(zip(*map(_hashable, lists.values()), strict=True))
     kept = sorted({kinds.index(kind) for kind in kinds})[:_MOST_LAYERS]
-    missing = max(0, NUMBERS[count] - len(kept))
+    missing = max(0, _LAYERS - len(kept))
     kept += [i for i in range(layers) if i not in kept][:missing]
     kept.sort()
     kept_lists = {name: [value[i] for i in kept] for name, value in lists.items()}
@@ -429,6 +415,14 @@ def _layer_lists(default: PreTrainedConfig, small: Mapping[str, Any]) -> dict[st
 
 def _hashable(values: Sequence[Any]) -> list[str]:
     return [repr(value) for value in values]
+
+
+def _latent_attention(small: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what latent attention asks of its heads: keys are not shared, RoPE reads head_dim."""
+    if "qk_rope_head_dim" not in small:
+        return {}
+    equal = {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}
+    return {name: small[other] for name, other in equal.items() if name in small}
 
 
 def _rope_parameters(values: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,6 +1,8 @@
-"""One small random image for the types of `survey_models` that take one.
+"""Small random images for the types of `survey_models` that take them.
 
-The number of image tokens is counted: the model itself says how many features an image gives.
+`IMAGES` names the types that also get a text with an image. The model says how many features the
+image has, and the text has as many image tokens. `NEEDED` names the types that never generate from
+text alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ Inputs = dict[str, Tensor]
 
 
 def _square(model: Any) -> Inputs:
-    """One image, as wide as the config says."""
+    """Return an image, as wide as the config says."""
     vision = model.config.vision_config
     size = vision.image_size
     size = size[0] if isinstance(size, (tuple, list)) else size
@@ -25,25 +27,25 @@ def _square(model: Any) -> Inputs:
 
 
 def _sized(model: Any) -> Inputs:
-    """One image and its size."""
+    """Return an image and its size."""
     inputs = _square(model)
     return inputs | {"image_sizes": torch.tensor([inputs["pixel_values"].shape[-2:]])}
 
 
 def _tiled(model: Any) -> Inputs:
-    """One image of a list of images."""
+    """Return a list of images with one image."""
     return {"pixel_values": _square(model)["pixel_values"][None]}
 
 
 def _patches(model: Any) -> Inputs:
-    """One image as a row for each patch, four by four of them."""
+    """Return an image as a row for each patch, four by four of them."""
     vision = model.config.vision_config
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     return {"pixel_values": torch.rand(16, width), "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
-#: How a type takes an image.
+#: How a type takes an image besides its text.
 IMAGES: Mapping[str, Callable[[Any], Inputs]] = {
     "gemma3": _square,
     "idefics3": _tiled,
@@ -57,8 +59,8 @@ IMAGES: Mapping[str, Callable[[Any], Inputs]] = {
     "smolvlm": _tiled,
 }
 
-#: Types that are told which tokens are of an image.
-_TOLD = {
+#: Types with an argument that marks image tokens, and its name.
+_MARKED = {
     "gemma3": "token_type_ids",
     "paligemma": "token_type_ids",
     "qwen2_5_vl": "mm_token_type_ids",
@@ -68,7 +70,7 @@ _TOLD = {
 
 
 def _batch_of(images: Callable[[Any], Tensor]) -> Callable[[Any, int], Inputs]:
-    """Return what makes pixel values with a row of random numbers for each text."""
+    """Return a function that makes a random image for each text."""
 
     def inputs(model: Any, batch: int) -> Inputs:
         shape = images(model).shape[1:]
@@ -79,14 +81,14 @@ def _batch_of(images: Callable[[Any], Tensor]) -> Callable[[Any, int], Inputs]:
 
 def _before_the_text(
     count: int, *, frames: int = 0, qformer: bool = False, mask: bool = False
-) -> Any:
-    """Return what makes images whose features stand before the text.
+) -> Callable[[Any, int], Inputs]:
+    """Return a function that makes texts whose image tokens come first.
 
     Args:
         count: Features of an image or frame.
         frames: Frames of a video, 0 for an image.
-        qformer: A part of the model reads the text with the image.
-        mask: The model wants a mask of the features' places.
+        qformer: Whether a part of the model reads the text with the image.
+        mask: Whether the model wants a mask of the image tokens.
     """
 
     def inputs(model: Any, batch: int) -> Inputs:
@@ -109,13 +111,13 @@ def _before_the_text(
 
 
 def _patches_with_places(model: Any, batch: int) -> Inputs:
-    """Images as rows of row number, column number and pixels."""
+    """Return images as rows with the row, the column and the pixels of a patch."""
     pixels = torch.rand(batch, 4, model.config.vision_config.patch_embed_hidden_size)
     places = torch.tensor([[1, 1], [1, 2], [2, 1], [2, 2]]).expand(batch, 4, 2)
     return {"flattened_patches": torch.cat([places, pixels], dim=-1)}
 
 
-#: What types that never generate from text alone need besides.
+#: What a type needs besides text in every call, made for a number of texts.
 NEEDED: Mapping[str, Callable[[Any, int], Inputs]] = {
     "blip": _batch_of(lambda model: _square(model)["pixel_values"]),
     "blip-2": _before_the_text(4),
@@ -148,6 +150,6 @@ def image_inputs(model: Any, model_type: str) -> Inputs:
     before, after = torch.randint(5, SPECIAL_TOKENS, (2, 1, 4))
     ids = torch.cat([before, torch.full((1, count), token), after], dim=1)
     inputs = image | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if model_type in _TOLD:
-        inputs[_TOLD[model_type]] = (ids == token).long()
+    if model_type in _MARKED:
+        inputs[_MARKED[model_type]] = (ids == token).long()
     return inputs
