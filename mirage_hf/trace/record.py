@@ -317,6 +317,8 @@ def generalized(first: Recording, second: Recording, sizes: tuple[int, int]) -> 
     for a, b in zip(first.nodes, second.nodes, strict=True):
         if a.op is not b.op:
             raise TraceError(f"{a.where} runs another op at another size of the cache")
+        if len(a.outputs) != len(b.outputs):
+            raise TraceError(f"{a.where} returns more tensors at another size of the cache")
         node = Node(
             a.op,
             merge.together(a.args, b.args, a.where),
@@ -342,7 +344,7 @@ class _Merger:
     def metas(self, a: Meta, b: Meta, where: str) -> Meta:
         shape = self.together(a.shape, b.shape, where)
         strides = self.together(a.strides, b.strides, where)
-        return Meta(shape, strides, a.dtype, a.device, a.storage)
+        return Meta(shape, strides, self.together(a.dtype, b.dtype, where), a.device, a.storage)
 
     def together(self, a: Any, b: Any, where: str) -> Any:
         if type(a) is not type(b):
@@ -352,6 +354,8 @@ class _Merger:
                 raise TraceError(f"{where} takes lists of other lengths at another size")
             return type(a)([self.together(x, y, where) for x, y in zip(a, b, strict=True)])
         if isinstance(a, dict):
+            if a.keys() != b.keys():
+                raise TraceError(f"{where} takes other keyword arguments at another size")
             return {key: self.together(a[key], b[key], where) for key in a}
         if isinstance(a, Held):
             if a.tensor is not b.tensor and not _same_constant(a.tensor, b.tensor):

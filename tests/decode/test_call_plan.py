@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import (
 
 from mirage_hf.decode import call_plan
 from mirage_hf.decode.call_plan import CallInputs, plan_call
+from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.prompt_plan import PromptPlan
 from tests.helpers.generate_comparison import tiny
@@ -149,7 +150,7 @@ def test_the_length_of_the_mask_decides_before_the_counted_length() -> None:
     [
         ({}, "no position_ids"),
         ({"position_ids": counted()[0]}, "position_ids of 1 dimensions"),
-        ({"position_ids": counted()[None]}, "position_ids of 3 dimensions"),
+        ({"position_ids": counted()[None, None]}, "position_ids of 4 dimensions"),
         ({"position_ids": counted().float()}, "torch.float32"),
         ({"position_ids": counted().to("meta")}, "meta"),
         ({"position_ids": counted(), "attention_mask": torch.ones(2, 4).to("meta")}, "meta"),
@@ -174,6 +175,40 @@ def test_the_length_of_the_mask_decides_before_the_counted_length() -> None:
 def test_a_prompt_that_is_not_covered_says_why(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotCoveredError, match=reason):
         prompt_plan(ids(), **given)
+
+
+def test_positions_may_have_axes() -> None:
+    """Each axis adds a number to the positions, the same for all later tokens."""
+    positions = torch.stack([counted(), counted(start=2), counted(start=-1)])
+    plan = prompt_plan(ids(), position_ids=positions)
+    assert plan.position.tolist() == [[LENGTH - 1]]
+    assert plan.offsets is not None and plan.offsets.tolist() == [
+        [[0], [0]],
+        [[2], [2]],
+        [[-1]] * 2,
+    ]
+    assert plan.lowest is None and not plan.counts_from_zero
+
+
+def test_axes_are_counted_from_the_tokens_after_left_padding() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    positions = torch.stack([torch.tensor([[1, 1, 0, 1], [0, 1, 2, 5]])] * 2)
+    plan = prompt_plan(ids(), attention_mask=mask, position_ids=positions)
+    assert plan.position.tolist() == [[1], [3]] and plan.lowest is not None
+    assert plan.offsets is not None and plan.offsets.tolist() == [[[0], [2]]] * 2
+
+
+def test_axes_over_a_cache_of_the_users_are_not_covered() -> None:
+    with pytest.raises(NotCoveredError, match="several axes, over a cache of the user's"):
+        prompt_plan(ids(), past=2, position_ids=torch.stack([counted()] * 3))
+
+
+@pytest.mark.parametrize("past", [0, 3])
+def test_a_model_without_positions_may_count_its_tokens(past: int) -> None:
+    plan = PromptPlan.of(ids(), past, past + LENGTH, {}, counts_itself=True)
+    assert (plan.past, plan.length) == (past, past + LENGTH)
+    assert plan.position.tolist() == [[past + LENGTH - 1]]
+    assert plan.counts_from_zero is (past == 0)
 
 
 @pytest.mark.parametrize("past", [4, 5])
@@ -203,7 +238,8 @@ def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan
         criteria=[MaxLengthCriteria(20)],
         cache_is_users=False,
         max_cache_len=None,
-        expected=SimpleNamespace(obstacle=None),
+        axes=None,
+        expected=SimpleNamespace(obstacle=None, misplaced=None),
         config=Options(),
         input_ids=ids(length),
     )
@@ -227,12 +263,13 @@ def call(model: Any, length: int = LENGTH, **changes: Any) -> call_plan.CallPlan
         cache_is_users=wanted["cache_is_users"],
         max_cache_len=wanted["max_cache_len"],
         expected=wanted["expected"],
+        axes=wanted["axes"],
     )
 
 
 def test_a_covered_call(model: Any) -> None:
     cache = DynamicCache(config=model.config)
-    expected = SimpleNamespace(obstacle=None)
+    expected = SimpleNamespace(obstacle=None, misplaced=None)
     plan = call(model, past_key_values=cache, cache_is_users=True, expected=expected)
     assert plan.cache is cache and plan.cache_is_users and plan.fingerprint is expected
     assert (plan.budget, plan.most_slots, plan.slots) == (16, 19, 19)
@@ -270,7 +307,7 @@ def test_max_cache_len_is_the_most_slots(model: Any) -> None:
 
 
 def test_an_unexpected_model_is_looked_at(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = SimpleNamespace(obstacle=None)
+    seen = SimpleNamespace(obstacle=None, misplaced=None)
     monkeypatch.setattr(call_plan, "take_fingerprint", lambda model: seen)
     plan = call(model, expected=None)
     assert plan.fingerprint is seen and plan.expected is False
@@ -291,6 +328,75 @@ def test_the_rows_of_a_cache_are_those_of_the_prompt(model: Any) -> None:
     assert call(model, past_key_values=filled(model, BATCH), cache_is_users=True).prompt.past == 2
     with pytest.raises(NotCoveredError, match="a cache of 3 rows for 2"):
         call(model, past_key_values=filled(model, 3), cache_is_users=True)
+
+
+THREE_AXES = torch.stack([counted()] * 3)
+
+
+@pytest.mark.parametrize(
+    "axes, positions",
+    [(None, THREE_AXES), (0, THREE_AXES), (2, THREE_AXES), (3, counted()), (4, THREE_AXES)],
+)
+def test_positions_have_the_axes_that_were_traced(
+    model: Any, axes: int | None, positions: torch.Tensor
+) -> None:
+    with pytest.raises(NotCoveredError, match=f"position_ids of {positions.ndim} dimensions"):
+        call(model, axes=axes, position_ids=positions)
+    plan = call(model, axes=3, position_ids=THREE_AXES)
+    assert plan.only_traced and plan.prompt.offsets is not None and not plan.stock_prefill
+
+
+def test_a_traced_model_may_be_given_more_than_tokens(model: Any) -> None:
+    """Stock's prefill takes it, and only a traced step was compared with stock's."""
+    pixels = {"pixel_values": torch.zeros(1)}
+    with pytest.raises(NotCoveredError, match="model kwarg pixel_values"):
+        call(model, **pixels)
+    plan = call(model, axes=0, logits_to_keep=1, **pixels)
+    assert plan.stock_prefill and plan.only_traced and not plan.prompt_is_whole
+    for given in ({}, {"pixel_values": None}):
+        plan = call(model, axes=0, logits_to_keep=1, **given)
+        assert not plan.stock_prefill and not plan.only_traced and plan.prompt_is_whole
+
+
+def test_the_first_reason_is_the_options(model: Any) -> None:
+    """Whatever a traced model is given, stock serves what steps cannot do."""
+    with pytest.raises(NotCoveredError, match="generation mode beam_search"):
+        call(model, axes=0, config=Options(num_beams=2), pixel_values=torch.zeros(1))
+
+
+def test_a_model_with_parts_elsewhere_runs_traced_steps_only(model: Any) -> None:
+    seen = SimpleNamespace(obstacle=None, misplaced="a table on the CPU")
+    with pytest.raises(NotCoveredError, match="a table on the CPU"):
+        call(model, expected=seen)
+    assert call(model, expected=seen, axes=0).only_traced
+
+
+def test_a_model_that_declares_no_static_caches_runs_traced_steps_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
+    plan = call(model, axes=0)
+    assert plan.only_traced and plan.stock_prefill
+    assert not call(model).only_traced  # `generate` asks about the model before
+
+
+def test_layers_with_states_run_traced_steps_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = MaskPlan((("", None),), by_layer_type=False, states=("conv",))
+    monkeypatch.setattr(MaskPlan, "of", lambda config: plan)
+    with pytest.raises(NotCoveredError, match="layer type conv"):
+        call(model)
+    given = call(model, axes=0)
+    assert given.only_traced and given.stock_prefill
+
+
+def test_a_text_fits_into_a_chunk_of_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = MaskPlan((("", None),), by_layer_type=False, chunk=19)
+    monkeypatch.setattr(MaskPlan, "of", lambda config: plan)
+    assert call(model).most_slots == 19
+    with pytest.raises(NotCoveredError, match=r"longer than a chunk of attention \(19\)"):
+        call(model, criteria=[MaxLengthCriteria(21)])
 
 
 @pytest.mark.parametrize(
