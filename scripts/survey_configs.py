@@ -109,6 +109,7 @@ NUMBERS: Mapping[str, int | float] = {
     "num_local_experts": 4,
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
     "moe_top_k": 2,
     "moe_topk": 2,
     "moe_k": 2,

@@ -260,7 +260,12 @@ def _margins(model: Any, call: Call) -> Any:
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, UnbuiltError):
+        return text
+    if isinstance(error, ImportError):
+        text = text.split(". ")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 # -- all types -------------------------------------------------------------------------------------
@@ -361,6 +366,14 @@ def share_of(row: Row) -> str:
     return found[1] if found and "step: traced" in _text_counts(row) else ""
 
 
+#: Where notes and warnings say why, the most important first.
+_REASONS = (
+    r"steps of generate cannot be traced: (.*?)(?:\)?$|; )",
+    r"steps of generate run the model's own forward[^:]*: (.*)$",
+    r"runs as before \((.*)\)$",
+)
+
+
 def reason_of(row: Row) -> str:
     """Return why a type is not in a better class, in the words of the report."""
     kind = class_of(row)
@@ -373,13 +386,16 @@ def reason_of(row: Row) -> str:
         return "; ".join(parts + ([f"after restore in {', '.join(after)}"] if after else []))
     if kind == "whole steps":
         return ""
-    if kind == "nothing":
-        return "; ".join(re.sub(r"^.*?runs as before \((.*)\)$", r"\1", w) for w in row["warned"])
     for start in ("stock: ", "step: "):
         for count in _text_counts(row):
             if count.startswith(start):
                 return re.sub(r"^[A-Z]\w+ (?=[a-z])", "it ", count.removeprefix(start))
-    return "; ".join(row["notes"])
+    said = "; ".join([*row.get("notes", ()), *row["warned"]])
+    if found := re.search(r"steps of generate cannot be traced: (.*?)(\)?$|; )", said):
+        return found[1]
+    if found := re.search(r"runs as before \((.*)\)$", said):
+        return found[1]
+    return said
 
 
 def grid(rows: Iterable[Row]) -> str:
