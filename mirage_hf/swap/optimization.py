@@ -219,9 +219,11 @@ class Optimization:
         if isinstance(kernels, ModelKernels):
             self.steps = kernels
             usable, why_idle = kernels.rows, "another part has no kernel for so many rows"
+        elif self.traced_rows:
+            usable, why_idle = (), self.traced_note
         else:
-            usable, why_idle = (), self.traced_note or _OWN_STEPS + kernels.reason
-            notes = (why_idle,)
+            usable, why_idle = (), _OWN_STEPS + kernels.reason
+            notes = (why_idle, *notes)
         made = []
         for row in report_rows:
             if _runs_only_in_steps(row):

@@ -29,6 +29,7 @@ from tests.helpers.step_pairs import (
     FULL,
     GREEDY,
     KERNELS,
+    UNTRACED,
     Capped,
     ScaledEmbedding,
     agree,
@@ -177,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_whose_steps_run_their_own_forward(case: str) -> None:
     make, reason = REFUSED[case]
-    stock, ours = pair(make)
+    stock, ours = pair(make, **UNTRACED)
     agree(stock, ours, {**left_padded(), **FULL, "max_new_tokens": 12})
     report = ours.mirage.report
     assert ours.mirage.runner.model_kernels is None and steps(ours) == {} and report.swapped
@@ -282,7 +283,7 @@ def test_a_model_whose_layers_were_moved_or_taken_out(
     model = tiny("llama")
     model.model.layers = nn.ModuleList(model.model.layers[n] for n in order)
     model.config.num_hidden_layers = count
-    stock, ours = pair(lambda: model)
+    stock, ours = pair(lambda: model, **UNTRACED)
     assert bool(why) == (ours.mirage.runner.model_kernels is None) and why in str(
         ours.mirage.report
     )

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from mirage_hf.api import optimize
+from mirage_hf.patterns import PATTERNS
 from tests.helpers.generate_comparison import assert_same, our_numbers
 from tests.helpers.tiny_models import tiny, twin_of
 
@@ -23,6 +24,9 @@ FULL = {
 
 #: Options of short calls.
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+#: Options with which optimize() traces no steps: it does so only if no patterns are named.
+UNTRACED = {"patterns": [*PATTERNS]}
 
 #: What the report counts: steps by kernels, and steps of a model that has changed.
 KERNELS, CHANGED = "all by kernels", "the model has changed since optimize()"

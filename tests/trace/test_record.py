@@ -227,7 +227,12 @@ def test_equal_constants_made_at_each_size_are_one() -> None:
         (lambda x, size: x[:, :1] + torch.tensor([float(size)]), "makes another constant"),
         (
             lambda x, size: x.sum([0], dtype=None if size == 6 else torch.float64),
-            "takes None at one size",
+            "other keyword arguments",
+        ),
+        (lambda x, size: x.split(2, dim=-1), "returns more tensors"),
+        (
+            lambda x, size: x.to([torch.float16, torch.float64][size // 10]),
+            "takes torch.float16 at",
         ),
     ],
 )
