@@ -64,7 +64,7 @@ from scripts.benching import (
     spread,
     within,
 )
-from scripts.configs import MODELS, floor_bytes, random_model, with_adapters
+from scripts.configs import floor_bytes, names, random_model, with_adapters
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION = "bare", "attention"
@@ -387,14 +387,17 @@ def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
 
     Sliding layers read at most their window.
     """
-    c = model.config
+    c = model.config.get_text_config(decoder=True)
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
     seen = sum(
         min(n, c.sliding_window) if kind == "sliding_attention" else n
         for kind in kinds
+        if kind.endswith("attention")
         for n in tokens
     )
-    numbers: int = 2 * seen * c.num_key_value_heads * c.head_dim
+    kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    numbers: int = 2 * seen * kv_heads * head_dim
     return numbers * model.dtype.itemsize
 
 
@@ -456,7 +459,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
         "model": titled(name, args),
-        "layers": model.config.num_hidden_layers,
+        "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "batch": batch,
         "prompt": prompt,
         "new": args.new,
@@ -611,7 +614,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", default="llama-3.2-1b", help=f"one or more of {', '.join(MODELS)}, with commas"
+        "--model", default="llama-3.2-1b", help=f"one or more of {', '.join(names())}, with commas"
     )
     parser.add_argument(
         "--prompt", type=numbers, default=(128,), help="tokens, one length or more with commas"

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,89 @@ MODELS = {
 }
 
 
+#: Models whose configs have fields of their own: the type of model, and what differs from the
+#: defaults of that type.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "opt-1.3b": (
+        "opt",
+        {
+            "hidden_size": 2048,
+            "word_embed_proj_dim": 2048,
+            "ffn_dim": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+        },
+    ),
+    "lfm2-1.2b": (
+        "lfm2",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 12288,
+            "block_ff_dim": 12288,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "layer_types": [
+                "full_attention" if n in (2, 5, 8, 10, 12, 14) else "conv" for n in range(16)
+            ],
+        },
+    ),
+    "qwen3-vl-2b": (
+        "qwen3_vl",
+        {
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "vocab_size": 151936,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5e6,
+                    "mrope_section": [24, 20, 20],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {"depth": 24, "hidden_size": 1024, "out_hidden_size": 2048},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma-3-4b": (
+        "gemma3",
+        {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "vocab_size": 262208,
+                "sliding_window": 1024,
+            },
+        },
+    ),
+}
+
+
+def names() -> list[str]:
+    """Return the names of all models."""
+    return [*MODELS, *OTHERS]
+
+
 def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
     """Return the transformers config of a model, with fewer layers if given.
 
     Raises:
-        SystemExit: The table has no such model.
+        SystemExit: The tables have no such model.
     """
+    if name in OTHERS:
+        return _other_config(name, layers)
     if name not in MODELS:
-        raise SystemExit(f"no model {name!r} in scripts/configs.py; it has {', '.join(MODELS)}")
+        raise SystemExit(f"no model {name!r} in scripts/configs.py; it has {', '.join(names())}")
     s = MODELS[name]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": s.rope_theta}
     if s.rope_factor is not None:
@@ -103,6 +184,19 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
     )
 
 
+def _other_config(name: str, layers: int | None) -> PretrainedConfig:
+    model_type, fields = OTHERS[name]
+    config = AutoConfig.for_model(model_type, **fields)
+    text = config.get_text_config(decoder=True)
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    for each in (config, text):
+        each.bos_token_id = each.eos_token_id = each.pad_token_id = None
+    return config  # type: ignore[no-any-return]
+
+
 def random_model(
     name: str,
     device: torch.device | str,
@@ -116,7 +210,10 @@ def random_model(
     """
     with torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype).eval()
+        config = config_of(name, layers)
+        is_text = config.get_text_config(decoder=True) is config
+        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        model = kind.from_config(config, dtype=dtype).eval()
         for key, parameter in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
                 # Gemma adds one to these weights. If all were one, a forgotten weight would not
@@ -141,10 +238,12 @@ def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 def floor_bytes(model: PreTrainedModel) -> int:
     """Return the bytes that a step must read.
 
-    Every weight once, and no embedding table unless it is the head.
+    Every weight of the text model and of the head once, and no embedding table unless it is the
+    head.
     """
-    table = model.get_input_embeddings().weight
-    tied = (
-        model.get_output_embeddings() is not None and model.get_output_embeddings().weight is table
-    )
-    return sum(p.nbytes for p in model.parameters() if p is not table or tied)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    read = dict.fromkeys(model.get_decoder().parameters())
+    read.pop(table, None)
+    if head is not None:
+        read |= dict.fromkeys(head.parameters())
+    return sum(p.nbytes for p in read)

@@ -113,7 +113,7 @@ class TracedStep(Step):
         block, control = self.block, self.block.control
         windows = dict(self.masks.windows)
         made: dict[Any, tuple[Tensor, Tensor]] = {}
-        bounds = {}
+        bounds: dict[str, Tensor] = {}
         for one in self.plan.by_kernels:
             ring = block.rings[one.layer]
             window = windows[self.masks.kind_of(one.layer)]

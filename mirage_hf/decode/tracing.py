@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mirage_hf.decode.cache_block import CacheBlock
@@ -63,7 +64,8 @@ def trace_steps(
     """
     tracer = _Tracer(model, resolve, progress)
     try:
-        steps = tracer.trace(rows)
+        with _state_put_back(model):
+            steps = tracer.trace(rows)
     except TraceError as error:
         return None, [], f"steps of generate cannot be traced: {error}"
     read, total = steps.bytes_read
@@ -280,6 +282,20 @@ def _steps(
         wanted = stock(length, length + 1)
         TracedStep(plan, block, masks, graphs=False, graph_key=None)._forward()
     return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
+
+
+@contextmanager
+def _state_put_back(model: nn.Module) -> Iterator[None]:
+    """Put back the attributes that forwards set on modules, such as states of recurrences."""
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _axes_of_positions(model: Any) -> int:
