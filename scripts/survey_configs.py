@@ -128,7 +128,9 @@ NUMBERS: Mapping[str, int | float] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
     "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
     "state_size": 16,
+    "ssm_state_size": 16,
     # images
     "image_seq_length": 4,
     "mm_tokens_per_image": 4,
@@ -186,6 +188,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "diffusion_gemma": {"canvas_length": 16},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     "dots1": {
         "n_routed_experts": 4,
@@ -226,6 +229,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
     "paddleocr_vl_text": _mrope(2, 3, 3),
     "pp_formulanet": {"vision_config": {"decoder_hidden_size": 64}},
     "qwen2_5_omni_text": _mrope(2, 3, 3),
@@ -263,6 +272,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {
         "num_hidden_layers": 3,
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "chunk_size": 16,
         "n_mamba_heads": 4,
         "mamba_headdim": 32,
         "attention_head_dim": 32,
