@@ -26,6 +26,7 @@ several times, the last line counts. The classes are:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import re
@@ -296,7 +297,9 @@ def _send_row(model_type: str, head: str, to: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    to.send(survey(model_type, head))
+    with contextlib.redirect_stdout(None):  # some models print
+        row = survey(model_type, head)
+    to.send(row)
 
 
 def run(types: Mapping[str, str], out: Path, seconds: float) -> None:
