@@ -394,10 +394,9 @@ def reason_of(row: Row) -> str:
             if count.startswith(start):
                 return re.sub(r"^[A-Z]\w+ (?=[a-z])", "it ", count.removeprefix(start))
     said = "; ".join([*row.get("notes", ()), *row["warned"]])
-    if found := re.search(r"steps of generate cannot be traced: (.*?)(\)?$|; )", said):
-        return found[1]
-    if found := re.search(r"runs as before \((.*)\)$", said):
-        return found[1]
+    for pattern in _REASONS:
+        if found := re.search(pattern, said, flags=re.DOTALL):
+            return " ".join(found[1].split())
     return said
 
 

@@ -103,6 +103,18 @@ def test_the_table_names_all_types_and_the_reasons_for_failures(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "note",
+    [
+        "steps of generate cannot be traced: layer type moe",
+        "steps of generate run the model's own forward, in a CUDA graph: layer type moe",
+    ],
+)
+def test_a_note_says_the_reason_if_no_step_was_counted(note):
+    own_generate = row("own", decode={"batch 1": {}}, notes=["backend cpu", note])
+    assert survey_models.reason_of(own_generate) == "layer type moe"
+
+
 def test_types_of_equal_cells_share_a_row_of_the_grid():
     rows = [r for members in ROWS.values() for r in members]
     assert survey_models.grid(rows).splitlines()[2:] == [
