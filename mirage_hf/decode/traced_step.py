@@ -214,46 +214,42 @@ def record_step(
         TraceError: The step cannot be recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
-        first, second = (
-            _record(
-                model, masks, partial(_fake_block, model, batch, tuple(windows), size, axes), mode
-            )
-            for size in sizes
-        )
-    return generalized(first, second, sizes)
-
-
-def _record(
-    model: Any, masks: MaskPlan, make_block: Callable[[], CacheBlock], mode: FakeTensorMode
-) -> Recording:
     try:
-        with mode, torch.no_grad(), host_reads_named():
-            block = make_block()
-        step = CapturedForward(
-            model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
-        )
-        with mode, torch.no_grad():
-            own_masks = step.masks_now()
-        inputs = step_inputs(block) | mask_inputs(own_masks, step.ring_slots)
-        return record(partial(step.run, own_masks), inputs, mode)
+        with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
+            with mode, torch.no_grad(), host_reads_named():
+                cache, logits = _fake_cache(model, batch)
+                blocks = [
+                    CacheBlock(batch, size, tuple(windows), model.device, axes) for size in sizes
+                ]
+            first, second = (_record(model, masks, block, cache, logits, mode) for block in blocks)
     except TraceError:
         raise
     except Exception as error:  # a forward may raise anything over another cache than stock's
         raise TraceError(f"its forward raised {described(error)}") from None
+    return generalized(first, second, sizes)
 
 
-def _fake_block(
-    model: Any, batch: int, windows: tuple[int | None, ...], capacity: int, axes: int
-) -> CacheBlock:
-    """Return a block that stock's cache of a short prompt was copied into, under fake tensors."""
-    block = CacheBlock(batch, capacity, windows, model.device, axes)
+def _fake_cache(model: Any, batch: int) -> tuple[DynamicCache, Tensor]:
+    """Return stock's cache of a short prompt, and the prompt's last logits, of fake tensors."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=model.device)
-    outputs = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    read_cache(block, cache, _PROMPT)
-    block.set_logits(outputs.logits[:, -1])
-    return block
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return cache, logits[:, -1]
+
+
+def _record(
+    model: Any, masks: MaskPlan, block: CacheBlock, cache: DynamicCache, logits: Tensor, mode: Any
+) -> Recording:
+    """Record the step over a block that gets what a cache of fake tensors holds."""
+    with mode, torch.no_grad():
+        read_cache(block, cache, _PROMPT)
+        block.set_logits(logits)
+        step = CapturedForward(
+            model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
+        )
+        own_masks = step.masks_now()
+    inputs = step_inputs(block) | mask_inputs(own_masks, step.ring_slots)
+    return record(partial(step.run, own_masks), inputs, mode)
 
 
 @contextmanager

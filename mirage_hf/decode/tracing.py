@@ -123,7 +123,7 @@ class _Tracer:
                 _check(model, plan, masks, batch, own_windows, sizes[0], axes)
                 plans[batch, rings] = plan
             self._report(plan, batch)
-        count = sum(isinstance(k, Resolved) and k.runs_kernel for k in self.found.values())
+        count = sum(not isinstance(k, str) and k.runs_kernel for k in self.found.values())
         return TracedSteps(plans, count, _bytes_read(plan), axes)
 
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
@@ -137,7 +137,7 @@ class _Tracer:
                     self.progress("kernel", (len(self.found) + 1, total, TRACED))
                 self.found[text] = self._kernel(plan.programs[group].graph)
             kernel = self.found[text]
-            if isinstance(kernel, Resolved) and kernel.runs_kernel:
+            if not isinstance(kernel, str) and kernel.runs_kernel:
                 kernels[group] = kernel.run
         return kernels
 
@@ -162,7 +162,7 @@ class _Tracer:
             self._kernel(each.program(rows), pattern=ATTENTION.name, like=each.searched(rows))
             for each in blocks
         ]
-        return [k for k in kernels if isinstance(k, Resolved) and k.runs_kernel]
+        return [k for k in kernels if not isinstance(k, str) and k.runs_kernel]
 
     def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
         options = {"pattern": TRACED, **options}
