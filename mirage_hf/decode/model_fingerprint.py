@@ -41,11 +41,13 @@ _TUNER = (
 _PLAIN = {nn.Parameter, Tensor}
 _NUMBERS = {float, int, bool, type(None)}
 _SETTINGS = {float, int, bool, str}
-#: Attributes that no module's own forward reads. HF sets the last two as marks: at its first
-#: capture of hidden states, and in a generate over a static cache.
+#: Attributes that no step's forward reads. HF sets the last three: at its first capture of hidden
+#: states, in a generate over a static cache, and where positions of several axes are made. Steps
+#: are given these positions.
 _NOT_READ = frozenset(nn.Module().__dict__) | {
     "_output_capturing_hooks_installed",
     "_previous_max_cache_length",
+    "rope_deltas",
 }
 #: Modules whose only numbers are sizes.
 _WITHOUT_NUMBERS = frozenset(

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from mirage_hf.decode.cache_layers import states_of
 from mirage_hf.decode.choosing import draw
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 
@@ -224,14 +225,21 @@ def assert_same(stock: Any, ours: Any) -> None:
 def assert_same_cache(
     stock: DynamicCache, ours: DynamicCache, mask: torch.Tensor | None = None
 ) -> None:
-    """Assert that two caches hold the same keys and values, up to rounding.
+    """Assert that two caches hold the same keys, values and states, up to rounding.
 
     `mask` (batch, tokens) is 0 at left padding. No token sees those keys, so they may differ.
     """
     assert type(stock) is type(ours) and len(stock.layers) == len(ours.layers)
     assert stock.get_seq_length() == ours.get_seq_length()
     for a, b in zip(stock.layers, ours.layers, strict=True):
-        assert type(a) is type(b) and a.is_initialized == b.is_initialized
+        assert type(a) is type(b)
+        theirs, mine = states_of(a), states_of(b)
+        assert theirs.keys() == mine.keys()
+        for name, state in theirs.items():
+            torch.testing.assert_close(mine[name], state, rtol=1e-4, atol=2e-5)
+        if not hasattr(a, "is_initialized"):  # a layer that keeps only states
+            continue
+        assert a.is_initialized == b.is_initialized
         if not a.is_initialized:
             continue
         assert (a.dtype, a.device) == (b.dtype, b.device)

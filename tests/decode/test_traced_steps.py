@@ -1,0 +1,441 @@
+"""Traced steps of models that no layout describes: all results are stock's.
+
+Kernels run their programs op by op here, so that no search is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+from mirage_hf.api import optimize, restore
+from mirage_hf.decode import tracing
+from mirage_hf.errors import OptimizeWarning, SearchError
+from mirage_hf.pipeline import resolver
+from mirage_hf.trace import terms
+from scripts import survey_models
+from tests.helpers.generate_comparison import assert_same
+from tests.helpers.step_pairs import (
+    CHANGED,
+    FULL,
+    UNTRACED,
+    agree,
+    generated,
+    no_kernels,
+    steps,
+    stocks,
+)
+from tests.helpers.tiny_models import Resolved, same, snapshot, twin_of
+
+# Not run with other versions of transformers, which do not have all of these models.
+pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+TRACED = {"traced": 1}
+
+
+def built(name: str) -> Any:
+    """Return a small random model of a type. LFM2's has a layer with a convolution's state."""
+    if name == "lfm2":
+        return convolution_and_attention()
+    model = survey_models.build(name, survey_models.model_types()[name])
+    if name == "gemma3":  # at first it is 0, and hides the image
+        nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    return model
+
+
+def convolution_and_attention() -> Any:
+    torch.manual_seed(1)
+    config = Lfm2Config(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=144,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+        initializer_range=0.125,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    return Lfm2ForCausalLM(config).eval()
+
+
+def pair(name: str, batch_sizes: tuple[int, ...] = (1,), **options: Any) -> tuple[Any, Any]:
+    """Return a small stock model and its optimized copy."""
+    stock = built(name)
+    ours = optimize(twin_of(stock), batch_sizes=batch_sizes, verify=False, **options)
+    return stock, ours
+
+
+def text(batch: int = 1, length: int = 9, seed: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, survey_models.SPECIAL_TOKENS, (batch, length), generator=generator)
+
+
+def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
+    mask = (torch.arange(length) >= 2 * torch.arange(batch)[:, None]).long()
+    return {"input_ids": text(batch, length) * mask, "attention_mask": mask}
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "opt",
+        "falcon",
+        "gptj",
+        "apertus",
+        "bart",
+        "lfm2",
+        "jamba",
+        "qwen3_next",
+        "qwen3_vl",
+        "smolvlm",
+        "gemma3",
+    ],
+)
+def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
+    stock, ours = pair(name, (1, 3))
+    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    agree(stock, ours, {**padded(), **FULL, **GREEDY})
+    assert steps(ours) == {"traced": 2} and not stocks(ours)
+    report = ours.mirage.report
+    rows = [r for r in report.rows if r.pattern == "traced"]
+    assert {r.rows for r in rows} == {1, 3} and {r.status for r in rows} == {"swapped"}
+    assert any("searched kernels read 100% of the bytes" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "gemma3"])
+def test_images_are_in_the_prompt_only(name: str) -> None:
+    stock, ours = pair(name)
+    inputs = survey_models.image_inputs(stock, name)
+    agree(stock, ours, {**inputs, **FULL, **GREEDY})
+    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    if name == "qwen3_vl" and stocks(ours):  # its steps take it, and read it beside pixels only
+        assert stocks(ours) == ["stock: a model whose steps take image_grid_thw"]
+    else:
+        assert steps(ours) == {"traced": 2}, stocks(ours)
+    unlike = {**inputs, "pixel_values": 1 - inputs["pixel_values"]}
+    first, second = (generated(stock, {**given, **FULL, **GREEDY}) for given in (inputs, unlike))
+    assert not torch.equal(first.logits[-1], second.logits[-1])
+    agree(stock, ours, {**unlike, **FULL, **GREEDY})
+
+
+@pytest.mark.parametrize("length", [9, 40, 300])
+def test_windows_of_32_tokens_in_texts_of_all_lengths(length: int) -> None:
+    stock, ours = pair("gemma3")
+    given = {"inputs": text(1, length), **FULL, **GREEDY, "max_new_tokens": 40}
+    agree(stock, ours, lambda: {**given, "past_key_values": DynamicCache(config=stock.config)})
+    agree(stock, ours, given)
+    assert steps(ours) == {"traced": 2}
+
+
+def test_samples_are_drawn_with_our_numbers() -> None:
+    stock, ours = pair("gpt2", (3,))
+    drawn = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "max_new_tokens": 24}
+    agree(stock, ours, {**padded(), **FULL, **drawn})
+    assert steps(ours) == TRACED
+
+
+def test_a_cache_that_grows_over_a_block_of_slots() -> None:
+    stock, ours = pair("gpt2")
+    agree(stock, ours, {"inputs": text(1, 225), **FULL, **GREEDY})
+    agree(stock, ours, {"inputs": text(1, 5), **GREEDY})
+    assert steps(ours) == {"traced": 2}
+
+
+# -- caches of the caller's -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "lfm2", "qwen3_next", "gemma3"])
+def test_a_text_goes_on_from_the_cache_of_the_last_call(name: str) -> None:
+    stock, ours = pair(name)
+    outputs = []
+    for model in (stock, ours):
+        first = generated(
+            model,
+            {
+                "inputs": text(),
+                "past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True)),
+                **FULL,
+                **GREEDY,
+            },
+        )
+        longer = torch.cat([first.sequences, text(1, 3, seed=4)], dim=-1)
+        cache = first.past_key_values
+        outputs.append(
+            generated(model, {"inputs": longer, "past_key_values": cache, **FULL, **GREEDY})
+        )
+        assert outputs[-1].past_key_values is cache
+    assert_same(*outputs)
+    assert steps(ours) == {"traced": 2}, (steps(ours), stocks(ours))
+
+
+# -- what is left as it is ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lfm2", "gemma3"])
+def test_restore_brings_back_the_model(name: str) -> None:
+    model = built(name)
+    before = snapshot(model)
+    want = generated(model, {"inputs": text(), **GREEDY})
+    optimize(model, verify=False)
+    assert torch.equal(generated(model, {"inputs": text(), **GREEDY}), want)
+    assert steps(model) == TRACED
+    restore(model)
+    assert same(before, snapshot(model)) and "mirage" not in model.__dict__
+    assert torch.equal(generated(model, {"inputs": text(), **GREEDY}), want)
+
+
+def test_named_patterns_trace_nothing() -> None:
+    model = built("gpt2")
+    with pytest.warns(OptimizeWarning, match="nothing in this GPT2LMHeadModel was replaced"):
+        optimize(model, **UNTRACED)
+    assert "mirage" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("gpt2", {no_kernels(2): 1}), ("lfm2", {}), ("qwen3_vl", {})]
+)
+def test_batch_sizes_that_were_not_traced(name: str, where: dict[str, int]) -> None:
+    """A model whose own forward was never compared with stock's steps runs stock."""
+    stock, ours = pair(name)
+    agree(stock, ours, {**padded(2), **FULL, **GREEDY})
+    assert steps(ours) == where
+    assert stocks(ours) == ([] if where else [f"stock: {no_kernels(2)}"])
+    agree(stock, ours, {"inputs": text(), **GREEDY})
+    assert steps(ours) == {**where, **TRACED}
+
+
+# -- models that change after optimize() ----------------------------------------------------------
+
+
+class Louder(GPT2MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def new_weight(m: Any) -> None:
+    norm = m.transformer.h[1].ln_1
+    norm.weight = nn.Parameter(2 * norm.weight.detach())
+
+
+def new_matrix(m: Any) -> None:
+    linear = m.transformer.h[1].mlp.c_fc
+    linear.weight = nn.Parameter(2 * linear.weight.detach())
+
+
+def new_head(m: Any) -> None:
+    m.lm_head.weight = nn.Parameter(m.lm_head.weight.detach().flip(0))
+
+
+def hooked(m: Any) -> None:
+    m.transformer.h[0].register_forward_hook(lambda module, given, result: 1.5 * result)
+
+
+def own_forward(m: Any) -> None:
+    mlp = m.transformer.h[0].mlp
+    mlp.forward = lambda x: 2 * type(mlp).forward(mlp, x)
+
+
+def without_a_layer(m: Any) -> None:
+    del m.transformer.h[1]
+    m.config.n_layer = 1
+
+
+NEW: dict[str, Callable[[Any], Any]] = {
+    "a norm's weight": new_weight,
+    "a matrix": new_matrix,
+    "the head": new_head,
+    "a class": lambda m: setattr(m.transformer.h[0].mlp, "__class__", Louder),
+    "an activation": lambda m: setattr(m.transformer.h[0].mlp, "act", nn.ReLU()),
+    "an epsilon": lambda m: setattr(m.transformer.h[0].ln_1, "eps", 0.5),
+    "a hook": hooked,
+    "a forward": own_forward,
+    "a scale": lambda m: setattr(m.transformer.h[0].attn, "scale_attn_weights", False),
+    "a layer less": without_a_layer,
+    "eager attention": lambda m: m.set_attn_implementation("eager"),
+    "the config": lambda m: setattr(m.config, "reorder_and_upcast_attn", True),
+    "another dtype": lambda m: m.double(),
+    "training mode of a part": lambda m: m.transformer.drop.train(),
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Any:
+    return built("gpt2")
+
+
+@pytest.mark.parametrize("change", NEW)
+def test_a_changed_model_is_served_as_it_is(change: str, gpt2: Any) -> None:
+    """By stock or by its own forward, never by the old trace."""
+    stock, ours = twin_of(gpt2), optimize(twin_of(gpt2), verify=False)
+    agree(stock, ours, {"inputs": text(), **GREEDY})
+    before = generated(stock, {"inputs": text(), **FULL, **GREEDY})
+    for model in (stock, ours):
+        NEW[change](model)
+    after = agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    counted = steps(ours)
+    assert counted.pop("traced") == 1, counted
+    assert counted in ({}, {CHANGED: 1}) and bool(counted) == (not stocks(ours))
+    if change not in ("eager attention", "the config", "another dtype"):
+        assert not torch.equal(torch.cat(before.logits), torch.cat(after.logits)) or stocks(ours)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lfm2"])
+def test_weights_that_change_in_place_are_read_as_they_are(name: str) -> None:
+    stock, ours = pair(name)
+    agree(stock, ours, {"inputs": text(), **GREEDY})
+    for model in (stock, ours):
+        with torch.no_grad():
+            for n, parameter in enumerate(model.parameters()):
+                parameter.mul_(1 + 0.1 * (n % 5))
+    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    assert steps(ours) == {"traced": 2}
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_vl"])
+def test_a_changed_model_without_another_step_runs_stock(name: str) -> None:
+    stock, ours = pair(name)
+    for model in (stock, ours):
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().flip(0))
+    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    assert steps(ours) == {} and stocks(ours) == [f"stock: {CHANGED}"]
+
+
+# -- models that cannot be traced -----------------------------------------------------------------
+
+
+def not_traced(model: Any) -> str:
+    """Return the warning of optimize() for a model of which nothing is replaced."""
+    with pytest.warns(OptimizeWarning) as caught:
+        optimize(model, verify=False)
+    assert "mirage" not in model.__dict__
+    (warning,) = caught
+    return str(warning.message)
+
+
+def test_a_wrong_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(terms._LOWERINGS, "aten.silu", terms._plain("relu"))
+    found = not_traced(built("lfm2"))
+    assert "the traced step of 1 rows after 3 tokens differs from stock's by " in found
+    assert "with logits up to " in found
+
+
+def test_a_kernel_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver, "resolve", lambda program, **_: Resolved(program, scale=1.01))
+    assert "differs from stock's by" in not_traced(built("gpt2"))
+
+
+def test_a_kernel_that_raises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> Any:
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(Resolved, "run", run)
+    assert "the check of a step raised RuntimeError: out of registers" in not_traced(built("gpt2"))
+
+
+@pytest.mark.parametrize("kind", ["no kernel", "the library"])
+def test_steps_without_a_kernel_are_not_traced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(program: Any, **_: Any) -> Any:
+        if kind == "no kernel":
+            raise SearchError("nothing found in 60 s")
+        return Resolved(program, runs_kernel=False)
+
+    monkeypatch.setattr(resolver, "resolve", resolve)
+    found = not_traced(built("gpt2"))
+    assert "steps of generate cannot be traced: no product of its step has a kernel" in found
+
+
+def test_products_without_a_kernel_run_as_they_were_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def resolve(program: Any, **_: Any) -> Any:
+        asked.append(program)
+        if len(asked) % 2:
+            raise SearchError("nothing found in 60 s")
+        return Resolved(program)
+
+    monkeypatch.setattr(resolver, "resolve", resolve)
+    for name in ("gpt2", "qwen3_next"):
+        asked.clear()
+        stock, ours = pair(name)
+        agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+        assert steps(ours) == TRACED
+        rows = [r for r in ours.mirage.report.rows if r.pattern == "traced"]
+        assert {(r.status, r.reason) for r in rows} == {
+            ("swapped", ""),
+            ("stock", "no kernel: nothing found in 60 s"),
+        }
+
+
+class ByValue(GPT2MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else 2 * super().forward(x)
+
+
+class Numpy(GPT2MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.from_numpy(x.numpy()))
+
+
+def test_reads_on_the_host_are_named() -> None:
+    model = built("gpt2")
+    model.transformer.h[1].mlp.__class__ = ByValue
+    found = not_traced(model)
+    assert "steps of generate cannot be traced: " in found
+    assert "reads values of the device on the host (aten._local_scalar_dense" in found
+
+
+def test_other_errors_of_a_forward_are_quoted() -> None:
+    model = built("gpt2")
+    model.transformer.h[1].mlp.__class__ = Numpy
+    assert "cannot be traced: its forward raised " in not_traced(model)
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+def test_equal_programs_are_asked_for_once(resolved: list[Any]) -> None:
+    _, ours = pair("gpt2", (1, 3))
+    texts = [str(program) for program in resolved]
+    assert len(texts) == len(set(texts))
+    traced = ours.mirage.runner.traced
+    layers = ours.config.n_layer
+    assert traced.kernels < len(traced.plans) * 4 * layers
+    assert traced.bytes_read[0] == traced.bytes_read[1] > 0
+    present = set(map(id, ours.parameters()))
+    assert {id(w) for w in traced.weights} <= present
+
+
+def test_a_model_of_a_layout_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "record_step", None)
+    _, ours = pair("llama")
+    assert ours.mirage.runner.traced is None
+    agree(_, ours, {"inputs": text(), **GREEDY})
+    assert steps(ours) == {"all by kernels": 1}
+
+
+def test_progress_is_told_of_each_program() -> None:
+    seen: list[Any] = []
+    optimize(
+        built("gpt2"), verify=False, progress=lambda stage, detail: seen.append((stage, detail))
+    )
+    numbers = [detail for stage, detail in seen if stage == "kernel"]
+    assert numbers and all(pattern == "traced" for _, _, pattern in numbers)
+    assert [n for n, _, _ in numbers] == list(range(1, len(numbers) + 1))
+    assert {total for _, total, _ in numbers} == {len(numbers)}
