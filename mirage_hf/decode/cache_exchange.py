@@ -25,6 +25,16 @@ def reserve(block: CacheBlock, cache: DynamicCache) -> None:
             block.claim(n, layer.keys, layer.values)
 
 
+def held_tokens(cache: Any) -> int | str:
+    """Return how many tokens one of stock's caches holds, or why that is unknown."""
+    layers = list(cache.layers)
+    if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return int(cache.get_seq_length())
+    if any(states_of(layer) for layer in layers):
+        return "a cache of states, which does not know its length"
+    return 0
+
+
 def read_cache(block: CacheBlock, cache: DynamicCache, length: int | None = None) -> int:
     """Copy one of stock's caches into a block and return its length.
 

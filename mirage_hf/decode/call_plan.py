@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from mirage_hf.decode.cache_exchange import windows_of
+from mirage_hf.decode.cache_exchange import held_tokens, windows_of
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
@@ -20,6 +20,7 @@ from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.routing import (
     COVERED_MODES,
     MODEL_INPUTS,
+    cache_name,
     has_own_steps,
     rejected_length,
     rejected_masks,
@@ -125,7 +126,7 @@ def plan_call(
     model, kwargs, config = inputs.model, inputs.kwargs, inputs.config
     text_config = model.config.get_text_config(decoder=True)
     masks = covered(MaskPlan.of(text_config))
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(cache_name(model))
     if masks.states and not is_traced:
         raise NotCoveredError(f"layer type {masks.states[0]}")
     if cache is None or not kwargs.get("use_cache"):
@@ -135,7 +136,7 @@ def plan_call(
     covered(rejected_masks(model, masks, windows))
     _check_rows(cache, len(inputs.input_ids))
     mask_length = getattr(config, "_mask_length", inputs.input_ids.shape[1])
-    past = int(cache.get_seq_length())
+    past = covered(held_tokens(cache))
     prompt = PromptPlan.of(inputs.input_ids, past, mask_length, kwargs, counts_itself=is_traced)
     if (0 if prompt.offsets is None else len(prompt.offsets)) != (axes or 0):
         raise NotCoveredError(f"position_ids of {kwargs['position_ids'].ndim} dimensions")

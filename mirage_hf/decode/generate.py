@@ -34,6 +34,7 @@ from mirage_hf.decode.choosing import NOTHING
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.rings import bucket
+from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.sampler import sampler_of
 from mirage_hf.decode.selection import Selection
@@ -210,7 +211,7 @@ def _prefill_by_forward(session: Session) -> None:
     is_stocks = bool(plan.prompt.past) or plan.stock_prefill
     session.is_seen |= plan.stock_prefill and plan.cache_is_users
     cache = plan.cache if is_stocks else prefill_cache(block)
-    kwargs = {**inputs.kwargs, "past_key_values": cache}
+    kwargs = {**inputs.kwargs, cache_name(inputs.model): cache}
     try:
         outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
     except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet

@@ -21,6 +21,7 @@ _LAYER_TYPES = {
     "linear_attention": (None, True),
     "conv": (None, True),
     "mlp": (None, False),
+    "moe": (None, False),
     "hybrid": ("full_attention", True),
     "hybrid_sliding": ("sliding_attention", True),
 }

@@ -23,9 +23,19 @@ from mirage_hf.decode.masks import MaskPlan
 COVERED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 #: Model kwargs whose effect on every step is known here.
 MODEL_INPUTS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "cache_params",
+        "use_cache",
+        "logits_to_keep",
+    }
 )
 ATTENTIONS = ("sdpa", "eager")
+#: The argument by which models with nothing but states (Mamba) take their cache.
+CACHE_OF_STATES = "cache_params"
+_cache_names: dict[type, str] = {}
 #: Methods that the loop relies on. Stock serves a model class or instance that has its own.
 OVERRIDABLE = (
     "generate",
@@ -247,6 +257,16 @@ def _own_method(model: Any) -> str | None:
     return next((name for name in OVERRIDABLE[1:] if name in model.__dict__), None)
 
 
+def cache_name(model: Any) -> str:
+    """Return the name of the argument by which a model's forward takes its cache."""
+    kind = type(model)
+    if kind not in _cache_names:
+        names = inspect.signature(kind.forward).parameters
+        takes_other = CACHE_OF_STATES in names and "past_key_values" not in names
+        _cache_names[kind] = CACHE_OF_STATES if takes_other else "past_key_values"
+    return _cache_names[kind]
+
+
 def has_own_steps(model: Any) -> bool:
     """Return whether a model decides itself what its steps take, or declares no static caches."""
     if not getattr(model, "_can_compile_fullgraph", False):
@@ -279,7 +299,8 @@ def rejected_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | No
     if not (masks.by_layer_type or window_by_mask) or not masks.windows:
         return None
     names: set[str] = set()
-    for module in (model, model.base_model, model.get_decoder()):
+    inner = getattr(model, "model", model)
+    for module in (model, model.base_model, model.get_decoder(), inner):
         names |= _names_in_forward(type(module))
     if masks.by_layer_type and "dict" not in names:
         return "layer_types in the config of a model that takes one mask for all layers"

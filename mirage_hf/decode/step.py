@@ -15,6 +15,7 @@ from mirage_hf.decode.choosing import Chooser, move_on
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import Ring
+from mirage_hf.decode.routing import cache_name
 
 
 class Step(ABC):
@@ -126,10 +127,10 @@ class CapturedForward(Step):
         outputs = self.model(
             input_ids=control.ids,
             position_ids=control.positions(),
-            past_key_values=self.cache,
             use_cache=True,
             attention_mask=masks,
             return_dict=True,
+            **{cache_name(self.model): self.cache},
             **self.kwargs,
         )
         block.logits.copy_(outputs.logits[:, -1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.prompt_plan import PromptPlan
+from mirage_hf.decode.routing import cache_name
 
 #: What steps take. An attention mask has ones for the new tokens.
 _KNOWN = frozenset(
@@ -17,6 +20,7 @@ _KNOWN = frozenset(
         "attention_mask",
         "position_ids",
         "past_key_values",
+        "cache_params",
         "use_cache",
         "logits_to_keep",
         "cache_position",
@@ -41,9 +45,13 @@ def unusual_step_inputs(
     given = model.prepare_inputs_for_generation(
         torch.cat([ids, token], -1), next_sequence_length=1, is_first_iteration=False, **kwargs
     )
-    for name, value in given.items():
-        if name not in _KNOWN and value is not None and not _is_plain_option(value):
-            return f"a model whose steps take {name}"
+    others = [
+        name
+        for name, value in given.items()
+        if name not in _KNOWN and value is not None and not _is_plain_option(value)
+    ]
+    if others and not _make_no_difference(model, given, others):
+        return f"a model whose steps take {others[0]}"
     taken = given.get("input_ids")
     if not isinstance(taken, Tensor) or not torch.equal(taken, token):
         return "a model whose steps take other input_ids than the last token"
@@ -51,7 +59,25 @@ def unusual_step_inputs(
     positions = given.get("position_ids")
     if positions is not None and not (positions == wanted).all():
         return "a model whose steps take other position_ids than the next"
+    is_given = inputs.kwargs.get("position_ids") is not None
+    if positions is None and is_given and prompt.lowest is not None:
+        return "a model that counts positions itself, with left padding"
     return None
+
+
+def _make_no_difference(model: Any, given: dict[str, Any], others: Sequence[str]) -> bool:
+    """Return whether a step's logits are the same without these arguments.
+
+    The step runs twice, over copies of the cache.
+    """
+    name = cache_name(model)
+
+    def logits(arguments: Mapping[str, Any]) -> Tensor:
+        cache = copy.deepcopy(given[name])
+        return model(**{**arguments, name: cache}, return_dict=True).logits  # type: ignore[no-any-return]
+
+    without = {key: x for key, x in given.items() if key not in others}
+    return torch.equal(logits(given), logits(without))
 
 
 def _is_plain_option(value: Any) -> bool:

@@ -23,6 +23,7 @@ from mirage_hf.decode.cache_exchange import read_cache
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
+from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node
@@ -233,7 +234,7 @@ def _fake_cache(model: Any, batch: int) -> tuple[DynamicCache, Tensor]:
     """Return stock's cache of a short prompt, and the prompt's last logits, of fake tensors."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=model.device)
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits = model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
     return cache, logits[:, -1]
 
 

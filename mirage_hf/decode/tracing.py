@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache, windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.routing import rejected_masks, rejected_model
+from mirage_hf.decode.routing import cache_name, rejected_masks, rejected_model
 from mirage_hf.decode.traced_step import (
     TRACED,
     Rings,
@@ -249,12 +249,14 @@ def _steps(
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
 
     def stock(first: int, last: int) -> Any:
-        kwargs = {"attention_mask": mask[:, :last]} if is_padded else {}
+        # steps of models that keep only states take no mask
+        takes_mask = is_padded and (bool(masks.windows) or not first)
+        kwargs = {"attention_mask": mask[:, :last]} if takes_mask else {}
         return model(
             input_ids=ids[:, first:last],
             position_ids=with_axes(positions[:, first:last]),
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(model): cache},
             **kwargs,
         ).logits[:, -1]
 
@@ -305,7 +307,7 @@ def _axes_of_positions(model: Any) -> int:
         return 0
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     positions = make(ids, {})
-    return len(positions) if positions.ndim == 3 else 0
+    return len(positions) if positions is not None and positions.ndim == 3 else 0
 
 
 # -- for the report --------------------------------------------------------------------------------
