@@ -1,4 +1,4 @@
-"""The command line: `mirage-hf demo | optimize | bench | search | zoo | env`.
+"""The command line: `mirage-hf demo | optimize | bench | explain | search | zoo | env`.
 
 It only calls the public API and shows results. Commands import torch and everything that needs it
 when they run, so that `--help` does not wait seconds for it.
@@ -177,6 +177,19 @@ def _compared(before: float, after: float, device_type: str) -> str:
         return f"{before / after:.2f} times as fast"
     slower = f"{after / before:.1f} times slower"
     return f"{slower}: the cpu backend is for checking" if device_type == "cpu" else slower
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id. Only its config is read.")],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    dtype: DType = None,
+) -> None:
+    """Say which ops of a decoding step become kernels, and which stay torch ops, and why."""
+    from mirage_hf.cli import explain as pages
+    from mirage_hf.cli import models
+
+    pages.show_step(models.of_config(model, dtype), batch)
 
 
 @app.command()

@@ -110,7 +110,7 @@ class _Tracer:
         windows = _or_raise(windows_of(DynamicCache(config=config), config.num_hidden_layers))
         _or_raise(masks.mismatch(windows))
         _or_raise(rejected_masks(model, masks, windows))
-        axes = _axes_of_positions(model)
+        axes = axes_of_positions(model)
         plans: dict[tuple[int, Rings], StepPlan] = {}
         for batch in rows:
             for rings, own_windows, sizes in rings_variants(windows):
@@ -178,8 +178,10 @@ class _Tracer:
             row = ReportRow(f"layers.{one.layer}", ATTENTION.name, STOCK, rows=rows)
             self.report_rows.append(resolved_row(row, kernel))
         for group in plan.groups:
-            names = [_path(plan, product.operands[1], self.paths) for product in group.products]
-            module, parts = _common_module(names)
+            names = [
+                weight_path(plan, product.operands[1], self.paths) for product in group.products
+            ]
+            module, parts = common_module(names)
             row = ReportRow(module, TRACED, STOCK, part=parts, rows=rows)
             program = plan.programs.get(group)
             if program is None:
@@ -300,7 +302,7 @@ def _state_put_back(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _axes_of_positions(model: Any) -> int:
+def axes_of_positions(model: Any) -> int:
     """Return how many axes the positions have that stock's generate makes, 0 if none."""
     make = getattr(model, "_prepare_position_ids_for_generation", None)
     if make is None:
@@ -313,7 +315,7 @@ def _axes_of_positions(model: Any) -> int:
 # -- for the report --------------------------------------------------------------------------------
 
 
-def _path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
+def weight_path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
     """Return the name of the parameter that a weight is, or is a view of."""
     assert weight.weight is not None
     source = weight.weight.source
@@ -323,7 +325,7 @@ def _path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
     return paths.get(id(source.tensor), "a constant").removesuffix(".weight")
 
 
-def _common_module(names: Sequence[str]) -> tuple[str, str]:
+def common_module(names: Sequence[str]) -> tuple[str, str]:
     """Return the module that has all these parameters, and their names in it."""
     split = [name.split(".") for name in names]
     depth = 0

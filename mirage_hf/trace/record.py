@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -271,9 +272,12 @@ def _leaves(x: Any) -> list[Any]:
 
 # -- where an op was called ------------------------------------------------------------------------
 
+#: Our own code that calls a model's forward.
+_STEP = "mirage_hf/decode/step.py"
 _NOT_MODELS = ("/torch/", "/mirage_hf/", "transformers/utils/")
 
 
+@cache
 def _is_model_code(file: str) -> bool:
     return not any(part in file for part in _NOT_MODELS)
 
@@ -282,6 +286,8 @@ def _calling_line() -> str:
     """Return the innermost line of the call stack that belongs to a model."""
     frame: Any = sys._getframe(1)
     while frame is not None and not _is_model_code(frame.f_code.co_filename):
+        if frame.f_code.co_filename.endswith(_STEP):
+            return "the end of the step"
         frame = frame.f_back
     if frame is None:
         return ""

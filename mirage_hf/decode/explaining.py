@@ -1,0 +1,146 @@
+"""Explain what a decoding step of a model would run, without weights and without a search."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.traced_step import record_step, rings_variants
+from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_path
+from mirage_hf.errors import MirageError
+from mirage_hf.gpus import current_gpu
+from mirage_hf.trace.groups import Group
+from mirage_hf.trace.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One kernel of a step, or one torch op, with how many of it there are.
+
+    Attributes:
+        module: The module whose weights it reads, with * for the number of a layer.
+        what: The weights that it reads, or the name of the torch op.
+        ops: What it computes, as rows of the op table.
+        count: How many of it a step has.
+        bytes: Bytes of weights that one of it reads.
+        why: Why it has no kernel, or "".
+    """
+
+    module: str
+    what: str
+    ops: str
+    count: int
+    bytes: int = 0
+    why: str = ""
+
+    @property
+    def microseconds(self) -> float:
+        """The time to read its weights once, at the rate of the present GPU or an H200."""
+        return self.bytes / current_gpu().bandwidth * 1e6
+
+
+def explain_step(model: Any, rows: int = 1) -> tuple[list[Explained], list[Explained]]:
+    """Return the kernels of a model's step and its torch ops.
+
+    Args:
+        model: A model, on any device. Weights are not read, so they may be on the meta device.
+        rows: The number of sequences.
+
+    Raises:
+        TraceError: The step cannot be traced. Then generate runs stock's steps, or the model's own
+            forward in a CUDA graph.
+    """
+    config = model.config.get_text_config(decoder=True)
+    masks = MaskPlan.of(config)
+    if isinstance(masks, str):
+        raise MirageError(f"its steps cannot be traced: {masks}")
+    ((_, windows, sizes), *_) = rings_variants((None,) * config.num_hidden_layers)
+    axes = axes_of_positions(model)
+    plan = StepPlan(record_step(model, masks, rows, windows, sizes, axes), rows)
+    plan.schedule(
+        dict.fromkeys(plan.programs, _never_run),
+        dict.fromkeys(plan.attentions, lambda slots: _never_run),
+    )
+    return _kernels(plan, model), _torch_ops(plan)
+
+
+def _never_run(operands: Any) -> Any:
+    raise AssertionError("a plan that explains is not run")
+
+
+def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
+    paths = {id(p): name for name, p in model.named_parameters()}
+    counts: Counter[Explained] = Counter()
+    for group in plan.groups:
+        counts[_group(plan, group, paths)] += 1
+    for one in plan.attentions:
+        ops = "append, softmax, products"
+        ops = f"rope, {ops}" if one.q.cos is not None else ops
+        ops = f"rms_norm, {ops}" if one.q.norm is not None else ops
+        what = f"{one.q.heads} and {one.k.heads} heads of {one.head_dim}"
+        counts[Explained("attention", what, ops, 1)] += 1
+    return _counted(counts)
+
+
+def _group(plan: StepPlan, group: Group, paths: dict[int, str]) -> Explained:
+    names = [weight_path(plan, product.operands[1], paths) for product in group.products]
+    module, parts = common_module(names)
+    program = plan.programs.get(group)
+    ops = [] if program is None else [op.name for op in program.graph.ops if op.name != "concat"]
+    size = sum(p.operands[1].dims[0] * p.dims[1] * p.dtype.itemsize for p in group.products)
+    why = "" if program is not None else plan.reasons[group]
+    module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module)
+    return Explained(module, parts, ", ".join(dict.fromkeys(ops)), 1, size, why)
+
+
+#: Ops that launch nothing on a GPU.
+_FREE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "alias",
+        "detach",
+        "as_strided",
+    )
+)
+
+
+def _torch_ops(plan: StepPlan) -> list[Explained]:
+    counts: Counter[Explained] = Counter()
+    for unit in plan.units:
+        node = unit.node
+        if node is not None and node.name not in _FREE:
+            counts[Explained(node.where, node.name.partition(".")[2], "", 1)] += 1
+    return _counted(counts)
+
+
+def _counted(counts: Counter[Explained]) -> list[Explained]:
+    return [
+        Explained(e.module, e.what, e.ops, count, e.bytes, e.why) for e, count in counts.items()
+    ]
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """Return the model of a config on the meta device."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_text_head = type(config) in AutoModelForCausalLM._model_mapping
+    kind: Any = AutoModelForCausalLM if has_text_head else AutoModelForImageTextToText
+    with torch.device("meta"):
+        return kind.from_config(config, dtype=dtype).eval()
