@@ -170,7 +170,7 @@ class StepPlan:
                 actions.append((unit, action))
         last: dict[Any, int] = {}
         for position, (unit, _) in enumerate(actions):
-            for key in self._reads(unit):
+            for key in (*self._results(unit), *self._reads(unit)):
                 last[key] = position
         kept = set(made)
         dropped: list[list[Any]] = [[] for _ in actions]
@@ -202,6 +202,13 @@ class StepPlan:
             else:
                 keys += [term, self._source(term)] if not self._is_part(term) else [term]
         return [key for key in keys if isinstance(key, (Value, Term))]
+
+    def _results(self, unit: Unit) -> list[Any]:
+        """Return what a group makes: it may be dropped at once, if nothing reads it."""
+        if unit.program is None:
+            return []
+        terms = [term for term, _, _ in unit.program.results]
+        return [*terms, *(self.terms.made[t] for t in terms if t in self.terms.made)]
 
     def _is_part(self, term: Term) -> bool:
         return term.is_op and term not in self.terms.made

@@ -522,7 +522,7 @@ def _matmul(terms: Terms, x: Any, weight: Any) -> Term | None:
     left, right = terms.operand(x), terms.matrix(weight)
     if left is None or right is None or left.is_constant or left.dims[1] != right.dims[0]:
         return None
-    if left.dtype != right.dtype:
+    if terms.recording.meta(x).dtype != right.dtype:  # a cast of x has the term of x
         return None
     return Term("matmul", (left, right), {}, (terms.rows, right.dims[1]), right.dtype)
 

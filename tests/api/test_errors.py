@@ -209,10 +209,8 @@ def test_wrong_options_leave_an_optimized_model_optimized(tmp_path: Path) -> Non
         lambda: tf.BertModel(
             tf.BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
         ).eval(),
-        lambda: tf.GPT2LMHeadModel(
-            tf.GPT2Config(
-                vocab_size=99, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
-            )
+        lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=2)
         ).eval(),
     ],
 )

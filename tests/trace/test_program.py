@@ -1,0 +1,151 @@
+"""Programs of groups: those of traced layers are the programs of patterns, with the same keys.
+
+So a traced layer runs kernels that are stored for other models already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from mirage_hf.decode.cache_exchange import windows_of
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.traced_step import record_step, rings_variants
+from mirage_hf.patterns import gated_mlp, linear_residual, mlp_up, rms_norm_linear
+from mirage_hf.trace.plan import StepPlan
+from mirage_hf.zoo.key import key_of
+from tests.helpers.tiny_models import tiny
+from tests.helpers.traced_functions import ROWS, WIDE, WIDTH, normal, plan_of
+
+pytestmark = pytest.mark.models
+
+
+def digests(programs: Any) -> set[str]:
+    return {key_of(program, "cpu").digest for program in programs}
+
+
+def step_of(model: Any, rows: int) -> StepPlan:
+    """Return the plan of a model's step."""
+    masks = MaskPlan.of(model.config)
+    assert isinstance(masks, MaskPlan)
+    windows = windows_of(DynamicCache(config=model.config), model.config.num_hidden_layers)
+    (_, own, sizes), *_ = rings_variants(windows)
+    return StepPlan(record_step(model, masks, rows, own, sizes), rows)
+
+
+def programs_of(model: Any, rows: int) -> set[str]:
+    plan = step_of(model, rows)
+    assert not plan.reasons
+    return digests(program.graph for program in plan.programs.values())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("qwen2", torch.bfloat16),  # biases of q, k and v
+        ("gemma", torch.bfloat16),  # a norm with 1 + w, in float32
+        ("gemma", torch.float32),
+        ("starcoder2", torch.bfloat16),  # LayerNorm, biases, no gate
+    ],
+)
+def test_a_traced_layer_has_the_programs_of_patterns(
+    family: str, dtype: torch.dtype, rows: int
+) -> None:
+    model = tiny(family, dtype=dtype, num_hidden_layers=1)
+    config, layer = model.config, model.model.layers[0]
+    k, wide = config.hidden_size, config.intermediate_size
+    heads = [p.out_features for p in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
+    n = (heads[0], heads[1], heads[1])
+    centred = family == "starcoder2"
+    eps = config.norm_epsilon if centred else config.rms_norm_eps
+    offset = 1.0 if family == "gemma" else 0.0
+    norm = {"offset": offset, "centred": centred, "norm_bias": centred}
+    qkv_bias = family in ("qwen2", "starcoder2")
+    wanted = [
+        rms_norm_linear.build(rows, k, n, qkv_bias, eps, dtype, **norm),
+        rms_norm_linear.build(rows, k, (config.vocab_size,), False, eps, dtype, **norm),
+        linear_residual.build(rows, n[0], k, centred, dtype),
+        linear_residual.build(rows, wide, k, centred, dtype),
+    ]
+    if centred:
+        wanted.append(mlp_up.build(rows, k, wide, "gelu_tanh", True, True, eps, dtype, **norm))
+    else:
+        activation = "gelu_tanh" if family == "gemma" else "silu"
+        wanted.append(
+            gated_mlp.build(rows, k, wide, activation, True, False, eps, dtype, offset=offset)
+        )
+    assert programs_of(model, rows) == digests(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpt2s_layers_have_the_programs_of_patterns(dtype: torch.dtype) -> None:
+    """Its weights are stored the other way round. Only the head has a pattern's key."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, initializer_range=0.1)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval().to(dtype)
+    plan = step_of(model, 1)
+    assert not plan.reasons
+    programs = [p.graph for p in plan.programs.values()]
+    head = rms_norm_linear.build(1, 32, (99,), False, 1e-5, dtype, centred=True, norm_bias=True)
+    assert digests([head]) <= digests(programs) and len(digests(programs)) == 5
+    qkv = next(p for p in programs if p.outputs[0].dims == (1, 96))
+    assert [op.name for op in qkv.ops][-3:] == ["layer_norm", "matmul", "add"]
+    assert qkv.inputs[3].strides == (96, 1) and qkv.inputs[3].dims == (32, 96)
+
+
+# -- groups without a program ---------------------------------------------------------------------
+
+
+def reason(function: Callable[..., Any], **inputs: Tensor) -> str:
+    plan = plan_of(function, inputs)
+    assert not plan.programs
+    (found,) = plan.reasons.values()
+    return found
+
+
+def test_groups_of_several_dtypes_have_no_program() -> None:
+    x, weight = normal(ROWS, WIDTH).bfloat16(), normal(WIDTH, WIDTH).bfloat16()
+    wide = normal(ROWS, WIDTH)
+    found = reason(lambda x, wide: F.linear(x, weight) + wide, x=x, wide=wide)
+    assert found == "an input of torch.float32 beside weights of torch.bfloat16"
+    found = reason(lambda x: F.linear(x, weight).float() * 2, x=x)
+    assert found == "a result of another dtype than the weights"
+
+
+def test_parts_of_a_packed_weight_are_inputs_of_their_own() -> None:
+    weight = normal(2 * WIDE, WIDTH)
+
+    def function(x: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    (program,) = plan_of(function, {"x": normal(ROWS, WIDTH)}).programs.values()
+    wanted = gated_mlp.build(ROWS, WIDTH, WIDE, "silu", False, False, 0.0, torch.float32)
+    assert digests([program.graph]) == digests([wanted])
+    assert [t.weight.columns for t in program.inputs if t.weight] == [(0, WIDE), (WIDE, 2 * WIDE)]
+
+
+def test_results_say_which_columns_of_which_output_they_are() -> None:
+    linears = nn.ModuleList([nn.Linear(WIDTH, n) for n in (4, 6, 10)])
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x).cumsum(-1) for linear in linears)
+
+    (program,) = plan_of(function, {"x": normal(ROWS, WIDTH)}).programs.values()
+    assert [(t.op, n, columns) for t, n, columns in program.results] == [
+        ("add", 0, (0, 4)),
+        ("add", 0, (4, 10)),
+        ("add", 0, (10, 20)),
+    ]
+    assert [tuple(t.dims) for t in program.graph.outputs] == [(ROWS, 20)]
+    wanted = rms_norm_linear.build(ROWS, WIDTH, (4, 6, 10), True, 0.0, torch.float32, norm=False)
+    assert digests([program.graph]) == digests([wanted])
