@@ -137,7 +137,11 @@ def optimize(
         matches = match(model, names, inner)
         optimization = Optimization(model, backend, rows, matches)
         optimization.report_rejected(on_unsupported)
+        wants_trace = inner is not None and patterns is None
+        wants_trace = wants_trace and decoding.wants_trace(inner, matches.causal)
         if dry_run:
+            if wants_trace:
+                optimization.add_traced((), decoding.WOULD_BE_TRACED)
             return optimization.plan()
         with bar_unless(progress, "optimize") as note:
             kernels = find_kernels(
@@ -150,11 +154,7 @@ def optimize(
                 progress=note,
             )
             traced = None
-            if (
-                inner is not None
-                and patterns is None
-                and decoding.wants_trace(inner, matches.causal)
-            ):
+            if wants_trace:
                 resolve = partial(
                     resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune
                 )

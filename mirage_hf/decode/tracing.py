@@ -45,6 +45,12 @@ LENGTHS = (3, 6, 17)
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
+#: The note of a dry run.
+WOULD_BE_TRACED = (
+    "steps of generate would be traced: mirage-hf explain says which of their ops become kernels"
+)
+
+
 def trace_steps(
     model: Any,
     rows: Sequence[int],

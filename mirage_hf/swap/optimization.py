@@ -89,7 +89,7 @@ class Optimization:
             head = self.causal.head
             report_rows += [_row(_HEAD, head, rows, PLANNED) for rows in self.batch_rows]
         elif report_rows:
-            note = _OWN_STEPS + self.causal.reason
+            note = self.traced_note or _OWN_STEPS + self.causal.reason
             notes = (note,)
             report_rows = [
                 replace(row, status=STOCK, reason=note) if _runs_only_in_steps(row) else row
@@ -172,7 +172,6 @@ class Optimization:
             ]
         if verify:
             report_rows = self._check_modules(bindings, report_rows)
-        report_rows += self.traced_rows
         if not bindings and not self.traced_rows:
             return None, self._report(report_rows)
         if isinstance(self.causal, CausalMatch):
@@ -182,6 +181,7 @@ class Optimization:
                 for rows in self.batch_rows
             ]
         report_rows, notes = self._assemble_steps(found, report_rows, verify)
+        report_rows += self.traced_rows
         report = self._report(report_rows, notes)
         return Handle(report, self.ledger, bindings), report
 
