@@ -104,7 +104,6 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     Yields:
         The list of programs that were resolved.
     """
-    from mirage_hf.decode import tracing
     from mirage_hf.pipeline import resolver
     from tests.helpers import tiny_models
 
@@ -115,7 +114,4 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return tiny_models.Resolved(program)
 
     monkeypatch.setattr(resolver, "resolve", resolve)
-    # traced steps ask which results are kernels
-    kinds = (resolver.Resolved, tiny_models.Resolved)
-    monkeypatch.setattr(tracing, "Resolved", kinds, raising=False)
     yield asked
