@@ -16,6 +16,7 @@ from mirage_hf.errors import MirageError
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.record import VIEWS
 
 
 @dataclass(frozen=True)
@@ -98,34 +99,11 @@ def _group(plan: StepPlan, group: Group, paths: dict[int, str]) -> Explained:
     return Explained(module, parts, ", ".join(dict.fromkeys(ops)), 1, size, why)
 
 
-#: Ops that launch nothing on a GPU.
-_FREE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "alias",
-        "detach",
-        "as_strided",
-    )
-)
-
-
 def _torch_ops(plan: StepPlan) -> list[Explained]:
     counts: Counter[Explained] = Counter()
     for unit in plan.units:
         node = unit.node
-        if node is not None and node.name not in _FREE:
+        if node is not None and node.name not in VIEWS:
             counts[Explained(node.where, node.name.partition(".")[2], "", 1)] += 1
     return _counted(counts)
 

@@ -69,19 +69,20 @@ def _traced_sdpa(stock: Any) -> Any:
         out = torch.ops.mirage_hf.cached_attention(query, key, value, mask, kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 
+    # other threads' calls of generate ask whether the function is transformers' own
+    attention.__module__ = stock.__module__
     return attention
 
 
 @contextmanager
 def attention_as_one_node() -> Iterator[None]:
     """Let this thread's calls of "sdpa" attention be one op each."""
-    with _lock:
+    with _lock:  # one recording at a time, or the functions would be put back in a wrong order
         stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
         ALL_ATTENTION_FUNCTIONS["sdpa"] = _traced_sdpa(stock)
-    _recording.active = True
-    try:
-        yield
-    finally:
-        _recording.active = False
-        with _lock:
+        _recording.active = True
+        try:
+            yield
+        finally:
+            _recording.active = False
             ALL_ATTENTION_FUNCTIONS["sdpa"] = stock

@@ -29,6 +29,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mirage_hf.errors import MirageError
 
 
+#: Ops that return views. They launch nothing on a GPU.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "detach",
+        "expand",
+        "narrow",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "view",
+        "view_as",
+    )
+)
+
+
 class TraceError(MirageError):
     """A function that cannot be recorded. The message says at which op, and where."""
 

@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value, fixed_shape
+from mirage_hf.trace.record import (
+    VIEWS,
+    Held,
+    Input,
+    Meta,
+    Node,
+    Recording,
+    Value,
+    fixed_shape,
+)
 
 Tensorlike = Value | Input | Held
 
@@ -358,16 +367,13 @@ _SAME_TENSOR = frozenset(
         "view_as",
     )
 )
-_VIEWS = _SAME_TENSOR - {"aten.clone", "aten._to_copy", "aten.contiguous"} | {
-    f"aten.{name}" for name in ("t", "transpose", "permute", "slice", "select", "split", "narrow")
-}
 
 
 def _constant_views(recording: Recording) -> set[int]:
     """Return the nodes that are views of held tensors."""
     constant: set[int] = set()
     for number, node in enumerate(recording.nodes):
-        if node.name not in _VIEWS or len(operands := node.operands()) != 1:
+        if node.name not in VIEWS or len(operands := node.operands()) != 1:
             continue
         (x,) = operands
         if isinstance(x, Held) or (isinstance(x, Value) and x.node in constant):
