@@ -118,7 +118,7 @@ def random_ids(
     generator = torch.Generator(model.device).manual_seed(seed)
     ids = torch.randint(
         PADDING + 1,
-        model.config.vocab_size,
+        model.config.get_text_config(decoder=True).vocab_size,
         (batch, length),
         device=model.device,
         generator=generator,

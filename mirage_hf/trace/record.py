@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirage_hf.errors import MirageError
 
-
 #: Ops that return views. They launch nothing on a GPU.
 VIEWS = frozenset(
     f"aten.{name}"
