@@ -78,11 +78,15 @@ def _traced_sdpa(stock: Any) -> Any:
 def attention_as_one_node() -> Iterator[None]:
     """Let this thread's calls of "sdpa" attention be one op each."""
     with _lock:  # one recording at a time, or the functions would be put back in a wrong order
-        stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = _traced_sdpa(stock)
+        own = ALL_ATTENTION_FUNCTIONS._local_mapping
+        stock, was_own = ALL_ATTENTION_FUNCTIONS["sdpa"], "sdpa" in own
+        own["sdpa"] = _traced_sdpa(stock)
         _recording.active = True
         try:
             yield
         finally:
             _recording.active = False
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = stock
+            if was_own:
+                own["sdpa"] = stock
+            else:  # else it would hide what is registered later
+                del own["sdpa"]

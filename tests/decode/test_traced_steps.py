@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from mirage_hf.api import optimize, restore
@@ -19,6 +20,7 @@ from mirage_hf.decode import tracing
 from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
 from mirage_hf.trace import terms
+from mirage_hf.trace.attention import attention_as_one_node
 from scripts import survey_models
 from tests.helpers.generate_comparison import assert_same
 from tests.helpers.step_pairs import (
@@ -439,3 +441,10 @@ def test_progress_is_told_of_each_program() -> None:
     assert numbers and all(pattern == "traced" for _, _, pattern in numbers)
     assert [n for n, _, _ in numbers] == list(range(1, len(numbers) + 1))
     assert {total for _, total, _ in numbers} == {len(numbers)}
+
+
+def test_a_trace_does_not_hide_attention_that_is_registered_later() -> None:
+    """transformers looks in the mapping of the instance first, and a user registers in the class."""
+    with attention_as_one_node():
+        assert "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
