@@ -444,7 +444,7 @@ def test_progress_is_told_of_each_program() -> None:
 
 
 def test_a_trace_does_not_hide_attention_that_is_registered_later() -> None:
-    """transformers looks in the mapping of the instance first, and a user registers in the class."""
+    """The mapping of the instance comes first, and a user registers in that of the class."""
     with attention_as_one_node():
         assert "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping
     assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
