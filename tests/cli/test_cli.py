@@ -470,13 +470,26 @@ def test_a_prompt_without_tokens_is_an_error_without_a_traceback(capture, monkey
 def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):
     import transformers as tf
 
-    model = tf.GPT2LMHeadModel(
-        tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    model = tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=2)
     ).eval()
     monkeypatch.setattr(models, "load", lambda *_, **__: models.Loaded(model, None, {}, ""))
-    with pytest.warns(errors.OptimizeWarning, match="nothing in this GPT2LMHeadModel was replaced"):
-        _, err = capture("optimize", "gpt2", code=1)
+    with pytest.warns(errors.OptimizeWarning, match="nothing in this T5ForCondit.* was replaced"):
+        _, err = capture("optimize", "t5", code=1)
     assert err.startswith("error: nothing in this model was replaced") and "Traceback" not in err
+
+
+def test_explain_says_what_a_step_runs(capture, tmp_path):
+    import transformers as tf
+
+    config = tf.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    out, _ = capture("explain", tmp_path)
+    assert "c_attn" in out and "layer_norm, matmul, add" in out and "2 and 2 heads of 16" in out
+    assert "embedding" in out and "100% of" in out
+    _, err = capture("explain", tmp_path / "none", code=1)
+    assert "cannot be built from its config" in err
 
 
 def test_zoo_lists_and_verifies(capture, tmp_path):
