@@ -82,7 +82,8 @@ class Step(ABC):
     def _captured(self, run: Callable[[], None]) -> Any:
         block = self.block
         # with no row alive the warm-ups leave no other trace than in these
-        touched = (block.control.alive, block.control.report, block.logits)
+        control = block.control
+        touched = (control.alive, control.report, block.logits, *block.states.values())
         kept = [t.clone() for t in touched]
         block.control.alive.fill_(False)
         try:
