@@ -45,7 +45,8 @@ def show_step(model: Any, rows: int) -> None:
     of_kernels = sum(e.count * e.bytes for e in kernels if not e.why)
     gpu = current_gpu()
     show.plain(
-        f"\n{of_kernels / max(read, 1):.0%} of {read / 1e6:.0f} MB of weights by searched kernels; "
+        f"\n{of_kernels / max(read, 1):.0%} of {read / 1e6:.0f} MB of weights are in programs that "
+        "optimize() looks up or searches; "
         f"at least {read / gpu.bandwidth * 1e3:.2f} ms a token on {gpu.name}"
     )
 

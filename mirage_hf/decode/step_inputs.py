@@ -11,21 +11,10 @@ from torch import Tensor
 
 from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.prompt_plan import PromptPlan
-from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.routing import MODEL_INPUTS, cache_name
 
 #: What steps take. An attention mask has ones for the new tokens.
-_KNOWN = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "cache_params",
-        "use_cache",
-        "logits_to_keep",
-        "cache_position",
-    }
-)
+_KNOWN = MODEL_INPUTS | {"input_ids", "cache_position"}
 
 
 def unusual_step_inputs(

@@ -117,7 +117,7 @@ class TracedStep(Step):
         bounds: dict[str, Tensor] = {}
         for one in self.plan.by_kernels:
             ring = block.rings[one.layer]
-            window = windows[self.masks.kind_of(one.layer)]
+            window = windows[one.mask.removeprefix("mask.")]  # the mask that attention was given
             if (ring, window) not in made:
                 made[ring, window] = _bounds_of(control, ring, window)
             lo, slot = made[ring, window]
@@ -176,9 +176,9 @@ def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
 def rings_variants(
     windows: Sequence[int | None],
 ) -> list[tuple[Rings, tuple[int | None, ...], tuple[int, int]]]:
-    """Return the ways in which a model's layers lie in rings.
+    """Return the rings that a model's layers may lie in: none, and those of long caches.
 
-    Each comes with the windows that give these rings, and with two capacities that do.
+    Each choice comes with the windows that give these rings, and with two capacities that do.
     """
     none = (None,) * len(windows)
     variants: list[tuple[Rings, tuple[int | None, ...], tuple[int, int]]] = [

@@ -33,7 +33,7 @@ from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
-from mirage_hf.trace.cached_attention import CachedAttention
+from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
@@ -43,6 +43,8 @@ from mirage_hf.trace.terms import Term
 LENGTHS = (3, 6, 17)
 #: How far logits may be from stock's, in units of the largest, by the dtype of the model.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+_OTHER_ATTENTION = "torch's op runs it: its RoPE or its projections are of another form"
 
 #: The note of a dry run.
 WOULD_BE_TRACED = (
@@ -99,7 +101,7 @@ class _Tracer:
         self.model, self.resolve, self.progress = model, resolve, progress
         self.config = model.config.get_text_config(decoder=True)
         self.found: dict[str, Resolved | str] = {}
-        self.attention: dict[tuple[PatternBlock, int], list[Resolved]] = {}
+        self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
         self.over_cache = CacheKernels(model.device)
         self.report_rows: list[ReportRow] = []
         self.paths = {id(p): name for name, p in model.named_parameters()}
@@ -153,21 +155,21 @@ class _Tracer:
             block = ATTENTION.block(**one.sizes)
             if (block, plan.rows) not in self.attention:
                 self.attention[block, plan.rows] = self._attention(block, plan.rows)
-            tuned = self.attention[block, plan.rows]
+            outcomes = self.attention[block, plan.rows]
+            tuned = [k for k in outcomes if not isinstance(k, str) and k.runs_kernel]
             if tuned:
                 found[one] = partial(self.over_cache.at, tuned, block, plan.rows)
         return found
 
-    def _attention(self, block: PatternBlock, rows: int) -> list[Resolved]:
-        """Return the kernels of attention for short and for long caches, empty without any."""
+    def _attention(self, block: PatternBlock, rows: int) -> list[Resolved | str]:
+        """Return the kernels of attention for short and for long caches, or why there are none."""
         blocks = [block]
         if self.model.device.type == "cuda":
             blocks.append(for_long_caches(block))
-        kernels = [
+        return [
             self._kernel(each.program(rows), pattern=ATTENTION.name, like=each.searched(rows))
             for each in blocks
         ]
-        return [k for k in kernels if not isinstance(k, str) and k.runs_kernel]
 
     def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
         options = {"pattern": TRACED, **options}
@@ -178,9 +180,17 @@ class _Tracer:
 
     def _report(self, plan: StepPlan, rows: int) -> None:
         """Add a row for each group of a plan, and for the attention of each layer."""
-        for one in plan.by_kernels:
+        known = {one.node: one for one in plan.attentions}
+        for number, node in enumerate(plan.recording.nodes):
+            if node.name != ATTENTION_OP:
+                continue
+            one = known.get(number)
+            layer = "attention" if one is None else f"layers.{one.layer}"
+            row = ReportRow(layer, ATTENTION.name, STOCK, rows=rows)
+            if one is None:
+                self.report_rows.append(replace(row, reason=_OTHER_ATTENTION))
+                continue
             kernel = self.attention[ATTENTION.block(**one.sizes), rows][0]
-            row = ReportRow(f"layers.{one.layer}", ATTENTION.name, STOCK, rows=rows)
             self.report_rows.append(resolved_row(row, kernel))
         for group in plan.groups:
             names = [

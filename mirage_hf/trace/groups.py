@@ -1,8 +1,8 @@
-"""Cut the terms of a recording into groups, each of which becomes one program.
+"""Cut the terms of a recording into groups. Each group becomes one program.
 
-A group has the products with weights that read one tensor, what is computed from that tensor before
-them (a norm), and what their results go through up to one result (a bias, an activation, a gate, a
-residual).
+A group starts from the products with weights that read one tensor. It has the norm that makes this
+tensor, if only products read it. It also has what follows the products up to one result, such as a
+bias, an activation, a gate or a residual.
 """
 
 from __future__ import annotations

@@ -257,6 +257,7 @@ class Terms:
             dim, start = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0), 0
         if dim not in (-1, len(shape) - 1) or not isinstance(start, int):
             return
+        start = start + shape[-1] if start < 0 else start
         for output, meta in enumerate(node.outputs):
             assert meta is not None
             width = meta.shape[-1]

@@ -1,4 +1,4 @@
-"""How terms are cut into groups, each of which becomes one program."""
+"""How terms are cut into groups. Each group becomes one program."""
 
 from __future__ import annotations
 
