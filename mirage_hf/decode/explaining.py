@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_pa
 from mirage_hf.errors import MirageError
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.plan import StepPlan, UpdateRun
 from mirage_hf.trace.record import VIEWS
 
 
@@ -41,7 +42,7 @@ class Explained:
 
     @property
     def microseconds(self) -> float:
-        """The time to read its weights once, at the rate of the present GPU or an H200."""
+        """The time to read its weights or state once, at the rate of the present GPU or an H200."""
         return self.bytes / current_gpu().bandwidth * 1e6
 
 
@@ -66,6 +67,7 @@ def explain_step(model: Any, rows: int = 1) -> tuple[list[Explained], list[Expla
     plan.schedule(
         dict.fromkeys(plan.programs, _never_run),
         dict.fromkeys(plan.attentions, lambda slots: _never_run),
+        dict.fromkeys(plan.updates, UpdateRun(_never_run)),
     )
     return _kernels(plan, model), _torch_ops(plan)
 
@@ -85,6 +87,12 @@ def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
         ops = f"rms_norm, {ops}" if one.q.norm is not None else ops
         what = f"{one.q.heads} and {one.k.heads} heads of {one.head_dim}"
         counts[Explained("attention", what, ops, 1)] += 1
+    for update in plan.updates:
+        name = update.state.name.rpartition(".")[0]
+        ops = ", ".join(dict.fromkeys(op.name for op in update.graph.ops))
+        state = update.graph.outputs[0]
+        size = 2 * math.prod(state.dims) * state.dtype.itemsize  # it is read and written
+        counts[Explained("state", name, ops, 1, size)] += 1
     return _counted(counts)
 
 

@@ -35,8 +35,9 @@ from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import Run, StepPlan
+from mirage_hf.trace.plan import Run, StepPlan, UpdateRun
 from mirage_hf.trace.record import Held, TraceError, Value
+from mirage_hf.trace.states import StateUpdate
 from mirage_hf.trace.terms import Term
 
 #: Lengths of the texts whose next step is compared with stock's.
@@ -126,7 +127,7 @@ class _Tracer:
                 kernels = self._find_kernels(plan)
                 if not kernels:
                     raise TraceError("no product of its step has a kernel")
-                plan.schedule(kernels, self._find_attention(plan))
+                plan.schedule(kernels, self._find_attention(plan), self._find_updates(plan))
                 _check(model, plan, masks, batch, own_windows, sizes[0], axes)
                 plans[batch, rings] = plan
             self._report(plan, batch)
@@ -136,17 +137,32 @@ class _Tracer:
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
         """Return what runs each group that has a kernel."""
         kernels: dict[Group, Run] = {}
-        texts = {group: str(program.graph) for group, program in plan.programs.items()}
-        total = len(set(texts.values()) | self.found.keys())
-        for group, text in texts.items():
-            if text not in self.found:
-                if self.progress is not None:
-                    self.progress("kernel", (len(self.found) + 1, total, TRACED))
-                self.found[text] = self._kernel(plan.programs[group].graph)
-            kernel = self.found[text]
+        for group, program in plan.programs.items():
+            kernel = self._found(program.graph, plan)
             if not isinstance(kernel, str) and kernel.runs_kernel:
                 kernels[group] = kernel.run
         return kernels
+
+    def _find_updates(self, plan: StepPlan) -> dict[StateUpdate, UpdateRun]:
+        """Return what runs the update of each state that has a kernel."""
+        kernels: dict[StateUpdate, UpdateRun] = {}
+        for update in plan.updates:
+            kernel = self._found(update.graph, plan)
+            if not isinstance(kernel, str) and kernel.runs_kernel:
+                kernels[update] = UpdateRun(kernel.run, (0, 0) in kernel.in_place)
+        return kernels
+
+    def _found(self, program: KernelGraph, plan: StepPlan) -> Resolved | str:
+        """Return the kernel of a program of a plan. Equal programs are resolved once."""
+        text = str(program)
+        if text not in self.found:
+            if self.progress is not None:
+                graphs = [x.graph for x in plan.programs.values()]
+                graphs += [x.graph for x in plan.updates]
+                total = len({str(graph) for graph in graphs} | self.found.keys())
+                self.progress("kernel", (len(self.found) + 1, total, TRACED))
+            self.found[text] = self._kernel(program)
+        return self.found[text]
 
     def _find_attention(self, plan: StepPlan) -> dict[CachedAttention, Callable[[int], Run]]:
         """Return what runs the attention of each layer that has a kernel, by slots."""
@@ -192,6 +208,10 @@ class _Tracer:
                 continue
             kernel = self.attention[ATTENTION.block(**one.sizes), rows][0]
             self.report_rows.append(resolved_row(row, kernel))
+        for update in plan.updates:
+            name, _, layer = update.state.name.rpartition(".")
+            row = ReportRow(f"layers.{layer}", TRACED, STOCK, part=f"state {name}", rows=rows)
+            self.report_rows.append(resolved_row(row, self.found[str(update.graph)]))
         for group in plan.groups:
             names = [
                 weight_path(plan, product.operands[1], self.paths) for product in group.products

@@ -158,6 +158,9 @@ class TorchAlgebra:
         """Return the sum of a·b over `dim`."""
         if self.mma is not None:
             a, b = a.to(self.mma).to(self.compute), b.to(self.mma).to(self.compute)
+        if torch.broadcast_shapes(a.shape, b.shape) in (a.shape, b.shape):
+            # A kernel runs it as multiply-adds and adds them up in pairs, as `sum` does.
+            return (a * b).sum(dim, keepdim=True)
         letters = "abcdefghijklmnopqrstuvwxyz"[: a.dim()]
         out = torch.einsum(f"{letters},{letters}->{letters.replace(letters[dim], '')}", a, b)
         return out.unsqueeze(dim)

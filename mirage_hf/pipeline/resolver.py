@@ -42,6 +42,7 @@ class Resolved:
         entry: The kernel with its evidence.
         outcome: The outcome of the search. None if the kernel was looked up.
         unkept: Why a new kernel could not be stored, so that it is made again next time.
+        runs_generated: True if `run` runs a generated kernel, which takes outputs to write into.
     """
 
     run: Run
@@ -52,6 +53,7 @@ class Resolved:
     entry: Entry
     outcome: Outcome | None = None
     unkept: str = ""
+    runs_generated: bool = False
 
     @property
     def ugraph(self) -> UGraph:
@@ -67,6 +69,11 @@ class Resolved:
     def library_us(self) -> float | None:
         """The library path's time with cold caches, or None if it was not measured."""
         return self._time(LIBRARY)
+
+    @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """The pairs (output, input), by position, that may share memory in `run(inputs, out)`."""
+        return self.entry.generate().in_place if self.runs_generated else ()
 
     def _time(self, name: str) -> float | None:
         return next((t.median_us for t in self.entry.timings if t.name == name), None)
@@ -190,14 +197,17 @@ def resolved(
     """Return the kernel of an entry, ready to run. The arguments are the fields of `Resolved`."""
     reason = library_wins(entry) if entry.ugraph.is_fused else _why_nothing_was_found(entry)
     runs_kernel = not reason
-    if runs_kernel and on_gpu:
+    runs_generated = runs_kernel and on_gpu
+    if runs_generated:
         run = torch_op.launcher(entry.kernel)  # the text that is generated here, see results.py
     else:
         graph = entry.ugraph.kernels if runs_kernel else entry.ugraph.program
         run = partial(run_kernel_graph, graph)
     not_kept = f"not kept: {unkept}" if unkept else ""
     all_reasons = "; ".join(filter(None, (reason, not_kept)))
-    return Resolved(run, source, runs_kernel, all_reasons, seconds, entry, outcome, unkept)
+    return Resolved(
+        run, source, runs_kernel, all_reasons, seconds, entry, outcome, unkept, runs_generated
+    )
 
 
 def _why_nothing_was_found(entry: Entry) -> str:

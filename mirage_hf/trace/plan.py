@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,24 @@ from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value, at_size, fixed_shape
+from mirage_hf.trace.states import StateUpdate, find_updates
 from mirage_hf.trace.terms import Term, Terms
 
-Run = Callable[[Sequence[Tensor]], list[Tensor]]
+#: Runs a program on its inputs. Outputs may be given: `run(inputs, out)`.
+Run = Callable[..., list[Tensor]]
+
+
+@dataclass(frozen=True)
+class UpdateRun:
+    """What runs the update of a state.
+
+    Attributes:
+        run: Runs its program.
+        is_in_place: Whether the next state may be written over the state.
+    """
+
+    run: Run
+    is_in_place: bool = False
 
 
 @dataclass(eq=False)
@@ -30,6 +45,7 @@ class Unit:
         program: The group's program.
         run: Runs it.
         attention: The attention of a layer, with its appends.
+        update: The update of a state.
     """
 
     nodes: tuple[int, ...]
@@ -37,6 +53,7 @@ class Unit:
     program: GroupProgram | None = None
     run: Run | None = None
     attention: CachedAttention | None = None
+    update: StateUpdate | None = None
 
 
 class StepPlan:
@@ -47,6 +64,7 @@ class StepPlan:
         terms: Its terms.
         programs: The program of each group that has one.
         reasons: Why other groups have none.
+        updates: The updates of states that have a program.
         attentions: The attention of each layer that a kernel may run.
     """
 
@@ -54,7 +72,8 @@ class StepPlan:
         self.recording, self.rows = recording, rows
         self.terms = Terms(recording, rows)
         self._before, self._effects = dependencies(recording), effects(recording)
-        self.groups = groups_of(self.terms.all(), ancestors(self._before))
+        needed_before = ancestors(self._before)
+        self.groups = groups_of(self.terms.all(), needed_before)
         self.programs: dict[Group, GroupProgram] = {}
         self.reasons: dict[Group, str] = {}
         for group in self.groups:
@@ -64,6 +83,8 @@ class StepPlan:
             else:
                 self.programs[group] = program
         self.attentions = find_attention(recording, rows)
+        taken = {term.node for group in self.programs for term in group.terms}
+        self.updates = find_updates(recording, needed_before, taken)
         self.units: list[Unit] = []
         self._over_cache: dict[CachedAttention, Callable[[int], Run]] = {}
 
@@ -73,13 +94,16 @@ class StepPlan:
         self,
         kernels: Mapping[Group, Run],
         attention: Mapping[CachedAttention, Callable[[int], Run]] | None = None,
+        updates: Mapping[StateUpdate, UpdateRun] | None = None,
     ) -> None:
         """Order the groups that have a kernel and the torch ops that are needed besides.
 
         Args:
             kernels: What runs the program of a group.
             attention: What runs the attention of a layer, by the slots of its cache.
+            updates: What runs the update of a state.
         """
+        self._updates = dict(updates or {})
         self._over_cache = dict(attention or {})
         nodes = self.recording.nodes
         by_group = {group: self._unit_of(group, run) for group, run in kernels.items()}
@@ -93,6 +117,9 @@ class StepPlan:
         for one in self._over_cache:
             numbers = (*one.appends, one.node)
             by_node |= dict.fromkeys(numbers, Unit(numbers, attention=one))
+        for update in self._updates:
+            unit = by_node[update.write] = Unit(update.nodes, update=update)
+            maker |= dict.fromkeys((result.value for result in update.results), unit)
         needs: dict[Unit, set[Unit]] = {}
         waiting: list[Unit] = []
 
@@ -143,7 +170,8 @@ class StepPlan:
         by_node = {number: unit for number, unit in by_node.items() if unit in needs}
         for number, unit in by_node.items():
             # what made the operands of an append is inside its unit, or is needed anyway
-            before = self._effects[number] if unit.attention else self._before[number]
+            is_kernel = unit.attention is not None or unit.update is not None
+            before = self._effects[number] if is_kernel else self._before[number]
             needs[unit] |= {by_node[n] for n in before if n in by_node} - {unit}
 
     # -- running
@@ -160,6 +188,8 @@ class StepPlan:
         for unit in self.units:
             if unit.attention is not None:
                 action, is_constant = self._attention_action(unit.attention, inputs), False
+            elif unit.update is not None:
+                action, is_constant = self._update_action(unit.update, inputs), False
             elif unit.node is not None:
                 action, is_constant = self._op_action(unit, inputs, size)
             else:
@@ -194,6 +224,8 @@ class StepPlan:
         if (one := unit.attention) is not None:
             read = (one.q.rows, one.k.rows, one.v.rows, one.q.cos, one.q.sin)
             return [x for x in read if isinstance(x, Value)]
+        if unit.update is not None:
+            return [x.source for x in unit.update.inputs if isinstance(x.source, Value)]
         assert unit.program is not None
         keys: list[Any] = []
         for term in unit.program.inputs:
@@ -205,6 +237,8 @@ class StepPlan:
 
     def _results(self, unit: Unit) -> list[Any]:
         """Return what a group makes: it may be dropped at once, if nothing reads it."""
+        if unit.update is not None:
+            return [result.value for result in unit.update.results]
         if unit.program is None:
             return []
         terms = [term for term, _, _ in unit.program.results]
@@ -270,6 +304,33 @@ class StepPlan:
             y = run([*packed, *of_rope, keys, values, *bounds, *norms])[0]
             tensors[out] = y.reshape(rows, one.q.heads, 1, d)
             tensors.update(zip(appended, (keys, values), strict=True))
+
+        return action
+
+    def _update_action(
+        self, update: StateUpdate, inputs: Mapping[str, Tensor]
+    ) -> Callable[[dict[Any, Tensor]], None]:
+        """Return what updates a state, in place if its kernel can."""
+        run, is_in_place = self._updates[update].run, self._updates[update].is_in_place
+        state, outputs = inputs[update.state.name], update.graph.outputs
+        # a reshaped state must be the same memory
+        is_in_place = is_in_place and state.is_contiguous()
+
+        def given(source: Any, tensors: dict[Any, Tensor]) -> Tensor:
+            if isinstance(source, Value):
+                return tensors[source]
+            return inputs[source.name] if isinstance(source, Input) else source.tensor.detach()
+
+        def action(tensors: dict[Any, Tensor]) -> None:
+            operands = [x.of(given(x.source, tensors)) for x in update.inputs]
+            if is_in_place:
+                others = [operands[0].new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
+                _, *results = run(operands, [operands[0], *others])
+            else:
+                new, *results = run(operands)
+                state.copy_(new.reshape(state.shape))
+            for result, y in zip(update.results, results, strict=True):
+                tensors[result.value] = result.of(y)
 
         return action
 

@@ -191,7 +191,7 @@ class Terms:
         if number in self.constant or node.written:
             return
         name = node.name
-        if name in _SAME_TENSOR:
+        if name in SAME_TENSOR:
             self._read_view(number, node)
         elif name in ("aten.split", "aten.split_with_sizes", "aten.slice", "aten.narrow"):
             self._read_parts(number, node)
@@ -308,7 +308,7 @@ class Terms:
             """Return whether a reader is no term, or a view that something else reads."""
             node = self.recording.nodes[number]
             outputs = [Value(number, n) for n, meta in enumerate(node.outputs) if meta is not None]
-            if any(value in self._parts for value in outputs) or node.name in _SAME_TENSOR:
+            if any(value in self._parts for value in outputs) or node.name in SAME_TENSOR:
                 known = [v for v in outputs if v in self._parts or v in self.of_value]
                 return len(known) < len(outputs) or any(map(escapes, known))
             return not any(value in self.of_value for value in outputs)
@@ -349,7 +349,7 @@ def _is_product(term: Term) -> bool:
 
 
 #: Ops that return the same elements in the same order.
-_SAME_TENSOR = frozenset(
+SAME_TENSOR = frozenset(
     f"aten.{name}"
     for name in (
         "view",
@@ -439,59 +439,58 @@ def _broadcasts(given: Sequence[int], shape: Sequence[int], term: Term) -> bool:
     return len(given) == len(shape) and given[-1] == 1 and given[:-1] == tuple(shape[:-1])
 
 
-def _plain(op: str) -> Callable[[Terms, Node], Term | None]:
-    def lower(terms: Terms, node: Node) -> Term | None:
-        return _elementwise(terms, node, op, *node.args)
-
-    return lower
-
-
-for _op in ("div", "neg", "exp", "sqrt", "rsqrt", "sigmoid", "silu", "relu", "tanh"):
-    _LOWERINGS[f"aten.{_op}"] = _plain(_op)
-_LOWERINGS["aten.maximum"] = _plain("max")
-_LOWERINGS["aten.minimum"] = _plain("min")
-_LOWERINGS["aten.square"] = _plain("square")
+#: Torch ops that are elementwise rows of the op table under another name, or with no arguments.
+_ROWS = {
+    **{op: op for op in ("div", "neg", "exp", "sqrt", "rsqrt", "sigmoid", "silu", "relu", "tanh")},
+    "maximum": "max",
+    "minimum": "min",
+    "square": "square",
+    "mul": "mul",
+}
 
 
-@_lowering("add", "sub")
-def _sum(terms: Terms, node: Node) -> Term | None:
-    if node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
+def elementwise_row(node: Node) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the elementwise row that a torch op is: its name, operands and attributes."""
+    name, args = node.name.removeprefix("aten."), node.args
+    if name in _ROWS:
+        return None if node.kwargs else (_ROWS[name], args, {})
+    if name in ("add", "sub"):
+        is_plain = node.kwargs.get("alpha", 1) == 1 and len(args) == 2
+        return (name, args, {}) if is_plain else None
+    if name == "pow":
+        return _power(args)
+    if name == "gelu":
+        kind = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
+        return kind, args[:1], {}
+    if name in ("clamp", "clamp_min"):
+        return _clamp(args)
+    return None
+
+
+def _power(args: Sequence[Any]) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
+    if len(args) != 2 or not isinstance(args[1], (int, float)):
         return None
-    return _elementwise(terms, node, node.name.removeprefix("aten."), *node.args)
+    x, exponent = args
+    named = {2: "square", -0.5: "rsqrt"}.get(exponent)
+    return (named, (x,), {}) if named else ("pow", (x, exponent), {})
 
 
-@_lowering("mul")
-def _product(terms: Terms, node: Node) -> Term | None:
-    term = _elementwise(terms, node, "mul", *node.args)
-    return None if term is None else _as_gelu(_as_norm(term))
-
-
-@_lowering("pow")
-def _power(terms: Terms, node: Node) -> Term | None:
-    if len(node.args) != 2 or not isinstance(node.args[1], (int, float)):
+def _clamp(args: Sequence[Any]) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
+    lo, hi = [*args[1:], None, None][:2]
+    if not all(b is None or isinstance(b, (int, float)) for b in (lo, hi)):
         return None
-    x, exponent = node.args
-    if exponent == 2:
-        return _elementwise(terms, node, "square", x)
-    if exponent == -0.5:
-        return _elementwise(terms, node, "rsqrt", x)
-    return _elementwise(terms, node, "pow", x, exponent)
-
-
-@_lowering("gelu")
-def _gelu(terms: Terms, node: Node) -> Term | None:
-    kind = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
-    return _elementwise(terms, node, kind, node.args[0])
-
-
-@_lowering("clamp", "clamp_min")
-def _clamp(terms: Terms, node: Node) -> Term | None:
-    bounds = [*node.args[1:], None, None][:2]
-    if not all(b is None or isinstance(b, (int, float)) for b in bounds):
-        return None
-    lo, hi = bounds
     attrs = {"min": -math.inf if lo is None else lo, "max": math.inf if hi is None else hi}
-    return _elementwise(terms, node, "clamp", node.args[0], **attrs)
+    return "clamp", tuple(args[:1]), attrs
+
+
+@_lowering(*_ROWS, "add", "sub", "pow", "gelu", "clamp", "clamp_min")
+def _row(terms: Terms, node: Node) -> Term | None:
+    row = elementwise_row(node)
+    if row is None:
+        return None
+    op, args, attrs = row
+    term = _elementwise(terms, node, op, *args, **attrs)
+    return _as_gelu(_as_norm(term)) if term is not None and op == "mul" else term
 
 
 @_lowering("mean", "sum")

@@ -49,6 +49,7 @@ MODELS = {
 BY_KERNELS = (
     "granite",
     "gemma",
+    "gemma2",
     "gemma3",
     "gemma3, without windows",
     "olmo2",

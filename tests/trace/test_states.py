@@ -1,0 +1,195 @@
+"""Updates of states as programs: they compute what was recorded, over the state itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.trace.plan import StepPlan, UpdateRun
+from tests.helpers.traced_functions import normal, recorded
+
+ROWS, HEADS, KEYS, VALUES = 2, 4, 8, 6
+STATE = normal(ROWS, HEADS, KEYS, VALUES, seed=1)
+A = normal(HEADS, seed=2)
+
+
+def gated_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """Two query heads share a key head, and keys are normed, as in Qwen3-Next."""
+    q, k = (x.repeat_interleave(2, dim=1) for x in (q, k))
+    k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)
+    decay, beta = gates[:, 0].exp()[..., None, None], gates[:, 1].sigmoid()[..., None]
+    faded = state * decay
+    delta = (v - (faded * k[..., None]).sum(-2)) * beta
+    new = faded + k[..., None] * delta[..., None, :]
+    state.copy_(new)
+    return (new * q[..., None]).sum(-2)
+
+
+def mamba(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The decay is as large as the state where torch makes it, and the result is a `bmm`."""
+    dt = dt[..., None].expand(ROWS, HEADS, KEYS)
+    decay = (dt[..., None] * -A[:, None, None].expand(HEADS, KEYS, VALUES).exp()).exp()
+    new = state * decay + dt[..., None] * b[:, None, None] * x[..., None]
+    state.copy_(new)
+    c = c[:, None].expand(ROWS, HEADS, VALUES).reshape(ROWS * HEADS, VALUES, 1)
+    y = torch.bmm(new.view(ROWS * HEADS, KEYS, VALUES), c).view(ROWS, HEADS, KEYS)
+    return (y + x * A[:, None]).reshape(ROWS, 1, HEADS * KEYS)
+
+
+def in_half(state: Tensor, x: Tensor) -> Tensor:
+    """A state in bfloat16 that is computed in float32, and read in another order of dims."""
+    new = state.float() * x.float().exp() + x.transpose(1, 2).float().transpose(1, 2)
+    state.copy_(new)
+    return new.transpose(1, 3).sum(-1)
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
+    "gated delta": (
+        gated_delta,
+        {
+            "q": normal(ROWS, HEADS // 2, KEYS, seed=3),
+            "k": normal(ROWS, HEADS // 2, KEYS, seed=4),
+            "v": normal(ROWS, HEADS, VALUES, seed=5),
+            "gates": normal(ROWS, 2, HEADS, seed=6),
+        },
+    ),
+    "mamba": (
+        mamba,
+        {
+            "x": normal(ROWS, HEADS, KEYS, seed=3),
+            "dt": normal(ROWS, HEADS, seed=4),
+            "b": normal(ROWS, VALUES, seed=5),
+            "c": normal(ROWS, VALUES, seed=6),
+        },
+    ),
+    "bfloat16": (in_half, {"x": normal(ROWS, HEADS, 1, VALUES, seed=3, dtype=torch.bfloat16)}),
+}
+
+
+def planned(name: str) -> tuple[StepPlan, dict[str, Tensor], Tensor]:
+    """Return the plan of a case, its inputs, and the result that stock gives."""
+    function, inputs = CASES[name]
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    inputs = {"state": STATE.to(dtype), **inputs}
+    result = function(**{n: x.clone() for n, x in inputs.items()})
+    return StepPlan(recorded(function, inputs), ROWS), inputs, torch.zeros_like(result)
+
+
+def state_and_result(plan: StepPlan, inputs: dict[str, Tensor], out: Tensor) -> list[Tensor]:
+    """Run a plan twice, and return the state and the last result."""
+    given = {name: x.clone() for name, x in inputs.items()} | {"out.0": out.clone()}
+    with torch.no_grad():
+        run = plan.bind(given, 0)
+        run()
+        run()
+    return [given["state"], given["out.0"]]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_computes_what_was_recorded(name: str, in_place: bool) -> None:
+    plan, inputs, out = planned(name)
+    (update,) = plan.updates
+    ran = []
+
+    def run(operands: list[Tensor], outputs: list[Tensor] | None = None) -> list[Tensor]:
+        ran.append(outputs is not None)
+        results = run_kernel_graph(update.graph, operands)
+        if outputs is None:
+            return results
+        return [y.copy_(x) for y, x in zip(outputs, results, strict=True)]
+
+    plan.schedule({})
+    wanted = state_and_result(plan, inputs, out)
+    assert not ran
+    plan.schedule({}, updates={update: UpdateRun(run, in_place)})
+    got = state_and_result(plan, inputs, out)
+    assert ran == [in_place] * 2
+    assert not torch.equal(wanted[0], inputs["state"]) and wanted[1].abs().max() > 0
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_state_is_read_and_written_by_the_program_alone(name: str) -> None:
+    plan, _, _ = planned(name)
+    (update,) = plan.updates
+    plan.schedule({}, updates={update: UpdateRun(lambda *_: [])})
+    left = [u.node.name for u in plan.units if u.node is not None]
+    assert "aten.exp" not in left and "aten.bmm" not in left, left
+    assert left.count("aten.copy_") == 1, left  # of the result into its place
+    size = STATE.numel()
+    assert sum(t.numel() >= size for t in map(_zeros, update.graph.inputs)) == 1
+
+
+def _zeros(t: object) -> Tensor:
+    return torch.empty(t.dims)  # type: ignore[attr-defined]
+
+
+def test_heads_that_share_a_key_read_it_once() -> None:
+    plan, _, _ = planned("gated delta")
+    (update,) = plan.updates
+    sizes = [t.dims for t in update.graph.inputs]
+    assert sum(torch.empty(dims).numel() == ROWS * HEADS // 2 * KEYS for dims in sizes) == 2, sizes
+
+
+def twice_written(state: Tensor, x: Tensor) -> Tensor:
+    state.copy_(state * x)
+    state.copy_(state + x)
+    return state.sum(-1)
+
+
+def read_elsewhere(state: Tensor, x: Tensor) -> Tensor:
+    sums = state.cumsum(-1)
+    state.copy_(sums * x)
+    return sums
+
+
+def not_from_itself(state: Tensor, x: Tensor) -> Tensor:
+    state.copy_(x * 2)
+    return x + 1
+
+
+def reads_a_part_too(state: Tensor, x: Tensor) -> Tensor:
+    """A kernel in place would read a part that it has written."""
+    row = x[:, :, :1, :1] * state[:, :, 0, :VALUES].unsqueeze(-2)
+    state.copy_(state + row)
+    return state.cumsum(-1)
+
+
+@pytest.mark.parametrize(
+    "function", [twice_written, read_elsewhere, not_from_itself, reads_a_part_too]
+)
+def test_other_writes_run_as_they_are(function: Callable[..., Tensor]) -> None:
+    inputs = {"state": STATE, "x": normal(*STATE.shape, seed=3)}
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    assert not plan.updates
+    plan.schedule({})
+    given = {n: x.clone() for n, x in inputs.items()}
+    result = function(**given)
+    got = {n: x.clone() for n, x in inputs.items()} | {"out.0": torch.zeros_like(result)}
+    plan.bind(got, 0)()
+    assert torch.equal(got["state"], given["state"]) and torch.equal(got["out.0"], result)
+
+
+def test_ops_without_a_row_stay_around_an_update() -> None:
+    """What has no row runs before the program, and what reads the next state after it."""
+
+    def function(state: Tensor, x: Tensor) -> Tensor:
+        new = state * F.softplus(x)
+        state.copy_(new)
+        return new.cumsum(-1)
+
+    inputs = {"state": STATE, "x": normal(*STATE.shape, seed=3)}
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    (update,) = plan.updates
+    wanted = function(**{n: x.clone() for n, x in inputs.items()})
+    plan.schedule({}, updates={update: UpdateRun(lambda xs: run_kernel_graph(update.graph, xs))})
+    given = {n: x.clone() for n, x in inputs.items()} | {"out.0": torch.zeros_like(wanted)}
+    plan.bind(given, 0)()
+    torch.testing.assert_close(given["out.0"], wanted)
