@@ -25,6 +25,7 @@ class CacheBlock:
             included; None if it keeps all.
         device: Where the memory is.
         axes: The axes of the model's positions, 0 if positions have none.
+        source_slots: Slots for what an encoder gave, 0 for models without one.
     """
 
     batch: int
@@ -32,11 +33,14 @@ class CacheBlock:
     windows: tuple[int | None, ...]
     device: torch.device
     axes: int = 0
+    source_slots: int = 0
     #: Each layer's (batch, heads, slots, dim), rows of `slabs`.
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     #: The states that layers keep besides keys and values, by layer and name (cache_layers.py).
     states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    #: What an encoder gave, by name (sources.py). One dim of each has `source_slots`.
+    sources: dict[str, Tensor] = field(default_factory=dict)
     #: Owners of the memory. Layers of one shape share a slab, so that one launch clears them all.
     slabs: list[Tensor] = field(default_factory=list)
     #: The slabs that are rings.
@@ -83,7 +87,8 @@ class CacheBlock:
 
         Other threads may ask while a call is under way.
         """
-        tensors = [*self.slabs, *self.states.values(), *vars(self.control).values(), self.logits]
+        tensors = [*self.slabs, *self.states.values(), *self.sources.values(), self.logits]
+        tensors += vars(self.control).values()
         for owner in (self.history, self.sampler):
             if owner is not None:
                 tensors += vars(owner).values()
@@ -183,6 +188,27 @@ class CacheBlock:
             self.states[layer, name] = known = _zeros(tuple(state.shape), state)
         known.copy_(state)
 
+    def store_source(self, name: str, x: Tensor, dim: int = -2) -> None:
+        """Store what an encoder gave, in memory made to fit, and clear the slots after it.
+
+        Args:
+            name: Its name.
+            x: The tensor.
+            dim: The dim that becomes `source_slots` long.
+        """
+        length, shape = x.shape[dim], list(x.shape)
+        shape[dim] = self.source_slots
+        known = self.sources.get(name)
+        if known is None or (list(known.shape), known.dtype, known.device) != (
+            shape,
+            x.dtype,
+            x.device,
+        ):
+            self.drop_graphs()
+            self.sources[name] = known = _zeros(tuple(shape), x)
+        known.narrow(dim, 0, length).copy_(x)
+        known.narrow(dim, length, self.source_slots - length).zero_()
+
     def set_logits(self, logits: Tensor) -> None:
         """Copy (batch, vocabulary) logits into the static buffer, made to fit."""
         wanted = logits.shape, logits.dtype, logits.device
@@ -251,6 +277,7 @@ class CacheBlock:
         self.keys.clear()
         self.values.clear()
         self.states.clear()
+        self.sources.clear()
         self.slabs.clear()
         self.ring_slabs.clear()
         self.logits = torch.empty(0, device="cpu")
@@ -268,6 +295,8 @@ class CacheBlock:
                     self._copy_layer(layer, other.rings[layer], memory, states, length)
         for (layer, name), state in other.states.items():
             self.store_state(layer, name, state)
+        for name, x in other.sources.items():
+            self.store_source(name, x, x.shape.index(self.source_slots))  # all slots are full
         self.clear_from(length, rings_full=other.lowest is not None)
         self.set_logits(other.logits)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -12,22 +13,51 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
 )
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_layers import STATE_LAYERS, states_of
+from mirage_hf.decode.not_covered import NotCoveredError
 
 
-def reserve(block: CacheBlock, cache: DynamicCache) -> None:
+def of_self_attention(cache: Any) -> Any:
+    """Return the part of one of stock's caches that grows with the text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+@contextmanager
+def put_back_unless_covered(cache: Any) -> Iterator[None]:
+    """Put a cache back as it was if stock must serve the call after all."""
+    parts = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        parts += [cache.self_attention_cache, cache.cross_attention_cache]
+    lists = [(part, list(part.layers)) for part in parts if hasattr(part, "layers")]
+    states = [(layer, dict(vars(layer))) for _, layers in lists for layer in layers]
+    is_updated = dict(getattr(cache, "is_updated", {}))
+    try:
+        yield
+    except NotCoveredError:
+        for part, layers in lists:
+            part.layers = layers
+        for layer, state in states:
+            vars(layer).clear()
+            vars(layer).update(state)
+        if is_updated or isinstance(cache, EncoderDecoderCache):
+            cache.is_updated = is_updated
+        raise
+
+
+def reserve(block: CacheBlock, cache: Any) -> None:
     """Allocate memory in a block for what a user's cache holds."""
-    for n, layer in enumerate(cache.layers):
-        if _has_keys(layer):
+    for n, layer in enumerate(of_self_attention(cache).layers):
+        if has_keys(layer):
             block.claim(n, layer.keys, layer.values)
 
 
 def held_tokens(cache: Any) -> int | str:
     """Return how many tokens one of stock's caches holds, or why that is unknown."""
-    layers = list(cache.layers)
+    layers = list(of_self_attention(cache).layers)
     if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
         return int(cache.get_seq_length())
     if any(states_of(layer) for layer in layers):
@@ -35,7 +65,7 @@ def held_tokens(cache: Any) -> int | str:
     return 0
 
 
-def read_cache(block: CacheBlock, cache: DynamicCache, length: int | None = None) -> int:
+def read_cache(block: CacheBlock, cache: Any, length: int | None = None) -> int:
     """Copy one of stock's caches into a block and return its length.
 
     What a sliding layer still holds goes to the slots that it stands for.
@@ -47,25 +77,26 @@ def read_cache(block: CacheBlock, cache: DynamicCache, length: int | None = None
     """
     length = int(cache.get_seq_length()) if length is None else length
     block.written.clear()
-    for n, layer in enumerate(cache.layers):
-        if _has_keys(layer):
+    for n, layer in enumerate(of_self_attention(cache).layers):
+        if has_keys(layer):
             block.store(n, layer.keys, layer.values, length)
         for name, state in states_of(layer).items():
             block.store_state(n, name, state)
     return length
 
 
-def _has_keys(layer: Any) -> bool:
+def has_keys(layer: Any) -> bool:
     """Return whether a layer holds keys and values."""
     keys = getattr(layer, "keys", None)
     return bool(getattr(layer, "is_initialized", False)) and keys is not None
 
 
-def write_cache(block: CacheBlock, cache: DynamicCache, length: int) -> None:
+def write_cache(block: CacheBlock, cache: Any, length: int) -> None:
     """Make a cache what stock would have left there after `length` tokens.
 
-    It gets fresh tensors, never memory of the pool.
+    It gets fresh tensors, never memory of the pool. Keys of cross-attention are there already.
     """
+    cache = of_self_attention(cache)
     for (n, name), state in block.states.items():
         if n < len(cache.layers) and name in (known := states_of(cache.layers[n])):
             known[name].copy_(state)
@@ -106,6 +137,7 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
     Returns:
         The windows, or why the cache cannot be exchanged with a block.
     """
+    cache = of_self_attention(cache)
     if type(cache) is not DynamicCache:
         return f"cache type {type(cache).__name__}"
     if getattr(cache, "offloading", False):
@@ -121,7 +153,7 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
             return "a cache that records its past"
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window == 1:
             return "a sliding window of 1, for which stock's cache keeps every key"
-    why_uneven = _why_uneven([layer for layer in cache.layers if _has_keys(layer)])
+    why_uneven = _why_uneven([layer for layer in cache.layers if has_keys(layer)])
     if why_uneven is not None:
         return why_uneven
     return tuple(

@@ -54,14 +54,15 @@ class CachePool:
         windows: tuple[int | None, ...],
         device: torch.device,
         axes: int = 0,
+        source_slots: int = 0,
     ) -> CacheBlock:
         """Return a block that no other call uses until `give_back`.
 
         Its memory appears as the prefill fills it.
         """
-        block = self._take_idle(batch, capacity, windows, device, axes)
+        block = self._take_idle(batch, capacity, windows, device, axes, source_slots)
         if block is None:
-            block = CacheBlock(batch, capacity, windows, device, axes)
+            block = CacheBlock(batch, capacity, windows, device, axes, source_slots)
             with self._lock:
                 self._leased.add(block)
         block.make_room = self.drop_idle
@@ -76,12 +77,13 @@ class CachePool:
         windows: tuple[int | None, ...],
         device: torch.device,
         axes: int,
+        source_slots: int,
     ) -> CacheBlock | None:
-        wanted = batch, capacity, rings_of(windows, capacity), device, axes
+        wanted = batch, capacity, rings_of(windows, capacity), device, axes, source_slots
         with self._lock:
             for block in reversed(self._idle):
                 has = block.batch, block.capacity, block.rings, block.device, block.axes
-                if has == wanted:
+                if (*has, block.source_slots) == wanted:
                     self._idle.remove(block)
                     block.windows = windows
                     self._leased.add(block)

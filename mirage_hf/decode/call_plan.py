@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from mirage_hf.decode.cache_exchange import held_tokens, windows_of
+from mirage_hf.decode.cache_exchange import held_tokens, of_self_attention, windows_of
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
@@ -28,6 +28,7 @@ from mirage_hf.decode.routing import (
     rejected_options,
 )
 from mirage_hf.decode.selection import Selection
+from mirage_hf.decode.sources import MaskUse, Source, decoder_arguments
 
 #: New tokens for which a call reserves memory at first. Longer calls double their memory.
 FIRST_REACH = 1024
@@ -75,6 +76,7 @@ class CallPlan:
             than tokens, or layers keep states, or the model has own methods for steps.
         only_traced: Whether only a traced step may run, because nothing else was compared with
             stock's steps of this model.
+        source: What the encoder gave, if there is one.
         expected: Whether the fingerprint is only the last call's. Then the model's own is taken
             while the GPU works on the prompt.
     """
@@ -94,6 +96,12 @@ class CallPlan:
     expected: bool
     stock_prefill: bool = False
     only_traced: bool = False
+    source: Source | None = None
+
+    @property
+    def source_slots(self) -> int:
+        """The slots for what the encoder gave, 0 without one."""
+        return 0 if self.source is None else self.source.slots
 
     @property
     def prompt_is_whole(self) -> bool:
@@ -108,6 +116,7 @@ def plan_call(
     max_cache_len: int | None,
     expected: ModelFingerprint | None = None,
     axes: int | None = None,
+    mask_use: MaskUse = "hides",
 ) -> CallPlan:
     """Decide whether a call is covered, and how.
 
@@ -117,6 +126,7 @@ def plan_call(
         max_cache_len: The most cache slots that a call may use.
         expected: The fingerprint that the model probably has. It is known without a walk.
         axes: If the model's step was traced, the axes of its positions.
+        mask_use: What an encoder-decoder model does with `attention_mask` in steps.
 
     Raises:
         NotCoveredError: Stock must serve the call.
@@ -135,9 +145,14 @@ def plan_call(
     covered(masks.mismatch(windows))
     covered(rejected_masks(model, masks, windows))
     _check_rows(cache, len(inputs.input_ids))
-    mask_length = getattr(config, "_mask_length", inputs.input_ids.shape[1])
+    tokens = inputs.input_ids.shape[1]
+    mask_length = getattr(config, "_mask_length", tokens)
     past = covered(held_tokens(cache))
-    prompt = PromptPlan.of(inputs.input_ids, past, mask_length, kwargs, counts_itself=is_traced)
+    source, of_prompt = None, kwargs
+    if model.config.is_encoder_decoder:
+        source = Source.of(kwargs, mask_use)
+        of_prompt, mask_length = decoder_arguments(model, kwargs, tokens), past + tokens
+    prompt = PromptPlan.of(inputs.input_ids, past, mask_length, of_prompt, counts_itself=is_traced)
     if (0 if prompt.offsets is None else len(prompt.offsets)) != (axes or 0):
         raise NotCoveredError(f"position_ids of {kwargs['position_ids'].ndim} dimensions")
     budget = _budget(inputs)
@@ -174,6 +189,7 @@ def plan_call(
         and (bool(masks.states) or bool(_prompt_inputs(kwargs)) or has_own_steps(model)),
         only_traced=is_traced
         and (bool(why_traced) or bool(masks.states) or bool(_prompt_inputs(kwargs)) or bool(axes)),
+        source=source,
     )
 
 
@@ -208,7 +224,7 @@ def _check_options(inputs: CallInputs, *, is_traced: bool) -> None:
 
 def _check_rows(cache: Any, batch: int) -> None:
     """Check the rows of a cache, also of one that was cropped to no tokens."""
-    for layer in cache.layers:
+    for layer in of_self_attention(cache).layers:
         keys = getattr(layer, "keys", None)
         if keys is not None and keys.dim() > 1 and len(keys) != batch:
             raise NotCoveredError(f"a cache of {len(keys)} rows for {batch}")

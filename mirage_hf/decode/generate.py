@@ -25,9 +25,9 @@ import torch
 import transformers.generation.utils as stock_generation
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from mirage_hf.decode.cache_exchange import read_cache, reserve
+from mirage_hf.decode.cache_exchange import put_back_unless_covered, read_cache, reserve
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
@@ -87,6 +87,7 @@ def generate(
     plan = plan_with(
         expected=runner.expected_fingerprint(inputs.model),
         axes=None if traced is None else traced.axes,
+        mask_use="hides" if traced is None else traced.mask_use,
     )
     if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
         covered(why if plan.only_traced else None)
@@ -112,7 +113,7 @@ def generate(
             if not attempts_left:
                 raise NotCoveredError("out of memory")
     runner.last_fingerprint = plan.fingerprint
-    return finish(outcome, plan, inputs.config, streamer)
+    return finish(outcome, plan, inputs, streamer)
 
 
 def attempt(
@@ -129,7 +130,9 @@ def attempt(
     try:
         batch, device = inputs.input_ids.shape[0], inputs.input_ids.device
         axes = 0 if plan.prompt.offsets is None else len(plan.prompt.offsets)
-        block = runner.pool.lease(batch, bucket(plan.slots), plan.windows, device, axes)
+        block = runner.pool.lease(
+            batch, bucket(plan.slots), plan.windows, device, axes, plan.source_slots
+        )
         session = Session(runner, inputs, plan, block)
         prefill(session)
         sequences = decode(session, streamer)
@@ -212,12 +215,15 @@ def _prefill_by_forward(session: Session) -> None:
     session.is_seen |= plan.stock_prefill and plan.cache_is_users
     cache = plan.cache if is_stocks else prefill_cache(block)
     kwargs = {**inputs.kwargs, cache_name(inputs.model): cache}
-    try:
-        outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
-    except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
-        raise NotCoveredError("a forward that runs a layer twice") from None
-    if plan.stock_prefill:
-        covered(unusual_step_inputs(inputs, plan.prompt, outputs, kwargs))
+    with put_back_unless_covered(cache):
+        try:
+            outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
+        except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
+            raise NotCoveredError("a forward that runs a layer twice") from None
+        if plan.stock_prefill:
+            covered(unusual_step_inputs(inputs, plan.prompt, outputs, kwargs))
+        if plan.source is not None:
+            plan.source.store(block, cache)
     length = plan.prompt.length
     if is_stocks:
         read_cache(block, cache, length)
@@ -339,14 +345,16 @@ def decode_with_host(session: Session, streamer: Any) -> Tensor:
     raise AssertionError("the loop ends when every row has ended")
 
 
-def finish(result: Finished, plan: CallPlan, config: Any, streamer: Any) -> Any:
+def finish(result: Finished, plan: CallPlan, inputs: CallInputs, streamer: Any) -> Any:
     """Tell the streamer that the call is over, and make the output that the config asks for."""
     if streamer is not None:
         streamer.end()
-    if not config.return_dict_in_generate:
+    if not inputs.config.return_dict_in_generate:
         return result.sequences
     scores, logits = result.record.scores, result.record.logits
-    return GenerateDecoderOnlyOutput(
+    is_decoder_only = plan.source is None
+    output = GenerateDecoderOnlyOutput if is_decoder_only else GenerateEncoderDecoderOutput
+    return output(
         sequences=result.sequences,
         scores=None if scores is None else tuple(scores),
         logits=None if logits is None else tuple(logits),

@@ -206,7 +206,10 @@ class Generate:
             arguments["streamer"] = _PromptStreamer(streamer)
         cache_is_users = arguments.get("past_key_values") is not None
         arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache_is_users)
-        if given is None and self._has_no_options(model.config):
+        is_own = type(model).generate is not GenerationMixin.generate
+        if is_own and streamer is not None:
+            return "a streamer, with the model's own generate"
+        if given is None and not is_own and self._has_no_options(model.config):
             return _with_config(arguments, names)
         return arguments
 

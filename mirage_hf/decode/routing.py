@@ -32,6 +32,8 @@ MODEL_INPUTS = frozenset(
         "logits_to_keep",
     }
 )
+#: Those of a decoder after an encoder.
+DECODER_INPUTS = frozenset({"decoder_attention_mask", "decoder_position_ids", "encoder_outputs"})
 ATTENTIONS = ("sdpa", "eager")
 #: The argument by which models with nothing but states (Mamba) take their cache.
 CACHE_OF_STATES = "cache_params"
@@ -51,6 +53,11 @@ STEP_METHODS = (
     "prepare_inputs_for_generation",
     "_update_model_kwargs_for_generation",
     "create_masks_for_generate",
+)
+#: Methods of transformers that call GenerationMixin's `generate` for each segment of a long input,
+#: with the keyword arguments that they do not know. So each segment comes to us.
+SEGMENTING = frozenset(
+    {"transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate"}
 )
 #: Methods of transformers that do as GenerationMixin's up to a number of tokens. The config has the
 #: number by this name. For longer texts Phi3's method drops the cache.
@@ -184,10 +191,10 @@ def rejected_model(model: Any, *, is_traced: bool = False) -> str | None:
     config, name = model.config, type(model).__name__
     if model.training:
         return "training mode"
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and not is_traced:
         return "encoder-decoder model"
-    own_method = _own_method(model)
-    if own_method is not None and not (is_traced and own_method in STEP_METHODS):
+    own_method = _own_method(model, is_traced=is_traced)
+    if own_method is not None:
         return f"the model has its own {own_method}"
     if not is_traced and not getattr(model, "_can_compile_fullgraph", False):
         return f"{name} does not declare support for static caches"
@@ -248,13 +255,16 @@ def _overrides(kind: type) -> tuple[tuple[str, Any], ...]:
     return _overridden[kind]
 
 
-def _own_method(model: Any) -> str | None:
-    """Return a method that the model's class or the instance overrides, or None."""
+def _own_method(model: Any, *, is_traced: bool) -> str | None:
+    """Return a method that the model's class or the instance overrides, and must not, or None."""
     for name, method in _overrides(type(model)):
-        if _full_name(method) not in LIMITED:
+        full_name = _full_name(method)
+        traced_may = name in STEP_METHODS or full_name in SEGMENTING
+        if full_name not in LIMITED and not (is_traced and traced_may):
             return name
     # `generate` of the instance is ours
-    return next((name for name in OVERRIDABLE[1:] if name in model.__dict__), None)
+    own = (name for name in OVERRIDABLE[1:] if name in model.__dict__)
+    return next((name for name in own if not (is_traced and name in STEP_METHODS)), None)
 
 
 def cache_name(model: Any) -> str:

@@ -147,6 +147,8 @@ class DecodeRunner:
             return f"no kernels for a batch of {batch}; optimize(batch_sizes=…) makes them"
         if plan.fingerprint.rope is not None:
             return plan.fingerprint.rope.reason
+        if plan.most_slots > traced.reach + 1:  # the last step begins with a slot less
+            return f"a text longer than {traced.reach + 1:.0f} tokens, which runs other ops"
         return CHANGED if plan.fingerprint.graph_facts != self.traced_for else ""
 
     def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:

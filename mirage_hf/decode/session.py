@@ -213,7 +213,9 @@ class Session:
         """
         old, before = self.block, self._chooser
         capacity = bucket(min(2 * old.capacity, self.plan.most_slots))
-        self.block = self.runner.pool.lease(old.batch, capacity, old.windows, old.device, old.axes)
+        self.block = self.runner.pool.lease(
+            old.batch, capacity, old.windows, old.device, old.axes, old.source_slots
+        )
         self._outgrown.append(old)
         self.block.continue_from(old, old.capacity)
         if isinstance(self.plan.selection, Selection):

@@ -16,6 +16,7 @@ from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import Ring
 from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.sources import step_arguments
 
 
 class Step(ABC):
@@ -126,17 +127,21 @@ class CapturedForward(Step):
         """Run the forward with these masks."""
         block, control = self.block, self.block.control
         outputs = self.model(
-            input_ids=control.ids,
-            position_ids=control.positions(),
-            use_cache=True,
-            attention_mask=masks,
-            return_dict=True,
-            **{cache_name(self.model): self.cache},
-            **self.kwargs,
+            **self._arguments(masks), use_cache=True, return_dict=True, **self.kwargs
         )
         block.logits.copy_(outputs.logits[:, -1])
         for ring, slab in block.ring_slabs:
             ring.turn(slab, control)
+
+    def _arguments(self, masks: Any) -> dict[str, Any]:
+        if self.block.source_slots:
+            return step_arguments(self.model, self.block, self.cache, masks)
+        return {
+            "input_ids": self.block.control.ids,
+            "position_ids": self.block.control.positions(),
+            "attention_mask": masks,
+            cache_name(self.model): self.cache,
+        }
 
 
 def step_masks(masks: MaskPlan, block: CacheBlock) -> tuple[Any, dict[Ring, Tensor]]:

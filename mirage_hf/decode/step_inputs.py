@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.prompt_plan import PromptPlan
-from mirage_hf.decode.routing import MODEL_INPUTS, cache_name
+from mirage_hf.decode.routing import DECODER_INPUTS, MODEL_INPUTS, cache_name
+from mirage_hf.decode.sources import takes_positions
 
 #: What steps take. An attention mask has ones for the new tokens.
-_KNOWN = MODEL_INPUTS | {"input_ids", "cache_position"}
+_KNOWN = MODEL_INPUTS | DECODER_INPUTS | {"input_ids", "decoder_input_ids", "cache_position"}
 
 
 def unusual_step_inputs(
@@ -41,14 +42,17 @@ def unusual_step_inputs(
     ]
     if others and not _make_no_difference(model, given, others):
         return f"a model whose steps take {others[0]}"
-    taken = given.get("input_ids")
+    of_decoder = "decoder_" if model.config.is_encoder_decoder else ""
+    taken = given.get(f"{of_decoder}input_ids")
     if not isinstance(taken, Tensor) or not torch.equal(taken, token):
         return "a model whose steps take other input_ids than the last token"
     wanted = prompt.position + 1 if prompt.offsets is None else prompt.position + 1 + prompt.offsets
-    positions = given.get("position_ids")
+    positions = given.get(f"{of_decoder}position_ids")
     if positions is not None and not (positions == wanted).all():
         return "a model whose steps take other position_ids than the next"
     is_given = inputs.kwargs.get("position_ids") is not None
+    if of_decoder:
+        is_given = takes_positions(model)
     if positions is None and is_given and prompt.lowest is not None:
         return "a model that counts positions itself, with left padding"
     return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache
@@ -24,18 +24,20 @@ from mirage_hf.decode.control import Control
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
 from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.sources import (
+    MASK,
+    MaskUse,
+    Source,
+    new_cache,
+    source_keys,
+    source_width,
+)
 from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
-from mirage_hf.trace.attention import attention_as_one_node
+from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.record import (
-    Recording,
-    TraceError,
-    generalized,
-    host_reads_named,
-    record,
-    shape_at,
-)
+from mirage_hf.trace.record import Recording, TraceError, host_reads_named, record
+from mirage_hf.trace.sizes import Sizes, generalized, shape_at
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
 _PROMPT = 4
@@ -59,12 +61,19 @@ class TracedSteps:
         kernels: How many different kernels there are.
         bytes_read: Bytes of weights that searched kernels read in a step, and of all weights.
         axes: The axes of the model's positions, 0 if positions have none.
+        mask_use: What an encoder-decoder model does with `attention_mask` in steps.
     """
 
     plans: dict[tuple[int, Rings], StepPlan]
     kernels: int
     bytes_read: tuple[int, int]
     axes: int = 0
+    mask_use: MaskUse = "hides"
+
+    @property
+    def reach(self) -> float:
+        """The greatest length of a text for which a step runs the recorded ops."""
+        return min(plan.recording.reach for plan in self.plans.values())
 
     @property
     def weights(self) -> Iterator[Tensor]:
@@ -102,7 +111,7 @@ class TracedStep(Step):
 
     def _forward(self) -> None:
         if self._run is None:
-            self._run = self.plan.bind(self._inputs, self.block.capacity)
+            self._run = self.plan.bind(self._inputs, sizes_of(self.block))
         with torch.no_grad():
             if self.plan.reads_masks():
                 self._inputs.update(mask_inputs(*step_masks(self.masks, self.block)))
@@ -156,9 +165,14 @@ def why_no_traced_step(traced: TracedSteps, block: CacheBlock) -> str:
     if inputs.keys() != wanted.keys():
         return "layers without keys of their own"
     for name, x in inputs.items():
-        if (shape_at(wanted[name], block.capacity), wanted[name].dtype) != (x.shape, x.dtype):
+        if (shape_at(wanted[name], sizes_of(block)), wanted[name].dtype) != (x.shape, x.dtype):
             return f"{name} of {tuple(x.shape)}, {x.dtype}"
     return ""
+
+
+def sizes_of(block: CacheBlock) -> Sizes:
+    """Return the sizes of a block that integers in recordings depend on."""
+    return block.capacity, block.source_slots
 
 
 def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
@@ -170,7 +184,7 @@ def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
     inputs |= {f"{name}.{layer}": x for (layer, name), x in block.states.items()}
     for number, (_, slab) in enumerate(block.ring_slabs):
         inputs[f"ring.{number}"] = slab
-    return inputs | {"logits": block.logits}
+    return inputs | block.sources | {"logits": block.logits}
 
 
 def rings_variants(
@@ -218,39 +232,70 @@ def record_step(
     try:
         with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
             with mode, torch.no_grad(), host_reads_named():
-                cache, logits = _fake_cache(model, batch)
+                prompt = _fake_prompt(model, batch)
+                with_source = prompt.source is not None
+                smallest = sizes[0], GRAIN * with_source
+                others = [(sizes[1], smallest[1])]
+                if with_source:
+                    others.append((sizes[0], 2 * GRAIN))
                 blocks = [
-                    CacheBlock(batch, size, tuple(windows), model.device, axes) for size in sizes
+                    CacheBlock(batch, size, tuple(windows), model.device, axes, source_slots)
+                    for size, source_slots in (smallest, *others)
                 ]
-            first, second = (_record(model, masks, block, cache, logits, mode) for block in blocks)
+            first, *rest = (_record(model, masks, block, prompt, mode) for block in blocks)
     except TraceError:
         raise
     except Exception as error:  # a forward may raise anything over another cache than stock's
         raise TraceError(f"its forward raised {described(error)}") from None
-    return generalized(first, second, sizes)
+    for sizes_of_other, other in zip(others, rest, strict=True):
+        first = generalized(first, other, (smallest, sizes_of_other))
+    return first
 
 
-def _fake_cache(model: Any, batch: int) -> tuple[DynamicCache, Tensor]:
-    """Return stock's cache of a short prompt, and the prompt's last logits, of fake tensors."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+@dataclass(frozen=True)
+class _FakePrompt:
+    """A short prompt of fake tensors: stock's cache, the last logits, and the encoder's output."""
+
+    cache: Any
+    logits: Tensor
+    source: Source | None
+
+
+def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
+    """Run stock's prefill of a short prompt on fake tensors."""
+    cache = new_cache(model)
     ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=model.device)
-    logits = model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
-    return cache, logits[:, -1]
+    if not model.config.is_encoder_decoder:
+        logits = model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
+        return _FakePrompt(cache, logits[:, -1], None)
+    width = source_width(model)
+    states = torch.zeros(batch, _PROMPT, width, dtype=model.dtype, device=model.device)
+    encoder_outputs = BaseModelOutput(last_hidden_state=states)
+    logits = model(
+        decoder_input_ids=ids,
+        encoder_outputs=encoder_outputs,
+        past_key_values=cache,
+        use_cache=True,
+    ).logits
+    return _FakePrompt(cache, logits[:, -1], Source(states, None))
 
 
 def _record(
-    model: Any, masks: MaskPlan, block: CacheBlock, cache: DynamicCache, logits: Tensor, mode: Any
+    model: Any, masks: MaskPlan, block: CacheBlock, prompt: _FakePrompt, mode: Any
 ) -> Recording:
-    """Record the step over a block that gets what a cache of fake tensors holds."""
+    """Record the step over a block that gets what a prompt of fake tensors left."""
     with mode, torch.no_grad():
-        read_cache(block, cache, _PROMPT)
-        block.set_logits(logits)
+        read_cache(block, prompt.cache, _PROMPT)
+        if prompt.source is not None:
+            prompt.source.store(block, prompt.cache)
+        block.set_logits(prompt.logits)
         step = CapturedForward(
             model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
         )
         own_masks = step.masks_now()
     inputs = step_inputs(block) | mask_inputs(own_masks, step.ring_slots)
-    return record(partial(step.run, own_masks), inputs, mode)
+    with masked_keys(source_keys(block), block.sources.get(MASK)):
+        return record(partial(step.run, own_masks), inputs, mode, block.control.length)
 
 
 @contextmanager

@@ -9,22 +9,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import nn
 
-from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.cache_exchange import read_cache, windows_of
+from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.routing import cache_name, rejected_masks, rejected_model
+from mirage_hf.decode.routing import rejected_masks, rejected_model
+from mirage_hf.decode.sources import new_cache
+from mirage_hf.decode.trace_check import TraceCheck
 from mirage_hf.decode.traced_step import (
     TRACED,
     Rings,
-    TracedStep,
     TracedSteps,
     record_step,
     rings_variants,
 )
-from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError, described
+from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.match.matches import CausalMatch
@@ -39,11 +38,6 @@ from mirage_hf.trace.plan import Run, StepPlan, UpdateRun
 from mirage_hf.trace.record import Held, TraceError, Value
 from mirage_hf.trace.states import StateUpdate
 from mirage_hf.trace.terms import Term
-
-#: Lengths of the texts whose next step is compared with stock's.
-LENGTHS = (3, 6, 17)
-#: How far logits may be from stock's, in units of the largest, by the dtype of the model.
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 _OTHER_ATTENTION = "torch's op runs it: its RoPE or its projections are of another form"
 
@@ -115,10 +109,11 @@ class _Tracer:
         """
         model, config = self.model, self.config
         masks = _or_raise(MaskPlan.of(config))
-        windows = _or_raise(windows_of(DynamicCache(config=config), config.num_hidden_layers))
+        windows = _or_raise(windows_of(new_cache(model), config.num_hidden_layers))
         _or_raise(masks.mismatch(windows))
         _or_raise(rejected_masks(model, masks, windows))
         axes = axes_of_positions(model)
+        check = TraceCheck(model, masks, axes)
         plans: dict[tuple[int, Rings], StepPlan] = {}
         for batch in rows:
             for rings, own_windows, sizes in rings_variants(windows):
@@ -128,11 +123,11 @@ class _Tracer:
                 if not kernels:
                     raise TraceError("no product of its step has a kernel")
                 plan.schedule(kernels, self._find_attention(plan), self._find_updates(plan))
-                _check(model, plan, masks, batch, own_windows, sizes[0], axes)
+                check.run(plan, batch, own_windows, sizes[0])
                 plans[batch, rings] = plan
             self._report(plan, batch)
         count = sum(not isinstance(k, str) and k.runs_kernel for k in self.found.values())
-        return TracedSteps(plans, count, _bytes_read(plan), axes)
+        return TracedSteps(plans, count, _bytes_read(plan), axes, check.mask_use)
 
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
         """Return what runs each group that has a kernel."""
@@ -229,99 +224,6 @@ def _or_raise(x: Any) -> Any:
     if isinstance(x, str):
         raise TraceError(x)
     return x
-
-
-# -- the check -------------------------------------------------------------------------------------
-
-
-def _check(
-    model: Any,
-    plan: StepPlan,
-    masks: MaskPlan,
-    batch: int,
-    windows: Sequence[int | None],
-    capacity: int,
-    axes: int,
-) -> None:
-    """Compare steps after texts of several lengths with stock's steps.
-
-    Raises:
-        TraceError: They differ.
-    """
-    device, config = model.device, model.config.get_text_config(decoder=True)
-    generator = torch.Generator().manual_seed(batch)
-    for length in LENGTHS:
-        ids = torch.randint(0, config.vocab_size, (batch, length + 1), generator=generator)
-        ids = ids.to(device)
-        # a single row has left padding, too, after one of the texts
-        padding = (torch.arange(batch, device=device) + (length == LENGTHS[1])) % min(length, 3)
-        try:
-            wanted, ours = _steps(model, plan, masks, ids, padding, windows, capacity, axes)
-        except Exception as error:  # stock's forward may raise anything
-            raise TraceError(f"the check of a step raised {described(error)}") from None
-        tolerance = TOLERANCE.get(wanted.dtype, 0.0)
-        difference = (wanted - ours).abs().max().item()
-        if not difference <= tolerance * max(wanted.abs().max().item(), 1e-6):
-            raise TraceError(
-                f"the traced step of {batch} rows after {length} tokens differs from stock's by "
-                f"{difference:.1e}, with logits up to {wanted.abs().max().item():.1e}"
-            )
-
-
-def _steps(
-    model: Any,
-    plan: StepPlan,
-    masks: MaskPlan,
-    ids: Tensor,
-    padding: Tensor,
-    windows: Sequence[int | None],
-    capacity: int,
-    axes: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the logits of stock's step and of ours after all but the last token."""
-    batch, length = ids.shape[0], ids.shape[1] - 1
-    slots = torch.arange(length + 1, device=ids.device)[None]
-    mask = (slots >= padding[:, None]).long()
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    is_padded = bool(padding.any())
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-
-    def stock(first: int, last: int) -> Any:
-        # steps of models that keep only states take no mask
-        takes_mask = is_padded and (bool(masks.windows) or not first)
-        kwargs = {"attention_mask": mask[:, :last]} if takes_mask else {}
-        return model(
-            input_ids=ids[:, first:last],
-            position_ids=with_axes(positions[:, first:last]),
-            use_cache=True,
-            **{cache_name(model): cache},
-            **kwargs,
-        ).logits[:, -1]
-
-    def with_axes(x: Tensor) -> Tensor:
-        return x.expand(axes, *x.shape) if axes else x
-
-    with torch.no_grad(), model._optimize_model_for_decode():
-        logits = stock(0, length)
-        block = CacheBlock(batch, capacity, tuple(windows), ids.device, axes)
-        lowest = padding[:, None] if is_padded else None
-        block.begin(lowest)
-        read_cache(block, cache, length)
-        block.set_logits(logits)
-        block.control.start(
-            length=length,
-            position=positions[:, length - 1 : length],
-            lowest=lowest,
-            budget=2,
-            eos=None,
-            pad=None,
-        )
-        block.control.ids.copy_(ids[:, length:])
-        block.control.length.add_(1)
-        block.control.position.add_(1)
-        wanted = stock(length, length + 1)
-        TracedStep(plan, block, masks, graphs=False, graph_key=None)._forward()
-    return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
 
 
 @contextmanager

@@ -150,6 +150,6 @@ def generating(model: nn.Module) -> nn.Module | None:
     if not isinstance(inner, GenerationMixin):
         return None
     with contextlib.suppress(AttributeError, TypeError):
-        if inner.can_generate() and not inner.config.is_encoder_decoder:  # type: ignore[attr-defined]
+        if inner.can_generate():  # type: ignore[attr-defined]
             return inner  # type: ignore[return-value]
     return None

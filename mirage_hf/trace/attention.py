@@ -7,7 +7,7 @@ in place of repeating the keys of each group of heads. Calls of other threads ru
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,18 +60,51 @@ def _traced_sdpa(stock: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         """Call the op while this thread records a step, else what was registered before."""
-        mask = attention_mask
-        takes = getattr(_recording, "active", False) and not args
+        if not getattr(_recording, "active", False):
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        given = _recording.masks.get(key.untyped_storage()._cdata, attention_mask)
+        mask = _with_bias(given, kwargs.get("position_bias"))
         extra = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-        one_mask = mask is None or (mask.dim() == 4 and mask.shape[1] == 1)
-        if not takes or extra or query.shape[2] != 1 or not one_mask or kwargs.get("dropout"):
-            return stock(module, query, key, value, mask, *args, **kwargs)
+        one_mask = mask is None or (mask.dim() == 4 and mask.shape[1] in (1, key.shape[1]))
+        by_heads = mask is not None and mask.shape[1] > 1 and key.shape[1] != query.shape[1]
+        unknown = args or extra or not one_mask or by_heads or kwargs.get("dropout")
+        if unknown or query.shape[2] != 1:
+            return stock(module, query, key, value, given, *args, **kwargs)
         out = torch.ops.mirage_hf.cached_attention(query, key, value, mask, kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 
     # other threads' calls of generate ask whether the function is transformers' own
     attention.__module__ = stock.__module__
     return attention
+
+
+def _with_bias(mask: Any, bias: Tensor | None) -> Any:
+    """Return a mask with a bias on scores, made once for all layers that share both."""
+    if bias is None:
+        return mask
+    made = _recording.with_bias
+    if (id(mask), id(bias)) not in made:
+        if mask is None:
+            both = bias
+        elif mask.dtype == torch.bool:
+            both = torch.where(mask, bias, torch.finfo(bias.dtype).min)
+        else:
+            both = bias + mask
+        made[id(mask), id(bias)] = both, mask, bias  # ids stay unique while the objects live
+    return made[id(mask), id(bias)][0]
+
+
+@contextmanager
+def masked_keys(keys: Sequence[Tensor], mask: Tensor | None) -> Iterator[None]:
+    """Let attention over these keys take this mask, while this thread records a step.
+
+    A model may be given fewer keys than there are slots, and then makes no mask for the others.
+    """
+    _recording.masks = {x.untyped_storage()._cdata: mask for x in keys}
+    try:
+        yield
+    finally:
+        _recording.masks = {}
 
 
 @contextmanager
@@ -81,11 +114,11 @@ def attention_as_one_node() -> Iterator[None]:
         own = ALL_ATTENTION_FUNCTIONS._local_mapping
         stock, was_own = ALL_ATTENTION_FUNCTIONS["sdpa"], "sdpa" in own
         own["sdpa"] = _traced_sdpa(stock)
-        _recording.active = True
+        _recording.active, _recording.masks, _recording.with_bias = True, {}, {}
         try:
             yield
         finally:
-            _recording.active = False
+            _recording.active, _recording.with_bias = False, {}
             if was_own:
                 own["sdpa"] = stock
             else:  # else it would hide what is registered later

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value, fixed_shape
+from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value
+from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import Term, Terms
 
 #: The op that attention is recorded as (trace/attention.py).

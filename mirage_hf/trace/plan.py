@@ -14,7 +14,8 @@ from mirage_hf.trace.cached_attention import CachedAttention, find_attention
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
-from mirage_hf.trace.record import Held, Input, Node, Recording, Value, at_size, fixed_shape
+from mirage_hf.trace.record import Held, Input, Node, Recording, Value
+from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
 from mirage_hf.trace.states import StateUpdate, find_updates
 from mirage_hf.trace.terms import Term, Terms
 
@@ -176,12 +177,12 @@ class StepPlan:
 
     # -- running
 
-    def bind(self, inputs: Mapping[str, Tensor], size: int) -> Callable[[], None]:
-        """Return a function that runs the units on these inputs, at this size.
+    def bind(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> Callable[[], None]:
+        """Return a function that runs the units on these inputs, at these sizes.
 
         Args:
             inputs: The tensors that the recording names.
-            size: What each `Size` is taken at.
+            sizes: What each `Size` is taken at.
         """
         made: dict[Any, Tensor] = {}
         actions = []
@@ -191,7 +192,7 @@ class StepPlan:
             elif unit.update is not None:
                 action, is_constant = self._update_action(unit.update, inputs), False
             elif unit.node is not None:
-                action, is_constant = self._op_action(unit, inputs, size)
+                action, is_constant = self._op_action(unit, inputs, sizes)
             else:
                 action, is_constant = self._kernel_action(unit, inputs), False
             if is_constant:
@@ -248,12 +249,12 @@ class StepPlan:
         return term.is_op and term not in self.terms.made
 
     def _op_action(
-        self, unit: Unit, inputs: Mapping[str, Tensor], size: int
+        self, unit: Unit, inputs: Mapping[str, Tensor], sizes: Sizes
     ) -> tuple[Callable[[dict[Any, Tensor]], None], bool]:
         """Return what runs a torch op, and whether it gives the same at every step."""
         (number,), node = unit.nodes, unit.node
         assert node is not None
-        args, kwargs = at_size(node.args, size), at_size(node.kwargs, size)
+        args, kwargs = at_size(node.args, sizes), at_size(node.kwargs, sizes)
         op = node.op
         if node.name in ("aten.view", "aten._unsafe_view"):
             op = torch.ops.aten.reshape.default

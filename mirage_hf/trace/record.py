@@ -2,14 +2,15 @@
 
 The result is a list of nodes in the order of execution. A tensor is named by the node that made it.
 Parameters, buffers and other real tensors are held as they are. Numbers that grow with a size, such
-as the slots of a cache, are found by recording twice: see `Size`.
+as the slots of a cache, are found by recording at several sizes (sizes.py).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirage_hf.errors import MirageError
+from mirage_hf.trace.questions import LengthQuestions
 
 #: Ops that return views. They launch nothing on a GPU.
 VIEWS = frozenset(
@@ -81,18 +83,6 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Size:
-    """An integer `factor` · size + `rest`, where size is given when the recording is run."""
-
-    factor: int
-    rest: int
-
-    def at(self, size: int) -> int:
-        """Return the integer at a size."""
-        return self.factor * size + self.rest
-
-
-@dataclass(frozen=True)
 class Meta:
     """What is known of a tensor without its contents. `storage` is equal for tensors that alias."""
 
@@ -141,6 +131,8 @@ class Recording:
     #: What is known of inputs and of held tensors, by name and by id.
     inputs: dict[str, Meta] = field(default_factory=dict)
     held: dict[int, Meta] = field(default_factory=dict)
+    #: The greatest length of a text for which the ops are these. See questions.py.
+    reach: float = math.inf
 
     @property
     def held_tensors(self) -> list[Tensor]:
@@ -159,21 +151,28 @@ class Recording:
         return self.inputs[of.name] if isinstance(of, Input) else self.held[id(of.tensor)]
 
 
-def record(function: Callable[[], Any], inputs: Mapping[str, Tensor], mode: Any) -> Recording:
+def record(
+    function: Callable[[], Any],
+    inputs: Mapping[str, Tensor],
+    mode: Any,
+    length: Tensor | None = None,
+) -> Recording:
     """Record the ops that `function` runs.
 
     Args:
         function: Takes nothing. It may read and write the inputs, and read real tensors.
         inputs: Fake tensors, by name.
         mode: The FakeTensorMode that made them.
+        length: The input that is the length of the text in the cache, if there is one.
 
     Raises:
         TraceError: The function reads values of tensors on the host, or runs what fake tensors do
             not support.
     """
-    recorder = _Recorder(inputs)
+    recorder = _Recorder(inputs, length)
     with host_reads_named(), torch.no_grad(), mode, recorder:
         function()
+    recorder.recording.reach = recorder.questions.reach
     return recorder.recording
 
 
@@ -197,9 +196,10 @@ def host_reads_named() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):
     """Writes down each op before fake tensors run it."""
 
-    def __init__(self, inputs: Mapping[str, Tensor]):
+    def __init__(self, inputs: Mapping[str, Tensor], length: Tensor | None):
         super().__init__()
         self.recording = Recording()
+        self.questions = LengthQuestions(length)
         self._storages: dict[int, int] = {}
         self._kept: list[Any] = []  # ids stay unique while the objects live
         self._names: dict[int, Value | Input] = {}
@@ -212,13 +212,17 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an op and write it down."""
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            answer = self.questions.answer(args[0])
+            if answer is None:
+                raise DataDependentOutputException(func)
+            return answer
         if func.namespace == "prim":  # reads what is known of a tensor, such as its device
             return func(*args, **kwargs)
         named_args = torch.utils._pytree.tree_map_only(Tensor, self._name, args)
         named_kwargs = torch.utils._pytree.tree_map_only(Tensor, self._name, kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise DataDependentOutputException(func)
         result = func(*args, **kwargs)
+        self.questions.note(func, args, kwargs, result)
         written = frozenset(
             self._storage(x)
             for x, argument in _written(func, args, kwargs)
@@ -325,107 +329,3 @@ def _innermost_line(trace: TracebackType | None) -> str:
     if not lines:
         return "the model"
     return f"{lines[-1].filename.rpartition('/')[2]}:{lines[-1].lineno}"
-
-
-# -- sizes that vary -------------------------------------------------------------------------------
-
-
-def generalized(first: Recording, second: Recording, sizes: tuple[int, int]) -> Recording:
-    """Return one recording for all sizes, made of recordings at two sizes.
-
-    An integer that differs between them becomes a `Size`.
-
-    Raises:
-        TraceError: The recordings differ in more than integers.
-    """
-    if len(first.nodes) != len(second.nodes):
-        raise TraceError(
-            f"the number of ops depends on the cache's size: {len(first.nodes)} at {sizes[0]}, "
-            f"{len(second.nodes)} at {sizes[1]}"
-        )
-    merged = Recording(held=first.held)
-    merge = _Merger(sizes)
-    for a, b in zip(first.nodes, second.nodes, strict=True):
-        if a.op is not b.op:
-            raise TraceError(f"{a.where} runs another op at another size of the cache")
-        if len(a.outputs) != len(b.outputs):
-            raise TraceError(f"{a.where} returns more tensors at another size of the cache")
-        node = Node(
-            a.op,
-            merge.together(a.args, b.args, a.where),
-            merge.together(a.kwargs, b.kwargs, a.where),
-            [
-                None if x is None or y is None else merge.metas(x, y, a.where)
-                for x, y in zip(a.outputs, b.outputs, strict=True)
-            ],
-            a.where,
-            a.written,
-        )
-        merged.nodes.append(node)
-    merged.inputs = {
-        name: merge.metas(meta, second.inputs[name], name) for name, meta in first.inputs.items()
-    }
-    return merged
-
-
-class _Merger:
-    def __init__(self, sizes: tuple[int, int]):
-        self.sizes = sizes
-
-    def metas(self, a: Meta, b: Meta, where: str) -> Meta:
-        shape = self.together(a.shape, b.shape, where)
-        strides = self.together(a.strides, b.strides, where)
-        return Meta(shape, strides, self.together(a.dtype, b.dtype, where), a.device, a.storage)
-
-    def together(self, a: Any, b: Any, where: str) -> Any:
-        if type(a) is not type(b):
-            raise TraceError(f"{where} takes {a!r} at one size of the cache, {b!r} at another")
-        if isinstance(a, (tuple, list)):
-            if len(a) != len(b):
-                raise TraceError(f"{where} takes lists of other lengths at another size")
-            return type(a)([self.together(x, y, where) for x, y in zip(a, b, strict=True)])
-        if isinstance(a, dict):
-            if a.keys() != b.keys():
-                raise TraceError(f"{where} takes other keyword arguments at another size")
-            return {key: self.together(a[key], b[key], where) for key in a}
-        if isinstance(a, Held):
-            if a.tensor is not b.tensor and not _same_constant(a.tensor, b.tensor):
-                raise TraceError(f"{where} makes another constant at another size")
-            return a
-        if a == b or a != a:
-            return a
-        if type(a) is int:
-            return self._size(a, b, where)
-        raise TraceError(f"{where} takes {a!r} at one size of the cache, {b!r} at another")
-
-    def _size(self, a: int, b: int, where: str) -> Size:
-        first, second = self.sizes
-        factor, rest = divmod(b - a, second - first)
-        if rest:
-            raise TraceError(f"{where}: {a} and {b} are no multiple of the cache's size")
-        return Size(factor, a - factor * first)
-
-
-def _same_constant(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
-
-
-def at_size(x: Any, size: int) -> Any:
-    """Return arguments with each `Size` as the integer that it is at `size`."""
-    if isinstance(x, Size):
-        return x.at(size)
-    if isinstance(x, (tuple, list)):
-        return type(x)([at_size(each, size) for each in x])
-    if isinstance(x, dict):
-        return {key: at_size(each, size) for key, each in x.items()}
-    return x
-
-
-def shape_at(meta: Meta, size: int) -> tuple[int, ...]:
-    """Return a shape at a size."""
-    return tuple(at_size(meta.shape, size))
-
-
-def fixed_shape(meta: Meta) -> Sequence[int] | None:
-    """Return the shape of a tensor, None if it depends on the size."""
-    return None if any(isinstance(n, Size) for n in meta.shape) else meta.shape

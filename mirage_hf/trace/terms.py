@@ -14,16 +14,8 @@ from typing import Any
 
 import torch
 
-from mirage_hf.trace.record import (
-    VIEWS,
-    Held,
-    Input,
-    Meta,
-    Node,
-    Recording,
-    Value,
-    fixed_shape,
-)
+from mirage_hf.trace.record import VIEWS, Held, Input, Meta, Node, Recording, Value
+from mirage_hf.trace.sizes import fixed_shape
 
 Tensorlike = Value | Input | Held
 

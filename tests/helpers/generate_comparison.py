@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    DynamicCache,
+    EncoderDecoderCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -222,13 +222,16 @@ def assert_same(stock: Any, ours: Any) -> None:
         )
 
 
-def assert_same_cache(
-    stock: DynamicCache, ours: DynamicCache, mask: torch.Tensor | None = None
-) -> None:
+def assert_same_cache(stock: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
     """Assert that two caches hold the same keys, values and states, up to rounding.
 
     `mask` (batch, tokens) is 0 at left padding. No token sees those keys, so they may differ.
     """
+    if isinstance(stock, EncoderDecoderCache):
+        assert type(stock) is type(ours) and stock.is_updated == ours.is_updated
+        assert_same_cache(stock.self_attention_cache, ours.self_attention_cache, mask)
+        assert_same_cache(stock.cross_attention_cache, ours.cross_attention_cache)
+        return
     assert type(stock) is type(ours) and len(stock.layers) == len(ours.layers)
     assert stock.get_seq_length() == ours.get_seq_length()
     for a, b in zip(stock.layers, ours.layers, strict=True):

@@ -13,6 +13,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Recording, record
+from mirage_hf.trace.sizes import Sizes
 from mirage_hf.trace.terms import Term, Terms
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -85,14 +86,14 @@ def runs(graph: Any) -> Run:
 
 
 def results_of(
-    plan: StepPlan, inputs: Mapping[str, Tensor], results: tuple[Tensor, ...], size: int = 0
+    plan: StepPlan, inputs: Mapping[str, Tensor], results: tuple[Tensor, ...], sizes: Sizes = ()
 ) -> tuple[Tensor, ...]:
     """Run a scheduled plan on copies of the inputs, twice, and return the second results."""
     given: dict[str, Tensor] = {}
     places = places_of(results)
     given.update(places)
     given.update({name: x.clone() for name, x in inputs.items()})
-    run = plan.bind(given, size)
+    run = plan.bind(given, sizes)
     run()
     for name, x in inputs.items():
         given[name].copy_(x)

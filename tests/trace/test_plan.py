@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.record import generalized, record
+from mirage_hf.trace.record import record
+from mirage_hf.trace.sizes import generalized
 from tests.helpers.traced_functions import (
     ROWS,
     WIDE,
@@ -160,7 +161,7 @@ def test_writes_into_inputs_are_seen_by_the_caller() -> None:
     plan = plan_of(function, {"x": X, "memory": memory})
     plan.schedule(program_kernels(plan))
     out = torch.zeros_like(total)
-    plan.bind({"x": X, "memory": memory, "out.0": out}, 0)()
+    plan.bind({"x": X, "memory": memory, "out.0": out}, ())()
     torch.testing.assert_close(memory, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, total, rtol=1e-5, atol=1e-5)
 
@@ -186,11 +187,11 @@ def test_a_plan_runs_at_sizes_that_were_not_recorded(by_kernels: bool) -> None:
 
     sizes = 6, 10
     first, second = (recorded(size) for size in sizes)
-    plan = StepPlan(generalized(first, second, sizes), ROWS)
+    plan = StepPlan(generalized(first, second, ((sizes[0],), (sizes[1],))), ROWS)
     plan.schedule(program_kernels(plan) if by_kernels else {})
     for slots in (3, 6, 7, 10, 40):
         ours, wanted = inputs(slots), inputs(slots)
-        plan.bind(ours, slots)()
+        plan.bind(ours, (slots,))()
         with torch.no_grad():
             step(**wanted)
         for name, x in wanted.items():
@@ -224,7 +225,7 @@ def test_values_are_dropped_after_their_last_reader() -> None:
     plan.schedule({group: kernel(run) for group, run in program_kernels(plan).items()})
     gc.disable()
     try:
-        plan.bind({"x": X, "out.0": torch.zeros_like(X)}, 0)()
+        plan.bind({"x": X, "out.0": torch.zeros_like(X)}, ())()
     finally:
         gc.enable()
     assert len(alive) == 6 and max(alive) == 0
@@ -240,7 +241,7 @@ def test_weights_that_change_in_place_are_read_as_they_are() -> None:
     plan = plan_of(function, {"x": X})
     plan.schedule(program_kernels(plan))
     out = torch.zeros(ROWS, 1, 4)
-    run = plan.bind({"x": X, "out.0": out}, 0)
+    run = plan.bind({"x": X, "out.0": out}, ())
     run()
     with torch.no_grad():
         linear.weight.mul_(2)

@@ -10,19 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirage_hf.trace.record import (
-    Held,
-    Input,
-    Recording,
-    Size,
-    TraceError,
-    Value,
-    at_size,
-    fixed_shape,
-    generalized,
-    record,
-    shape_at,
-)
+from mirage_hf.trace.record import Held, Input, Recording, TraceError, Value, record
+from mirage_hf.trace.sizes import Size, at_size, fixed_shape, generalized, shape_at
 from tests.helpers.traced_functions import normal
 
 #: A file of model code. Functions of tests may lie where code of models never does.
@@ -174,12 +163,12 @@ def test_other_errors_are_the_functions_own() -> None:
 
 # -- sizes ----------------------------------------------------------------------------------------
 
-SIZES = (6, 10)
+SIZES = ((6,), (10,))
 
 
 def at_both(function: Callable[[Tensor, int], Any]) -> Recording:
     first, second = (
-        recording_of(lambda x, size=size: function(x, size), x=normal(2, size)) for size in SIZES
+        recording_of(lambda x, size=size: function(x, size), x=normal(2, size)) for (size,) in SIZES
     )
     return generalized(first, second, SIZES)
 
@@ -191,10 +180,10 @@ def test_integers_that_grow_become_sizes() -> None:
     *_, last = recording.nodes
     (meta,) = last.outputs
     assert meta is not None and meta.shape == (Size(4, -6),)
-    assert fixed_shape(meta) is None and shape_at(meta, 100) == (394,)
-    assert at_size(last.args, 100)[1] == [394]
+    assert fixed_shape(meta) is None and shape_at(meta, (100,)) == (394,)
+    assert at_size(last.args, (100,))[1] == [394]
     cat = recording.nodes[0].outputs[0]
-    assert cat is not None and shape_at(cat, 7) == (2, 14)
+    assert cat is not None and shape_at(cat, (7,)) == (2, 14)
 
 
 def test_numbers_that_stay_are_numbers() -> None:
@@ -205,8 +194,8 @@ def test_numbers_that_stay_are_numbers() -> None:
 
 def test_arguments_at_a_size_keep_their_containers() -> None:
     given = {"a": [Size(2, 1), 3, (Size(-1, 9), Value(1))], "b": None}
-    assert at_size(given, 4) == {"a": [9, 3, (5, Value(1))], "b": None}
-    assert type(at_size(given, 4)["a"][2]) is tuple
+    assert at_size(given, (4,)) == {"a": [9, 3, (5, Value(1))], "b": None}
+    assert type(at_size(given, (4,))["a"][2]) is tuple
 
 
 def test_equal_constants_made_at_each_size_are_one() -> None:

@@ -1,0 +1,167 @@
+"""What an encoder gives to the steps of a decoder.
+
+It is written once in a call, after stock's prefill, and read by every step: the encoder's output,
+the keys and values of cross-attention, and which of them each row sees. The memory of a block has
+slots for a bucket of lengths, so that a captured step serves many of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_exchange import has_keys
+from mirage_hf.decode.not_covered import NotCoveredError
+from mirage_hf.decode.rings import bucket
+
+#: Names in `CacheBlock.sources`: the encoder's output (batch, slots, width), which slots each row
+#: sees (batch, slots), and the same as an additive mask (batch, 1, 1, slots). The names of keys and
+#: values (batch, heads, slots, dim) go on with the number of a layer.
+STATES, SEEN, MASK = "source.states", "source.seen", "source.mask"
+KEYS, VALUES = "source_keys", "source_values"
+
+#: What a model does with `attention_mask` after its encoder: it hides these slots of the encoder's
+#: output, or hides none, or makes another mask of it.
+MaskUse = Literal["hides", "ignores", "other"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What the encoder gave in one call.
+
+    Attributes:
+        states: Its output (batch, length, width).
+        seen: (batch, length): 0 where a row must not look. None if rows see everything.
+    """
+
+    states: Tensor
+    seen: Tensor | None
+
+    @property
+    def slots(self) -> int:
+        """The slots of its bucket."""
+        return bucket(self.states.shape[1])
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any], mask_use: MaskUse) -> Source:
+        """Read the arguments that stock's decoding method would get.
+
+        Args:
+            kwargs: The model's kwargs.
+            mask_use: What the model does with `attention_mask`.
+
+        Raises:
+            NotCoveredError: The encoder's output or its mask is of an unknown form.
+        """
+        outputs = kwargs.get("encoder_outputs")
+        states = None if outputs is None else outputs[0]
+        if not isinstance(states, Tensor) or states.ndim != 3:
+            raise NotCoveredError("encoder_outputs that are not (batch, length, width)")
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask_use == "ignores":
+            return cls(states, None)
+        if mask_use == "hides" and mask.shape == states.shape[:2]:
+            return cls(states, mask)
+        if bool(mask.all()):
+            return cls(states, None)
+        raise NotCoveredError("padding in a mask that the model maps to the encoder's output")
+
+    def store(self, block: CacheBlock, cache: EncoderDecoderCache) -> None:
+        """Copy it into a block, with the keys and values of cross-attention from stock's cache.
+
+        Raises:
+            NotCoveredError: Keys are not of the encoder's length.
+        """
+        batch, length = self.states.shape[:2]
+        block.store_source(STATES, self.states)
+        dtype = self.states.dtype
+        for n, layer in enumerate(cache.cross_attention_cache.layers):
+            if not has_keys(layer):
+                continue
+            if layer.keys.shape[-2] != length or len(layer.keys) != batch:
+                raise NotCoveredError("cross-attention to something else than the encoder's output")
+            block.store_source(f"{KEYS}.{n}", layer.keys)
+            block.store_source(f"{VALUES}.{n}", layer.values)
+            dtype = layer.keys.dtype
+        ones = torch.ones(batch, length, dtype=torch.long, device=self.states.device)
+        seen = ones if self.seen is None else (self.seen != 0).long()
+        block.store_source(SEEN, seen, dim=-1)
+        hidden = block.sources[SEEN][:, None, None] == 0
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        block.store_source(MASK, mask.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def source_keys(block: CacheBlock) -> list[Tensor]:
+    """Return the keys of cross-attention in a block."""
+    return [x for name, x in block.sources.items() if name.startswith(f"{KEYS}.")]
+
+
+def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dict[str, Any]:
+    """Return what a decoder's step takes, beside its options.
+
+    Args:
+        model: An encoder-decoder model.
+        block: The block, which holds what the encoder gave.
+        cache: The cache of self-attention.
+        masks: The masks of self-attention.
+    """
+    sources = block.sources
+    layers = []
+    for n in range(len(block.rings)):
+        layer = DynamicLayer()
+        if f"{KEYS}.{n}" in sources:
+            layer.keys, layer.values = sources[f"{KEYS}.{n}"], sources[f"{VALUES}.{n}"]
+            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+            layer.is_initialized = True
+        layers.append(layer)
+    of_source = DynamicCache()
+    of_source.layers = layers
+    arguments = {
+        "decoder_input_ids": block.control.ids,
+        "decoder_attention_mask": masks,
+        "encoder_outputs": BaseModelOutput(last_hidden_state=sources[STATES]),
+        "attention_mask": sources[SEEN],
+        "past_key_values": EncoderDecoderCache(cache, of_source),
+    }
+    if takes_positions(model):
+        arguments["decoder_position_ids"] = block.control.positions()
+    return arguments
+
+
+def new_cache(model: Any) -> Any:
+    """Return an empty cache, as stock's generate makes it."""
+    config = model.config.get_text_config(decoder=True)
+    if not model.config.is_encoder_decoder:
+        return DynamicCache(config=config)
+    return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+
+def source_width(model: Any) -> int:
+    """Return the width of the encoder's output."""
+    return int(model.get_encoder().config.hidden_size)
+
+
+def takes_positions(model: Any) -> bool:
+    """Return whether a model's forward takes the positions of a decoder's tokens."""
+    return "decoder_position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def decoder_arguments(model: Any, kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Return the mask and the positions of a decoder's tokens, by the names of causal models.
+
+    Args:
+        model: An encoder-decoder model.
+        kwargs: Its kwargs.
+        tokens: Tokens that are new.
+    """
+    mask, positions = kwargs.get("decoder_attention_mask"), kwargs.get("decoder_position_ids")
+    if positions is None and mask is not None and mask.ndim == 2 and takes_positions(model):
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]
+    return {"attention_mask": mask, "position_ids": positions}

@@ -1,0 +1,227 @@
+"""Compare traced steps with stock's before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_exchange import read_cache
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.sources import (
+    MaskUse,
+    Source,
+    new_cache,
+    source_width,
+    takes_positions,
+)
+from mirage_hf.decode.traced_step import TracedStep
+from mirage_hf.errors import described
+from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.record import TraceError
+
+#: Lengths of the texts whose next step is compared with stock's.
+LENGTHS = (3, 6, 17)
+#: How far logits may be from stock's, in units of the largest, by the dtype of the model.
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The texts of one comparison.
+
+    Attributes:
+        ids: (batch, length + 1): tokens, of which the step feeds the last.
+        padding: (batch,): left padding.
+        source: What an encoder gave, if the model has one.
+    """
+
+    ids: Tensor
+    padding: Tensor
+    source: Source | None
+
+    @property
+    def length(self) -> int:
+        """Tokens before the step."""
+        return self.ids.shape[1] - 1
+
+    @property
+    def mask(self) -> Tensor:
+        """(batch, length + 1): 0 for padding."""
+        slots = torch.arange(self.length + 1, device=self.ids.device)[None]
+        return (slots >= self.padding[:, None]).long()
+
+
+class TraceCheck:
+    """Compares steps after texts of several lengths, with padding, with stock's steps.
+
+    Args:
+        model: The model.
+        masks: Its masks.
+        axes: The axes of its positions.
+    """
+
+    def __init__(self, model: Any, masks: MaskPlan, axes: int):
+        self.model, self.masks, self.axes = model, masks, axes
+        self.mask_use: MaskUse = "hides"
+        if model.config.is_encoder_decoder:
+            self.mask_use = _mask_use(model)
+
+    def run(self, plan: StepPlan, batch: int, windows: Sequence[int | None], capacity: int) -> None:
+        """Compare a plan's steps with stock's.
+
+        Raises:
+            TraceError: They differ.
+        """
+        try:
+            self._run(plan, batch, windows, capacity)
+        except TraceError:
+            if self.mask_use != "hides":
+                raise
+            self.mask_use = "other"
+            self._run(plan, batch, windows, capacity)
+
+    def _run(
+        self, plan: StepPlan, batch: int, windows: Sequence[int | None], capacity: int
+    ) -> None:
+        device = self.model.device
+        vocab = self.model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(batch)
+        for length in LENGTHS:
+            ids = torch.randint(0, vocab, (batch, length + 1), generator=generator)
+            # a single row has left padding, too, after one of the texts
+            padding = torch.arange(batch, device=device) + (length == LENGTHS[1])
+            prompt = _Prompt(
+                ids.to(device),
+                padding % min(length, 3),
+                _random_source(self.model, batch, length + 2, generator, self.mask_use),
+            )
+            try:
+                wanted, ours = self._steps(plan, prompt, windows, capacity)
+            except Exception as error:  # stock's forward may raise anything
+                raise TraceError(f"the check of a step raised {described(error)}") from None
+            tolerance = TOLERANCE.get(wanted.dtype, 0.0)
+            difference = (wanted - ours).abs().max().item()
+            if not difference <= tolerance * max(wanted.abs().max().item(), 1e-6):
+                raise TraceError(
+                    f"the traced step of {batch} rows after {length} tokens differs from stock's "
+                    f"by {difference:.1e}, with logits up to {wanted.abs().max().item():.1e}"
+                )
+
+    def _steps(
+        self, plan: StepPlan, prompt: _Prompt, windows: Sequence[int | None], capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits of stock's step and of ours after all but the last token."""
+        model, length, ids = self.model, prompt.length, prompt.ids
+        positions = (prompt.mask.cumsum(-1) - 1).clamp_min(0)
+        cache = new_cache(model)
+
+        def stock(first: int, last: int) -> Any:
+            arguments = self._arguments(prompt, positions, first, last)
+            name = cache_name(model)
+            return model(**arguments, **{name: cache}, use_cache=True).logits[:, -1]
+
+        with torch.no_grad(), model._optimize_model_for_decode():
+            logits = stock(0, length)
+            source_slots = 0 if prompt.source is None else prompt.source.slots
+            block = CacheBlock(
+                len(ids), capacity, tuple(windows), ids.device, self.axes, source_slots
+            )
+            lowest = prompt.padding[:, None] if bool(prompt.padding.any()) else None
+            block.begin(lowest)
+            read_cache(block, cache, length)
+            if prompt.source is not None:
+                prompt.source.store(block, cache)
+            block.set_logits(logits)
+            block.control.start(
+                length=length,
+                position=positions[:, length - 1 : length],
+                lowest=lowest,
+                budget=2,
+                eos=None,
+                pad=None,
+            )
+            block.control.ids.copy_(ids[:, length:])
+            block.control.length.add_(1)
+            block.control.position.add_(1)
+            wanted = stock(length, length + 1)
+            TracedStep(plan, block, self.masks, graphs=False, graph_key=None)._forward()
+        return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
+
+    def _arguments(
+        self, prompt: _Prompt, positions: Tensor, first: int, last: int
+    ) -> dict[str, Any]:
+        """Return what stock's forward takes for the tokens from `first` to `last`."""
+        ids, positions = prompt.ids[:, first:last], positions[:, first:last]
+        is_padded = bool(prompt.padding.any())
+        # steps of models that keep only states take no mask
+        takes_mask = is_padded and (bool(self.masks.windows) or not first)
+        mask = prompt.mask[:, :last] if takes_mask else None
+        if prompt.source is not None:
+            return decoder_inputs(self.model, prompt.source, ids, mask, positions)
+        if self.axes:
+            positions = positions.expand(self.axes, *positions.shape)
+        arguments = {"input_ids": ids, "position_ids": positions}
+        return arguments if mask is None else {**arguments, "attention_mask": mask}
+
+
+def decoder_inputs(
+    model: Any, source: Source, ids: Tensor, mask: Tensor | None, positions: Tensor
+) -> dict[str, Any]:
+    """Return what the forward of an encoder-decoder model takes, except for its cache."""
+    arguments: dict[str, Any] = {
+        "decoder_input_ids": ids,
+        "encoder_outputs": BaseModelOutput(last_hidden_state=source.states),
+    }
+    if mask is not None:
+        arguments["decoder_attention_mask"] = mask
+    if source.seen is not None:
+        arguments["attention_mask"] = source.seen
+    if takes_positions(model):
+        arguments["decoder_position_ids"] = positions
+    return arguments
+
+
+def _random_source(
+    model: Any, batch: int, length: int, generator: torch.Generator, mask_use: MaskUse
+) -> Source | None:
+    """Return what an encoder may have given, with padding on the right if steps see it."""
+    if not model.config.is_encoder_decoder:
+        return None
+    states = torch.randn(batch, length, source_width(model), generator=generator)
+    states = states.to(model.device, model.dtype)
+    if mask_use != "hides":
+        return Source(states, None)
+    padding = torch.arange(1, batch + 1, device=model.device)[:, None] % 3
+    slots = torch.arange(length, device=model.device)[None]
+    return Source(states, (slots < length - padding).long())
+
+
+def _mask_use(model: Any) -> MaskUse:
+    """Return what a model does with `attention_mask` after its encoder.
+
+    Raises:
+        TraceError: Its forward raised.
+    """
+    ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
+    source = _random_source(model, 1, 6, torch.Generator().manual_seed(0), "hides")
+    assert source is not None
+
+    def logits(given: Source) -> Tensor:
+        arguments = decoder_inputs(model, given, ids, None, positions)
+        with torch.no_grad():
+            return model(**arguments, use_cache=False).logits  # type: ignore[no-any-return]
+
+    try:
+        whole = logits(Source(source.states, None))
+        masked = logits(source)
+    except Exception as error:  # stock's forward may raise anything
+        raise TraceError(f"its decoder raised {described(error)}") from None
+    return "ignores" if torch.equal(whole, masked) else "hides"
