@@ -20,6 +20,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import has_keys
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
+from mirage_hf.trace.record import Input
 
 #: Names in `CacheBlock.sources`: the encoder's output (batch, slots, width), which slots each row
 #: sees (batch, slots), and the same as an additive mask (batch, 1, 1, slots). The names of keys and
@@ -96,6 +97,11 @@ class Source:
         hidden = block.sources[SEEN][:, None, None] == 0
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         block.store_source(MASK, mask.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def is_source(operand: Any) -> bool:
+    """Return whether an operand in a recording is what an encoder gave."""
+    return isinstance(operand, Input) and operand.name.partition(".")[0] in (KEYS, VALUES)
 
 
 def source_keys(block: CacheBlock) -> list[Tensor]:

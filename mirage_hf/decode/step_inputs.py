@@ -31,7 +31,9 @@ def unusual_step_inputs(
     """
     model, ids = inputs.model, inputs.input_ids
     token = ids[:, -1:]
-    kwargs = model._update_model_kwargs_for_generation(outputs, dict(kwargs))
+    kwargs = model._update_model_kwargs_for_generation(
+        outputs, dict(kwargs), is_encoder_decoder=model.config.is_encoder_decoder
+    )
     given = model.prepare_inputs_for_generation(
         torch.cat([ids, token], -1), next_sequence_length=1, is_first_iteration=False, **kwargs
     )

@@ -14,7 +14,7 @@ from torch import nn
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.routing import rejected_masks, rejected_model
-from mirage_hf.decode.sources import new_cache
+from mirage_hf.decode.sources import is_source, new_cache
 from mirage_hf.decode.trace_check import TraceCheck
 from mirage_hf.decode.traced_step import (
     TRACED,
@@ -39,6 +39,7 @@ from mirage_hf.trace.record import Held, TraceError, Value
 from mirage_hf.trace.states import StateUpdate
 from mirage_hf.trace.terms import Term
 
+_CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
 _OTHER_ATTENTION = "torch's op runs it: its RoPE or its projections are of another form"
 
 #: The note of a dry run.
@@ -199,7 +200,9 @@ class _Tracer:
             layer = "attention" if one is None else f"layers.{one.layer}"
             row = ReportRow(layer, ATTENTION.name, STOCK, rows=rows)
             if one is None:
-                self.report_rows.append(replace(row, reason=_OTHER_ATTENTION))
+                reads_source = any(is_source(x) for x in node.operands())
+                reason = _CROSS_ATTENTION if reads_source else _OTHER_ATTENTION
+                self.report_rows.append(replace(row, reason=reason))
                 continue
             kernel = self.attention[ATTENTION.block(**one.sizes), rows][0]
             self.report_rows.append(resolved_row(row, kernel))

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode import trace_check
 from mirage_hf.errors import OptimizeWarning
-from tests.helpers.encoder_decoders import MODELS, POSITIONS, built, inputs
+from tests.helpers.encoder_decoders import MODELS, POSITIONS, built, inputs, whisper_with_timestamps
 from tests.helpers.generate_comparison import assert_same_cache
 from tests.helpers.step_pairs import FULL, agree, no_kernels, steps, stocks
 from tests.helpers.tiny_models import same, snapshot, twin_of
@@ -110,9 +110,33 @@ def test_forced_and_suppressed_tokens_of_whisper() -> None:
     assert ours.mirage.report.decode["selection: on the device"] == 1
 
 
+def test_segments_of_long_sound_with_timestamps() -> None:
+    """Whisper's generate calls the standard one for each segment of 3 s."""
+    stock = whisper_with_timestamps()
+    ours = optimize(twin_of(stock), batch_sizes=(1, 2), verify=False)
+    frames = torch.tensor([[700], [500]])
+    given = {
+        "input_features": torch.randn(2, 16, 700, generator=torch.Generator().manual_seed(1)),
+        "attention_mask": (torch.arange(700) < frames).long(),
+        "return_timestamps": True,
+        "condition_on_prev_tokens": True,
+        "do_sample": False,
+        "max_new_tokens": 20,
+    }
+    agree(stock, ours, given)
+    assert steps(ours)["traced"] > 1 and not stocks(ours)
+
+
+def test_a_streamer_of_whisper_runs_stock() -> None:
+    _, ours = pair("whisper", (1,))
+    why = "a streamer, with the model's own generate"
+    covered = ours.generate._cover(ours, (), {"streamer": object()})
+    assert covered == why
+
+
 def test_prompts_of_a_decoder_with_padding() -> None:
     """Whisper gives them positions of their own; BART counts slots."""
-    ids = torch.tensor([[0, 0, 9, 31], [0, 8, 9, 32], [7, 8, 9, 33]])
+    ids = torch.tensor([[0, 0, 9, 31], [0, 8, 9, 32], [2, 8, 9, 33]])
     for name in ("whisper", "bart"):
         stock, ours = pair(name)
         given = {"decoder_input_ids": ids, "decoder_attention_mask": (ids != 0).long()}

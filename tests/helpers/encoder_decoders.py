@@ -81,6 +81,17 @@ def built(name: str) -> Any:
     return model
 
 
+def whisper_with_timestamps() -> Any:
+    """Return a Whisper whose generate may predict timestamps. Their tokens are from 204 on."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": 400}
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **OF_WHISPER)).eval()
+    generation = model.generation_config
+    generation.pad_token_id, generation.no_timestamps_token_id = 0, 203
+    generation.is_multilingual = False
+    return model
+
+
 def inputs(model: Any, batch: int, length: int = 11, seed: int = 3) -> dict[str, Tensor]:
     """Return what an encoder takes: texts of different lengths, or 3 s of sound."""
     generator = torch.Generator().manual_seed(seed)

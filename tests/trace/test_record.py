@@ -230,3 +230,30 @@ def test_recordings_that_differ_are_refused(
 ) -> None:
     with pytest.raises(TraceError, match=reason):
         at_both(function)
+
+
+def test_integers_may_depend_on_one_of_two_sizes() -> None:
+    def at(slots: int, source: int) -> Recording:
+        return recording_of(
+            lambda x, y: x.sum() + torch.cat([y, y], -1).sum(),
+            x=normal(1, slots),
+            y=normal(1, source),
+        )
+
+    sizes = (6, 8), (10, 8), (6, 12)
+    first, second, third = (at(*each) for each in sizes)
+    recording = generalized(generalized(first, second, sizes[:2]), third, (sizes[0], sizes[2]))
+    assert recording.inputs["x"].shape == (1, Size(1, 0))
+    assert recording.inputs["y"].shape == (1, Size(1, 0, axis=1))
+    assert shape_at(recording.inputs["y"], (3, 50)) == (1, 50)
+
+
+def test_an_integer_of_both_sizes_is_refused() -> None:
+    def at(slots: int, source: int) -> Recording:
+        return recording_of(lambda x: x[0, 0] * 2, x=normal(slots, slots + source))
+
+    sizes = (6, 8), (10, 8), (6, 12)
+    first, second, third = (at(*each) for each in sizes)
+    merged = generalized(first, second, sizes[:2])
+    with pytest.raises(TraceError, match="at one size of the cache"):
+        generalized(merged, third, (sizes[0], sizes[2]))
