@@ -287,6 +287,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 REQUIRED: Mapping[str, Mapping[str, Any]] = {
     "diffusion_gemma": {"vision_config": {}},
     "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert"},
+        "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+    },
+    "speech-encoder-decoder": {
+        "encoder": {"model_type": "wav2vec2"},
+        "decoder": {"model_type": "gpt2", "is_decoder": True, "add_cross_attention": True},
+    },
     "vision-encoder-decoder": {
         "encoder": {"model_type": "vit"},
         "decoder": {"model_type": "gpt2", "is_decoder": True, "add_cross_attention": True},

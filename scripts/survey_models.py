@@ -6,7 +6,8 @@
     python -m scripts.survey_models --table survey.jsonl
     python -m scripts.survey_models --grid survey.jsonl
 
-Takes every type with a causal-LM or an image-text-to-text head. Each is built from a small random
+Takes every type with a causal-LM or an image-text-to-text head, and as NAME/seq2seq or NAME/speech
+every type with a head for texts or speech after an encoder. Each is built from a small random
 config, in float32 on the CPU. It generates 10 tokens as stock, twice after `optimize`, and again
 after `restore`. It does so for one text, and for three texts of different lengths. Some types also
 get an image. Every text must be stock's. Each type runs in a process of its own, and gives a line
@@ -42,12 +43,23 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ2SEQ,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH,
 )
 
 import mirage_hf
@@ -63,7 +75,12 @@ CLASSES = ("whole steps", "some", "nothing", "unbuilt", "error", "WRONG TOKENS")
 #: The most parameters that a small model may have.
 MOST_PARAMETERS = 300_000_000
 
-_HEADS = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}
+_HEADS: dict[str, Any] = {
+    "causal": AutoModelForCausalLM,
+    "image-text": AutoModelForImageTextToText,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "speech": AutoModelForSpeechSeq2Seq,
+}
 
 
 # -- building --------------------------------------------------------------------------------------
@@ -74,8 +91,10 @@ class UnbuiltError(Exception):
 
 
 def model_types() -> dict[str, str]:
-    """Return every type with its head, "causal" or "image-text"."""
-    return {name: "causal" if name in CAUSAL else "image-text" for name in {**CAUSAL, **IMAGE_TEXT}}
+    """Return every type with its head. Types that generate after an encoder have names of both."""
+    heads = {name: "causal" if name in CAUSAL else "image-text" for name in CAUSAL | IMAGE_TEXT}
+    after_encoder = {name: "seq2seq" if name in SEQ2SEQ else "speech" for name in SEQ2SEQ | SPEECH}
+    return heads | {f"{name}/{head}": head for name, head in after_encoder.items()}
 
 
 def build(model_type: str, head: str) -> Any:
@@ -84,6 +103,7 @@ def build(model_type: str, head: str) -> Any:
     Raises:
         UnbuiltError: The type cannot be built small.
     """
+    model_type = model_type.partition("/")[0]
     if model_type in IMPOSSIBLE:
         raise UnbuiltError(IMPOSSIBLE[model_type])
     config = small_config(model_type)
@@ -131,17 +151,38 @@ class Call:
 
 
 def text_calls(model: Any, model_type: str) -> list[Call]:
-    """Return a call with one text, and one with three texts of different lengths."""
+    """Return a call with one text, and one with three texts of different lengths.
+
+    Causal models get padding on the left, encoders on the right. Encoders of sound get sound.
+    """
     needed = NEEDED.get(model_type, lambda _model, _batch: {})
     torch.manual_seed(2)
     calls = []
     for batch in (1, 3):
         ids = torch.randint(5, SPECIAL_TOKENS, (batch, 9))
+        if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+            calls.append(Call(f"batch {batch}", sound_inputs(model, batch)))
+            continue
         padding = torch.arange(batch)[:, None] * 2
         mask = (torch.arange(9) >= padding).long()
+        if model.config.is_encoder_decoder:
+            mask = mask.flip(-1)
         texts = {"input_ids": ids * mask, "attention_mask": mask}
         calls.append(Call(f"batch {batch}", texts | needed(model, batch)))
     return calls
+
+
+def sound_inputs(model: Any, batch: int) -> dict[str, Tensor]:
+    """Return random sound: samples, or the features of frames."""
+    name = model.main_input_name
+    if name == "input_values":
+        return {name: torch.randn(batch, 4000)}
+    config = model.config
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
+        return {name: torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)}
+    width = getattr(config, "input_feat_per_channel", None) or config.num_mel_bins
+    mask = torch.ones(batch, 40, dtype=torch.long)
+    return {name: torch.randn(batch, 40, width), "attention_mask": mask}
 
 
 def calls_of(model: Any, model_type: str) -> list[Call]:

@@ -33,6 +33,13 @@ KEYS, VALUES = "source_keys", "source_values"
 MaskUse = Literal["hides", "ignores", "other"]
 
 
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """The output of an encoder, with the field that encoders of sound add."""
+
+    attention_mask: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """What the encoder gave in one call.
@@ -132,7 +139,7 @@ def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dic
     arguments = {
         "decoder_input_ids": block.control.ids,
         "decoder_attention_mask": masks,
-        "encoder_outputs": BaseModelOutput(last_hidden_state=sources[STATES]),
+        "encoder_outputs": EncoderOutput(last_hidden_state=sources[STATES]),
         "attention_mask": sources[SEEN],
         "past_key_values": EncoderDecoderCache(cache, of_source),
     }

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
+    EncoderOutput,
     MaskUse,
     Source,
     new_cache,
@@ -177,7 +177,7 @@ def decoder_inputs(
     """Return what the forward of an encoder-decoder model takes, except for its cache."""
     arguments: dict[str, Any] = {
         "decoder_input_ids": ids,
-        "encoder_outputs": BaseModelOutput(last_hidden_state=source.states),
+        "encoder_outputs": EncoderOutput(last_hidden_state=source.states),
     }
     if mask is not None:
         arguments["decoder_attention_mask"] = mask

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.modeling_outputs import BaseModelOutput
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache
@@ -26,6 +25,7 @@ from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
     MASK,
+    EncoderOutput,
     MaskUse,
     Source,
     new_cache,
@@ -270,7 +270,7 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
         return _FakePrompt(cache, logits[:, -1], None)
     width = source_width(model)
     states = torch.zeros(batch, _PROMPT, width, dtype=model.dtype, device=model.device)
-    encoder_outputs = BaseModelOutput(last_hidden_state=states)
+    encoder_outputs = EncoderOutput(last_hidden_state=states)
     logits = model(
         decoder_input_ids=ids,
         encoder_outputs=encoder_outputs,
