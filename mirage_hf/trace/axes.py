@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirage_hf.trace.record import Held, Input, Node, Recording, Value, fixed_shape
+from mirage_hf.trace.record import Held, Input, Node, Recording, Value
+from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
 
 Tensorlike = Value | Input | Held

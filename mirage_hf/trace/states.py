@@ -27,7 +27,8 @@ from mirage_hf.trace.axes import (
     is_view,
     may_be_written,
 )
-from mirage_hf.trace.record import Held, Input, Recording, Value, fixed_shape
+from mirage_hf.trace.record import Held, Input, Recording, Value
+from mirage_hf.trace.sizes import fixed_shape
 
 #: How many ops an update may have. The search takes seconds for more.
 MOST_OPS = 24
