@@ -84,7 +84,7 @@ def state_and_result(plan: StepPlan, inputs: dict[str, Tensor], out: Tensor) -> 
     """Run a plan twice, and return the state and the last result."""
     given = {name: x.clone() for name, x in inputs.items()} | {"out.0": out.clone()}
     with torch.no_grad():
-        run = plan.bind(given, 0)
+        run = plan.bind(given, ())
         run()
         run()
     return [given["state"], given["out.0"]]
@@ -173,7 +173,7 @@ def test_other_writes_run_as_they_are(function: Callable[..., Tensor]) -> None:
     given = {n: x.clone() for n, x in inputs.items()}
     result = function(**given)
     got = {n: x.clone() for n, x in inputs.items()} | {"out.0": torch.zeros_like(result)}
-    plan.bind(got, 0)()
+    plan.bind(got, ())()
     assert torch.equal(got["state"], given["state"]) and torch.equal(got["out.0"], result)
 
 
@@ -191,5 +191,5 @@ def test_ops_without_a_row_stay_around_an_update() -> None:
     wanted = function(**{n: x.clone() for n, x in inputs.items()})
     plan.schedule({}, updates={update: UpdateRun(lambda xs: run_kernel_graph(update.graph, xs))})
     given = {n: x.clone() for n, x in inputs.items()} | {"out.0": torch.zeros_like(wanted)}
-    plan.bind(given, 0)()
+    plan.bind(given, ())()
     torch.testing.assert_close(given["out.0"], wanted)
