@@ -42,6 +42,17 @@ def norm_linear(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
     return g
 
 
+def int4_linear(rows: int, k: int = 4096, n: int = 14336, group: int = 128) -> KernelGraph:
+    """Build a linear whose weight is 4-bit codes in groups, each with a scale."""
+    g = mi.new_kernel_graph()
+    x = g.new_input((rows, k), HALF, name="x")
+    codes = g.new_input((n, k // group, group), "uint4", name="codes", constant=True)
+    scales = g.new_input((n, k // group, 1), HALF, name="scales", constant=True)
+    w = g.mul(g.sub(g.cast(codes, HALF), 8.0), scales)
+    g.mark_output(g.matmul(x, g.permute(g.reshape(w, (n, k)), (1, 0))))
+    return g
+
+
 def gated_mlp(rows: int, k: int = 4096, n: int = 4096) -> KernelGraph:
     """Build the first half of a gated MLP."""
     g = mi.new_kernel_graph()
@@ -234,6 +245,7 @@ ROWS: dict[str, Row] = {
             {2: 14.0, 16: 14.5, 32: 15.0},
             n=6144,
         ),
+        *_rows("int4_linear", int4_linear, rivals.INT4_LINEAR, {1: 13.0, 4: 13.0, 16: 14.0}),
         *_rows("gated_mlp", gated_mlp, rivals.GATED_MLP, {1: 18.5, 8: 19.0, 16: 20.0}),
         *_rows("lora", lora, rivals.LORA, {1: 11.0, 16: 13.0}),
         *_rows("lora_256", lora, rivals.LORA, {16: 5.5}, k=256),

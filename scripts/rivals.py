@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mirage_hf.graph.coded import uint4_codes
+
 EPS = 1e-6
 
 
@@ -79,6 +81,17 @@ NORM_LINEAR = (
     core("linear alone", F.linear, lambda x, gamma, w: (x, w.t())),
     Rival("liger", liger_norm_linear, needs="liger_kernel"),
 )
+
+
+# -- linear of 4-bit codes ------------------------------------------------------------------------
+
+
+def decoded_int4(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x and the decoded weight (N, K)."""
+    return x, ((uint4_codes(codes, 2).to(x.dtype) - 8) * scales).flatten(1)
+
+
+INT4_LINEAR = (Rival("fp16 weights", F.linear, decoded_int4),)
 
 
 # -- gated MLP ------------------------------------------------------------------------------------

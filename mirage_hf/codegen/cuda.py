@@ -20,6 +20,7 @@ from mirage_hf.codegen.cuda_nests import Operand
 from mirage_hf.graph import conveniences, json_format
 from mirage_hf.graph.kernel import DTensor, KernelOp, row_major
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 
 #: Alignment of intermediates in the workspace, in bytes.
 ALIGN = 256
@@ -45,7 +46,8 @@ def program_source(ugraph: UGraph) -> str:
     """Return the file as text.
 
     Raises:
-        CodegenError: A kernel is a library call, or a block graph is too large for a thread block.
+        CodegenError: A kernel is a library call, a block graph is too large for a thread block, or
+            an input holds codes.
     """
     program = _CudaFile(ugraph)
     return f"{program.kernels()}\n{program.check()}"
@@ -80,6 +82,12 @@ class _CudaFile:
 
     def __init__(self, ugraph: UGraph):
         self.ugraph, self.graph = ugraph, ugraph.kernels
+        for t in self.graph.inputs:
+            if t.dtype in table.CODE_DTYPES:
+                raise errors.CodegenError(
+                    f"input {t.name} holds codes ({table.dtype_name(t.dtype)}), which CUDA files "
+                    "do not decode; generate a Triton program instead"
+                )
         self.views: dict[int, _View] = {t.index: _View(t, t.strides) for t in self.graph.inputs}
         self.launched: list[tuple[KernelOp, CudaKernel]] = []
         for op in self.graph.ops:

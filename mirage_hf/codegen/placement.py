@@ -74,7 +74,7 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
     caches = {cache.index for cache, _, _ in appends}
     # In µGraphs with caches, positions are advanced before a step begins. Elsewhere nothing says
     # who writes bounds.
-    integers = {t.index for t in kernels.inputs if not t.dtype.is_floating_point and caches}
+    integers = {t.index for t in kernels.inputs if t.dtype in (torch.int32, torch.int64) and caches}
     read_elsewhere = _read_by_library(kernels)
     strided: dict[int, DTensor] = {}
     placed: list[PlacedOp] = []
@@ -97,7 +97,8 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
             )
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
             view = op.outputs[0]
-            strided[view.index] = replace(view, strides=_view_strides(op, inputs[0]))
+            strides, constant = _view_strides(op, inputs[0]), inputs[0].constant
+            strided[view.index] = replace(view, strides=strides, constant=constant)
     last_may_trigger = next_may_launch_early and kernels.ops[-1].name == CUSTOMIZED
     return tuple(
         replace(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mirage_hf import errors
+from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 
@@ -157,6 +158,8 @@ def _library_function(oracle: Callable[..., torch.Tensor]) -> str:
 def functions(graph: KernelGraph) -> list[str]:
     """Return the source of this package's oracles that `expression` calls for a graph."""
     found = {}
+    if any(coded.is_packed(x.dtype) for op in _library_ops(graph) for x in _tensors(op)):
+        found["uint4_codes"] = inspect.getsource(coded.uint4_codes)
     for op in graph.ops:
         if op.name == CUSTOMIZED or op.name in _INFIX or _form(op):
             continue
@@ -167,6 +170,14 @@ def functions(graph: KernelGraph) -> list[str]:
                 f"def {oracle.__name__}", f"def {oracle.__name__.lstrip('_')}"
             )
     return list(found.values())
+
+
+def _library_ops(graph: KernelGraph) -> list[KernelOp]:
+    return [op for op in graph.ops if op.name != CUSTOMIZED]
+
+
+def _tensors(op: KernelOp) -> list[DTensor]:
+    return [x for x in op.inputs if isinstance(x, DTensor)]
 
 
 def local(t: DTensor) -> str:
@@ -180,7 +191,14 @@ def local(t: DTensor) -> str:
 
 def operand_names(op: KernelOp) -> list[str]:
     """Return the names of an op's operands. Numbers are given as text."""
-    return [local(x) if isinstance(x, DTensor) else _number(x) for x in op.inputs]
+    return [_elements(x) if isinstance(x, DTensor) else _number(x) for x in op.inputs]
+
+
+def _elements(t: DTensor) -> str:
+    """Return the expression of a tensor's elements."""
+    if not coded.is_packed(t.dtype):
+        return local(t)
+    return f"uint4_codes({local(t)}, {coded.packed_dim(t.dims, t.strides)})"
 
 
 def _number(x: float) -> str:

@@ -32,6 +32,10 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint4: "*i32",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 #: The last arguments of a kernel whose blocks cooperate.

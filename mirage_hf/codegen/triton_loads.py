@@ -8,14 +8,15 @@ import torch
 
 from mirage_hf.codegen.placement import Append
 from mirage_hf.codegen.plan import stages
+from mirage_hf.codegen.triton_codes import CodeWriter
 from mirage_hf.codegen.triton_names import slot_pointer
-from mirage_hf.codegen.triton_tiles import Coordinate, TileWriter, triton_dtype
+from mirage_hf.codegen.triton_tiles import Coordinate, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
 
 _NO_SHIFT = Coordinate()
 
 
-class LoadWriter(TileWriter):
+class LoadWriter(CodeWriter):
     """Writes the code that moves tiles between memory and registers."""
 
     # -- loads ------------------------------------------------------------------------------------
@@ -49,6 +50,8 @@ class LoadWriter(TileWriter):
 
     def _to_float32(self, i: BlockInput) -> str:
         """Return the suffix that converts a loaded input to float32, "" if it stays as stored."""
+        if self.holds_packed(i):
+            return ""
         is_kept = i.name in self.layout.kept_as_stored
         is_float32 = self.tiling.dtype(i) is torch.float32
         return "" if is_kept or is_float32 else ".to(tl.float32)"
@@ -69,7 +72,8 @@ class LoadWriter(TileWriter):
         loop = str(self.tiling.loop)
         axis, tile = self.axis[loop], self.tiling.tile(loop)
         start = " + ".join(self.loop_starts()) or "0"
-        at = f"{start} + tl.arange(0, {tile})" if first else f"{axis} + {tile}"
+        first_at = f"{start} + tl.arange(0, {tile})" if tile > 1 else start
+        at = first_at if first else f"{axis} + {tile}"
         self.line(f"{axis}_next = {at}")
         self.bound(loop, f"{axis}_next")
         if not self.masks.needed(loop):
@@ -119,6 +123,8 @@ class LoadWriter(TileWriter):
             policy: An eviction policy. None: as the schedule says.
             ahead: True to load the tile of the next loop step.
         """
+        if self.holds_packed(i):
+            return self.read_packed(i, pointer, policy or self._policy(i))
         loop = self.tiling.loop
         if ahead:
             shift = Coordinate(loop, f"{self.axis[str(loop)]}_next")

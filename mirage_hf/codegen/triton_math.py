@@ -120,6 +120,31 @@ def materialized(x):
     """
     return tl.where(x == 0.0, 0.0, x)
 ''',
+    "uint4_as_float32": '''
+@triton.jit
+def uint4_nibble(words, number: tl.constexpr):
+    """Return one nibble of each word, 0 to 4, as float32.
+
+    Its bits go into the mantissa of 2^23, where they count 16^number each. So a mask and a
+    multiply-add decode it, without a conversion of integers.
+    """
+    unit: tl.constexpr = 1.0 / (1 << (4 * number))
+    bits = (words & (15 << (4 * number))) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) * unit - 8388608.0 * unit
+
+
+@triton.jit
+def uint4_as_float32(words):
+    """Return the eight codes of each int32 word in three new last dims of 2, lowest bits first."""
+    high = words >> 20
+    n0, n4 = uint4_nibble(words, 0), uint4_nibble(words, 4)
+    n2, n6 = uint4_nibble(words, 2), uint4_nibble(high, 1)
+    n1, n5 = uint4_nibble(words, 1), uint4_nibble(high, 0)
+    n3, n7 = uint4_nibble(words, 3), uint4_nibble(high, 2)
+    even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
+    odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
+    return tl.join(even, odd)
+''',
     "larger": '''
 @triton.jit
 def larger(x, y):

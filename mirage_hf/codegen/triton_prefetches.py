@@ -6,6 +6,7 @@ from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.triton_loads import LoadWriter
 from mirage_hf.codegen.triton_tiles import FAR
 from mirage_hf.graph.block import BlockInput, Role
+from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
 
 #: Bytes that one prefetch brings into the L2.
 LINE_BYTES = 128
@@ -32,7 +33,8 @@ class PrefetchWriter(LoadWriter):
         indices: dict[str, tuple[str, int]] = {}
         for a, stride in strides.items():
             is_contiguous = stride == 1 and a != joined
-            every = LINE_BYTES // self.tiling.dtype(i).itemsize if is_contiguous else 1
+            per_line = int(LINE_BYTES / element_bytes(self.tiling.dtype(i)))
+            every = per_line if is_contiguous else 1
             if a == self.tiling.loop and self.tiling.is_looped:
                 indices[a] = self._lines_of_first_steps(a, every)
             elif every > 1 and self.tiling.tile(a) > 1:
@@ -46,6 +48,8 @@ class PrefetchWriter(LoadWriter):
             term = self.spread(index, [a], dims) if count > 1 else index
             term += ".to(tl.int64)" if is_far and index != "(0)" else ""
             terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
+        if self.holds_packed(i):
+            terms[1:] = [f"({' + '.join(terms[1:])}) // {CODES_PER_WORD}"]
         return [f"prefetch({' + '.join(terms)})"] if dims else []
 
     def _can_be_prefetched(self, i: BlockInput, joined: str | None) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from mirage_hf.codegen import torch_text
 from mirage_hf.codegen.generated_program import Launch
 from mirage_hf.codegen.placement import VIEWS, PlacedOp
@@ -11,8 +13,10 @@ from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph import effects
 from mirage_hf.graph.bounds import bounds_of, extent
+from mirage_hf.graph.coded import storage
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.dtypes import CODE_DTYPES
 
 
 def run_text(
@@ -137,7 +141,7 @@ def _read_by_kernels(ugraph: UGraph) -> set[int]:
 def check_text(ugraph: UGraph) -> str:
     """Return the text of the check: random inputs, and a comparison with float64."""
     program = ugraph.program
-    shapes = [f"({t.dims}, {t.strides}, {t.dtype})" for t in program.inputs]
+    shapes = list(map(_shape, program.inputs))
     listed = ",\n              ".join(shapes)
     drawn = "".join(f"\n    {line}" for line in _drawn_integers(ugraph))
     return f'''def random_input(dims, strides, dtype, device):
@@ -173,9 +177,26 @@ if __name__ == "__main__":
     check("cuda" if torch.cuda.is_available() else "cpu")'''
 
 
+def _shape(t: DTensor) -> str:
+    """Return the dims, strides and dtype in which a random input is made."""
+    stored = storage(t)
+    dtype = torch.float32 if _is_float_code(t) else stored.dtype
+    return f"({stored.dims}, {stored.strides}, {dtype})"
+
+
+def _is_float_code(t: DTensor) -> bool:
+    return t.dtype in CODE_DTYPES and t.dtype.is_floating_point
+
+
 def _drawn_integers(ugraph: UGraph) -> list[str]:
-    """Return lines that draw bounds and positions. Some rows of random bounds are empty."""
+    """Return lines that draw codes, bounds and positions. Some rows of bounds are empty."""
     program, lines = ugraph.program, []
+    for n, t in enumerate(program.inputs):
+        if _is_float_code(t):
+            lines.append(f"inputs[{n}] = inputs[{n}].to({t.dtype})")
+        elif t.dtype in CODE_DTYPES:
+            info = torch.iinfo(storage(t).dtype)
+            lines.append(f"inputs[{n}].random_({info.min}, {info.max + 1})")
     for b in bounds_of(program):
         size = extent(program, b)
         lines.append(f"inputs[{b.lo}].random_(0, {size // 2 + 1})")

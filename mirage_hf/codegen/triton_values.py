@@ -283,7 +283,7 @@ class ValueWriter(PrefetchWriter):
         if is_asynchronous and not self.pipelining.reads_as_stored(dot, value):
             text = self._second_name(value)
         stored = dtype if value in self.layout.half_products else torch.float32
-        if value in self.tiling.inputs:
+        if value in self.layout.kept_as_stored:
             stored = self.tiling.dtype(self.tiling.inputs[value])
         text = self._inside(text, value, over, "sum")
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"

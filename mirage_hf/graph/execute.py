@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.coded import unpacked
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
@@ -37,6 +38,7 @@ def run_kernel_graph(
     """
     values: dict[int, torch.Tensor] = {}
     for t, x in zip(graph.inputs, inputs, strict=True):
+        x = unpacked(t, x)
         values[t.index] = x.to(wide) if wide is not None and x.is_floating_point() else x
     for op in graph.ops:
         for t, y in zip(op.outputs, _run_op(op, values, wide, as_on_gpu), strict=True):
@@ -58,7 +60,8 @@ def _run_op(
         if a.device.type == "cpu" and a.dtype.itemsize == 2:
             return [table.lookup("matmul").oracle(a.float(), b.float()).to(a.dtype)]
     if op.name == "cast" and wide is not None:
-        return [args[0]]
+        to_float = op.outputs[0].dtype in table.COMPUTE_DTYPES
+        return [args[0].to(wide) if to_float else args[0]]
     return [run_library(op, args, wide)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mirage_hf import errors
+from mirage_hf.graph.coded import storage
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.ops import table
 
@@ -66,20 +67,22 @@ def check_inputs(
 
 
 def _check_input(t: DTensor, x: torch.Tensor, where: str) -> None:
-    if tuple(x.shape) != t.dims:
+    stored = storage(t)
+    if tuple(x.shape) != stored.dims:
         raise errors.InputError(
-            f"{where}: built for shape {errors.shape(t.dims)}, got {errors.shape(x.shape)}; "
+            f"{where}: built for shape {errors.shape(stored.dims)}, got {errors.shape(x.shape)}; "
             "superoptimize a graph of that shape"
         )
-    if x.dtype != t.dtype:
+    if x.dtype != stored.dtype:
         raise errors.InputError(
-            f"{where}: built for {table.dtype_name(t.dtype)}, got {table.dtype_name(x.dtype)}; "
+            f"{where}: built for {table.dtype_name(stored.dtype)}, "
+            f"got {table.dtype_name(x.dtype)}; "
             "convert it, or build the graph with that dtype"
         )
-    strides = zip(x.stride(), t.strides, t.dims, strict=True)
+    strides = zip(x.stride(), stored.strides, stored.dims, strict=True)
     if any(ours != theirs for ours, theirs, size in strides if size > 1):
         raise errors.InputError(
-            f"{where}: built for strides {errors.shape(t.strides)}, "
+            f"{where}: built for strides {errors.shape(stored.strides)}, "
             f"got {errors.shape(x.stride())}; "
             "call .contiguous(), or give strides= at new_input"
         )

@@ -19,6 +19,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.graph import conveniences
 from mirage_hf.graph.block import BlockGraph
+from mirage_hf.graph.coded import is_packed, packed_dim
 from mirage_hf.graph.json_files import save_json
 from mirage_hf.graph.json_writer import graph_to_dict
 from mirage_hf.graph.operands import (
@@ -97,7 +98,9 @@ class KernelGraph:
 
         Args:
             dims: Its shape.
-            dtype: Its dtype, as torch's or by name.
+            dtype: Its dtype, as torch's or by name. uint4, uint8, int8 and float8_e4m3fn are codes,
+                which `cast` reads. uint4 codes are given as an int32 tensor with eight codes in
+                each word along the dim of stride 1, the first code in the lowest bits.
             strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
                 nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …
@@ -121,7 +124,10 @@ class KernelGraph:
                 f"new_input: strides {errors.shape(strides)} must be one non-negative integer "
                 f"per dim of {errors.shape(dims)}"
             )
-        tensor = self._tensor(dims, table.as_dtype(dtype), name, strides, bool(constant))
+        dtype = table.as_dtype(dtype)
+        if is_packed(dtype):
+            packed_dim(dims, strides)
+        tensor = self._tensor(dims, dtype, name, strides, bool(constant))
         self._inputs.append(tensor)
         return tensor
 
@@ -332,6 +338,11 @@ class KernelGraph:
         dtype = computed_dtype(row, operands)
         if row.out_dtype:
             dtype = row.out_dtype(dtype, **attrs)
+        if dtype in table.CODE_DTYPES:
+            raise errors.DTypeError(
+                f"{name}: only inputs hold codes ({table.dtype_name(dtype)}); ops compute in "
+                "float16, bfloat16 or float32"
+            )
         out = self._tensor(result_dims(row, operands, attrs), dtype, out_name)
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out

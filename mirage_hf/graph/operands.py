@@ -65,6 +65,12 @@ def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
         DTypeError: If the operands have several dtypes, or one that the op cannot have.
     """
     tensors = [x for x in operands if isinstance(x, DTensor)]
+    codes = [t for t in tensors if t.dtype in table.CODE_DTYPES]
+    if codes and row.name != "cast":
+        raise errors.DTypeError(
+            f"{row.name}: {codes[0].name} holds codes ({table.dtype_name(codes[0].dtype)}), which "
+            "only graph.cast reads; cast it first"
+        )
     bounds = bound_operands(row.name, operands)
     for t in bounds:
         if t.dtype != torch.int32:

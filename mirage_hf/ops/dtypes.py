@@ -13,10 +13,21 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "int32": torch.int32,
     "int64": torch.int64,
+    "uint4": torch.uint4,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
 #: The dtypes that ops compute with. Integers are moved and compared, as positions and bounds.
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: The dtypes of codes. A code is a number that kernels convert as they load it. Only inputs have
+#: such dtypes, and the op `cast` reads them.
+CODE_DTYPES = (torch.uint4, torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+#: How many uint4 codes one int32 word holds. The first code is in the lowest bits.
+CODES_PER_WORD = 8
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -34,3 +45,8 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def element_bytes(dtype: torch.dtype) -> float:
+    """Return the bytes that an element takes in memory."""
+    return 4 / CODES_PER_WORD if dtype is torch.uint4 else float(dtype.itemsize)

@@ -27,11 +27,12 @@ import torch.nn.functional as F
 
 from mirage_hf import errors
 from mirage_hf.ops import oracles, scalar, shapes
-from mirage_hf.ops.dtypes import COMPUTE_DTYPES, DTYPES, as_dtype, dtype_name
+from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES, DTYPES, as_dtype, dtype_name
 from mirage_hf.ops.scalar import ScalarProgram
 from mirage_hf.ops.shapes import axis, is_int
 
 __all__ = [
+    "CODE_DTYPES",
     "COMPUTE_DTYPES",
     "DTYPES",
     "OPS",

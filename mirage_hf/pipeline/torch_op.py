@@ -20,6 +20,7 @@ from torch import Tensor
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.graph.coded import storage
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.inputs import check_inputs
 from mirage_hf.graph.ugraph import UGraph
@@ -63,7 +64,10 @@ class RegisteredProgram:
 
     def __init__(self, ugraph: UGraph, run: Run, device_type: str | None) -> None:
         self.graph, self.run, self.device_type = ugraph.program, run, device_type
-        self._expected = [(t.dims, t.strides, t.dtype) for t in self.graph.inputs]
+        self._expected = [
+            (stored.dims, stored.strides, stored.dtype)
+            for stored in map(storage, ugraph.program.inputs)
+        ]
         outputs = {t.index for t in ugraph.kernels.outputs}
         written_by_blocks = {t.index for op in ugraph.block_ops for t in op.outputs}
         all_differ = len(outputs) == len(ugraph.kernels.outputs)

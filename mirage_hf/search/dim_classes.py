@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mirage_hf.graph.dim import Dim
@@ -9,6 +10,7 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
 from mirage_hf.search.block_definitions import axis_uses
 from mirage_hf.search.lowered_program import NotLowerableError
+from mirage_hf.search.tensor_index import SplitDim, axes_of
 
 #: A dim of a tensor: the tensor's index and the dim.
 _TensorDim = tuple[int, int]
@@ -35,18 +37,53 @@ class DimClasses:
         self.sizes: dict[str, int] = {}
         self._parent: dict[_TensorDim, _TensorDim] = {}
         self._names: dict[_TensorDim, str] = {}
+        #: Dims that a reshape splits or merges, each with its parts.
+        self._splits: list[tuple[_TensorDim, tuple[_TensorDim, ...]]] = []
+        tensors = (*graph.inputs, *(t for op in graph.ops for t in op.outputs))
+        self._tensors = {t.index: t for t in tensors}
+        self._decoded = _decoded(graph)
         for op in graph.ops:
             self._unify(op)
+        self._parts = self._unify_parts()
         self._symbols = {
             self._find((t.index, d)): size.name
             for t in graph.inputs
             for d, size in enumerate(t.dims)
             if isinstance(size, Dim)
         }
+        if not self._symbols.keys().isdisjoint(self._parts):
+            raise NotLowerableError("a reshape that splits or merges a symbolic dim ends a kernel")
         self._name_classes()
 
+    def place(self, tensor: DTensor, dim: int, taken: Iterable[str | None]) -> str | SplitDim:
+        """Return the axis of a dim, or the axes of its parts if a reshape splits or merges it."""
+        parts = self._parts.get(self._find((tensor.index, dim)))
+        if parts is None:
+            return self.axis(tensor, dim, taken)
+        used, places = list(taken), list[str | SplitDim]()
+        for index, part in parts:
+            places.append(self.place(self._tensors[index], part, used))
+            used += axes_of(places[-1:])
+        return SplitDim(tuple(places))
+
+    def part_dims(self, tensor: DTensor) -> tuple[int, ...]:
+        """Return the dims of a tensor with each split dim replaced by its parts."""
+        return tuple(n for d in range(len(tensor.dims)) for n in self._sizes_of((tensor.index, d)))
+
+    def _sizes_of(self, dim: _TensorDim) -> tuple[int, ...]:
+        parts = self._parts.get(self._find(dim)) if self._size(dim) > 1 else None
+        if parts is None:
+            return (self._size(dim),)
+        return tuple(n for part in parts for n in self._sizes_of(part))
+
     def axis(self, tensor: DTensor, dim: int, taken: Iterable[str | None]) -> str:
-        """Return the axis of a dim, or a copy of it if `taken` has it already."""
+        """Return the axis of a dim, or a copy of it if `taken` has it already.
+
+        Raises:
+            NotLowerableError: If a reshape splits or merges the dim.
+        """
+        if self._find((tensor.index, dim)) in self._parts:
+            raise NotLowerableError("a dim that a reshape splits or merges ends a kernel here")
         root = self._find((tensor.index, dim))
         base = name = self._names.setdefault(root, self._unnamed())
         used = list(taken)
@@ -121,8 +158,42 @@ class DimClasses:
 
     def _unify_reshape(self, op: KernelOp) -> None:
         (x,), out = tensors_of(op), op.outputs[0]
-        for i, k in reshape_pairs(x.dims, out.dims):
-            self._join(x, i, out, k)
+        for before, after in reshape_runs(x.dims, out.dims):
+            old, new = [(x.index, d) for d in before], [(out.index, d) for d in after]
+            if len(old) == len(new):
+                self._join(x, before[0], out, after[0])
+            elif x.index not in self._decoded:
+                # Windows of long programs end where heads are split, so that q, k and v are joined.
+                raise NotLowerableError(
+                    "reshape that splits or merges axes ends a kernel: the search fuses only those "
+                    "of weights in codes"
+                )
+            elif len(old) == 1:
+                self._splits.append((old[0], tuple(new)))
+            else:
+                self._splits.append((new[0], tuple(old)))
+
+    def _unify_parts(self) -> dict[_TensorDim, tuple[_TensorDim, ...]]:
+        """Return the parts of each class that reshapes split, after joining parts alike.
+
+        Raises:
+            NotLowerableError: If one class is split in two ways.
+        """
+        changed = True
+        while changed:
+            changed, parts_of = False, dict[_TensorDim, tuple[_TensorDim, ...]]()
+            for whole, parts in self._splits:
+                known = parts_of.setdefault(self._find(whole), parts)
+                if list(map(self._size, known)) != list(map(self._size, parts)):
+                    raise NotLowerableError("a dim that reshapes split in two ways ends a kernel")
+                for a, b in zip(known, parts, strict=True):
+                    if self._find(a) != self._find(b):
+                        self._parent[self._find(a)] = self._find(b)
+                        changed = True
+        return parts_of
+
+    def _size(self, dim: _TensorDim) -> int:
+        return self._tensors[dim[0]].dims[dim[1]]
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -132,10 +203,19 @@ class DimClasses:
     def _name_classes(self) -> None:
         """Name the classes, those that are summed over first."""
         pools = {kind: iter(names) for kind, names in _NAMES.items()}
-        for kind, tensor, dim in self._dims_in_naming_order():
-            root = self._find((tensor.index, dim))
-            if tensor.dims[dim] > 1 and root not in self._names:
-                self._names[root] = next(pools[kind], None) or self._unnamed()
+        for kind, whole, whole_dim in self._dims_in_naming_order():
+            for index, dim in self._leaves((whole.index, whole_dim)):
+                self._name_class(pools[kind], self._tensors[index], dim)
+
+    def _leaves(self, dim: _TensorDim) -> list[_TensorDim]:
+        """Return the parts of a dim that no reshape splits further."""
+        parts = self._parts.get(self._find(dim))
+        return [dim] if parts is None else [leaf for part in parts for leaf in self._leaves(part)]
+
+    def _name_class(self, names: Iterator[str], tensor: DTensor, dim: int) -> None:
+        root = self._find((tensor.index, dim))
+        if tensor.dims[dim] > 1 and root not in self._names:
+            self._names[root] = next(names, None) or self._unnamed()
 
     def _dims_in_naming_order(self) -> Iterator[tuple[str, DTensor, int]]:
         for op in self.graph.ops:
@@ -176,16 +256,39 @@ def tensors_of(op: KernelOp) -> list[DTensor]:
     return [x for x in op.inputs if isinstance(x, DTensor)]
 
 
-def reshape_pairs(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the dims of more than one element that a reshape keeps, as (before, after).
+def _decoded(graph: KernelGraph) -> set[int]:
+    """Return the tensors that elementwise and layout ops compute from codes, by index."""
+    found = {t.index for t in graph.inputs if t.dtype in table.CODE_DTYPES}
+    for op in graph.ops:
+        kind = table.OPS[op.name].kind if op.name in table.OPS else op.name
+        reads_codes = any(t.index in found for t in tensors_of(op))
+        if kind in ("elementwise", "layout") and reads_codes:
+            found |= {t.index for t in op.outputs}
+    return found
+
+
+def reshape_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return the shortest runs of dims that a reshape turns into each other, before and after.
+
+    Dims of one element are left out. One of the two runs of a pair has a single dim.
 
     Raises:
-        NotLowerableError: If the reshape splits or merges dims.
+        NotLowerableError: If the reshape mixes several dims into several others.
     """
-    before = [i for i, size in enumerate(old) if size > 1]
-    after = [i for i, size in enumerate(new) if size > 1]
-    if [old[i] for i in before] != [new[i] for i in after]:
-        raise NotLowerableError(
-            "reshape that splits or merges axes ends a kernel: the search does not fuse it yet"
-        )
-    return list(zip(before, after, strict=True))
+    before = [d for d, size in enumerate(old) if size > 1]
+    after = [d for d, size in enumerate(new) if size > 1]
+    runs = []
+    while before and after:
+        left, right = [before.pop(0)], [after.pop(0)]
+        while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
+            if a < b:
+                left.append(before.pop(0))
+            else:
+                right.append(after.pop(0))
+        if len(left) > 1 and len(right) > 1:
+            raise NotLowerableError(
+                "reshape that mixes several axes ends a kernel: the search fuses those that split "
+                "or merge"
+            )
+        runs.append((left, right))
+    return runs

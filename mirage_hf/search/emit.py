@@ -58,7 +58,5 @@ def ugraph_of(
             continue
         except EmissionError:
             return None
-        results = [emitted.results[n] for n in range(len(lowered.outputs))]
-        emitted.kernels.mark_output(*results)
-        return EmittedUGraph(UGraph(program, emitted.kernels), scaled)
+        return EmittedUGraph(UGraph(program, emitted.finish()), scaled)
     return None

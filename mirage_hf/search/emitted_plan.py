@@ -60,13 +60,32 @@ class EmittedPlan:
         self.division = "ratio" if lowered.ratios else "div"
         self.num_kernels = len(plan.kernels)
         self.kernels = KernelGraph()
-        self.inputs = [self.kernels.input_like(t) for t in program.inputs]
+        inputs = [self.kernels.input_like(t) for t in program.inputs]
+        #: The program's inputs as kernels read them. If a reshape of the program splits a dim, this
+        #: is a view of the input.
+        self.inputs = list(map(self._viewed, range(len(inputs)), inputs))
         #: Values in device memory.
         self.stored: dict[ValueName, StoredValue] = {}
         #: The program's outputs that kernels have stored, by number.
         self.results: dict[int, DTensor] = {}
         #: Nodes that are computed from an exponential.
         self.of_exponential: set[int] = set()
+
+    def _viewed(self, number: int, t: DTensor) -> DTensor:
+        """Return an input of the kernels, viewed with the dims that the lowered program reads."""
+        for read in self.lowered.inputs:
+            if read.sources == (number,) and read.bounds is None and read.dims != t.dims:
+                return self.kernels.reshape(t, read.dims)
+        return t
+
+    def finish(self) -> KernelGraph:
+        """Mark the outputs, in the program's dims, and return the kernels."""
+        for number, wanted in enumerate(self.program.outputs):
+            stored = self.results[number]
+            if stored.dims != wanted.dims:
+                stored = self.kernels.reshape(stored, wanted.dims)
+            self.kernels.mark_output(stored)
+        return self.kernels
 
     def layout(self, value: ValueName, axes: Sequence[str]) -> tuple[tuple[str, ...], str]:
         """Return the order of dims and the dtype of a value that later kernels read.

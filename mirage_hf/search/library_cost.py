@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mirage_hf.gpus import H200, Device
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor, KernelOp
 
 #: Ops that launch nothing. A reshape that no strides describe is a copy, see `copy_us`.
@@ -16,8 +17,7 @@ _BANDWIDTH_SHARE = 0.85
 
 def bytes_of(t: DTensor) -> int:
     """Return how many bytes a read of a tensor moves. Dims with stride 0 are read once."""
-    stored = [size for size, stride in zip(t.dims, t.strides, strict=True) if stride]
-    return math.prod(stored) * t.dtype.itemsize
+    return stored_bytes(t)
 
 
 def call_us(op: KernelOp, device: Device = H200) -> float:

@@ -56,14 +56,14 @@ class LoweredInput:
 
     #: The graph inputs, by number: lo and hi for a mask.
     sources: tuple[int, ...]
-    #: The sizes of all sources together.
+    #: The sizes of all sources together. A dim that a reshape splits is given by its parts.
     dims: tuple[int, ...]
     #: The dim along which several sources lie end to end.
     joined: int | None = None
     #: The size of each source along `joined`.
     sizes: tuple[int, ...] = ()
     #: Bytes of an element. For a mask, these are the bytes of lo and hi together.
-    itemsize: int = 2
+    itemsize: float = 2
     #: Of a mask: the dim that it bounds, which has size 1 in `dims`.
     bounds: int | None = None
     #: The dim that is read with its halves or pairs swapped or signed (RoPE). With it come one of

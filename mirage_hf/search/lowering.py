@@ -8,7 +8,8 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import SIGN_HALVES, SIGN_PAIRS, SWAP_HALVES, SWAP_PAIRS, Rotation
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.ops import table
-from mirage_hf.search.dim_classes import DimClasses, reshape_pairs, tensors_of
+from mirage_hf.ops.dtypes import element_bytes
+from mirage_hf.search.dim_classes import DimClasses, reshape_runs, tensors_of
 from mirage_hf.search.expand import expand
 from mirage_hf.search.lower_customized import lower_customized
 from mirage_hf.search.lowered_program import (
@@ -21,8 +22,10 @@ from mirage_hf.search.tensor_index import (
     Index,
     PaddedAxis,
     Place,
+    SplitDim,
     aligned,
     axes_of,
+    flat,
     only_inputs_have,
     rotated,
 )
@@ -72,11 +75,11 @@ class Lowering:
         """Lower the outputs and all ops that they need."""
         outputs = []
         for t in self.graph.outputs:
-            index: list[str | None] = []
+            index: list[Place] = []
             for d, size in enumerate(t.dims):
-                index.append(self.classes.axis(t, d, index) if size > 1 else None)
+                index.append(self.classes.place(t, d, axes_of(index)) if size > 1 else None)
             term = self.tensor(t, tuple(index))
-            outputs.append(LoweredOutput(term, tuple(index), table.dtype_name(t.dtype)))
+            outputs.append(LoweredOutput(term, axes_of(index), table.dtype_name(t.dtype)))
         program = LoweredProgram(
             dict(self.classes.sizes),
             tuple(self.terms.inputs),
@@ -95,13 +98,14 @@ class Lowering:
         return self._lowered[key]
 
     def _input(self, t: DTensor, index: Index) -> int:
-        if t.dtype not in table.COMPUTE_DTYPES:
+        if t.dtype not in (*table.COMPUTE_DTYPES, *table.CODE_DTYPES):
             raise NotLowerableError(
                 f"{t.name} is {table.dtype_name(t.dtype)}: "
                 "kernels compute with floating-point numbers only"
             )
-        source = LoweredInput((self._positions[t.index],), t.dims, itemsize=t.dtype.itemsize)
-        return self.terms.read(source, index)
+        dims = self.classes.part_dims(t)
+        source = LoweredInput((self._positions[t.index],), dims, itemsize=element_bytes(t.dtype))
+        return self.terms.read(source, flat(index))
 
     def _op(self, op: KernelOp, t: DTensor, index: Index) -> int:
         if op.name == CUSTOMIZED:
@@ -133,30 +137,36 @@ class Lowering:
         *batch, row, column = index
         k = None
         if x.dims[-1] > 1:
-            k = self.classes.axis(x, len(x.dims) - 1, axes_of(index))
+            k = self.classes.place(x, len(x.dims) - 1, axes_of(index))
         rows = (row if x.dims[-2] > 1 else None, k)
         columns = (k, column if y.dims[-1] > 1 else None)
         left = self.tensor(x, aligned(tuple(batch), x.dims[:-2]) + rows)
         right = self.tensor(y, aligned(tuple(batch), y.dims[:-2]) + columns)
         product = self.terms.op("mul", left, right)
-        return product if k is None else self.terms.reduce("sum", product, k)
+        return product if k is None else self._reduced("sum", product, k)
+
+    def _reduced(self, kind: str, arg: int, place: Place) -> int:
+        """Return the "sum" or "max" of a term over all axes of a place."""
+        for axis in reversed(axes_of([place])):
+            arg = self.terms.reduce(kind, arg, str(axis))
+        return arg
 
     def _reduction(self, op: KernelOp, index: Index) -> int:
         (x,), attrs = tensors_of(op), dict(op.attrs)
         kind, dim = attrs["kind"], attrs["dim"] % len(x.dims)
         if x.dims[dim] == 1:
             return self.tensor(x, index)
-        axis = self.classes.axis(x, dim, axes_of(index))
-        arg = self.tensor(x, (*index[:dim], axis, *index[dim + 1 :]))
+        place = self.classes.place(x, dim, axes_of(index))
+        arg = self.tensor(x, (*index[:dim], place, *index[dim + 1 :]))
         if kind == "max":
-            return self.terms.reduce("max", arg, axis)
+            return self._reduced("max", arg, place)
         symbol = self.classes.symbol(x, dim)
         if kind == "mean" and symbol is not None:
             raise NotLowerableError(
                 f"the mean over dim {symbol}, whose size is not fixed, divides by another number "
                 "for every size; give the dim a size, or sum and multiply by an input"
             )
-        total = self.terms.reduce("sum", arg, axis)
+        total = self._reduced("sum", arg, place)
         if kind == "sum":
             return total
         return self.terms.op("mul", total, self.terms.constant(1.0 / x.dims[dim]))
@@ -225,8 +235,17 @@ class Lowering:
         """Return the operand's term, with the result's index moved to the operand's dims."""
         (x,) = tensors_of(op)
         inner: list[Place] = [None] * len(x.dims)
-        for before, after in reshape_pairs(x.dims, op.outputs[0].dims):
-            inner[before] = index[after]
+        for before, after in reshape_runs(x.dims, op.outputs[0].dims):
+            if len(after) > 1:
+                inner[before[0]] = SplitDim(tuple(index[d] for d in after))
+            elif len(before) > 1:
+                whole = index[after[0]]
+                if not isinstance(whole, SplitDim):
+                    raise NotLowerableError("rope of a dim that a reshape merges ends a kernel")
+                for d, part in zip(before, whole.parts, strict=True):
+                    inner[d] = part
+            else:
+                inner[before[0]] = index[after[0]]
         return self.tensor(x, tuple(inner))
 
     def _concat(self, op: KernelOp, index: Index) -> int:
@@ -243,6 +262,8 @@ class Lowering:
             raise NotLowerableError("concat of inputs in different dim orders ends a kernel")
         if index[dim] is None:
             raise NotLowerableError("concat to a dim of size 1")
+        if flat(index) != index:
+            raise NotLowerableError("concat of dims that a reshape splits or merges ends a kernel")
         sizes = tuple(t.dims[dim] for t in tensors)
         whole = [sum(sizes) if d == dim else n for d, n in enumerate(tensors[0].dims)]
         # Dim order[d] of a source is dim d of the result.
@@ -256,14 +277,17 @@ class Lowering:
             tuple(source_dims),
             order[dim],
             sizes,
-            tensors[0].dtype.itemsize,
+            element_bytes(inputs[0].dtype),
         )
         return self.terms.read(source, tuple(source_index))
 
     def _input_behind(self, t: DTensor) -> tuple[DTensor, tuple[int, ...]]:
-        """Return the graph input that `t` permutes, and the input's dim for each dim of `t`."""
+        """Return the graph input that `t` permutes or decodes, and its dim for each dim of `t`."""
         order = tuple(range(len(t.dims)))
         while (op := self._made.get(t.index)) is not None:
+            if op.name == "cast" and tensors_of(op)[0].dtype in table.CODE_DTYPES:
+                (t,) = tensors_of(op)
+                continue
             if op.name != "permute":
                 raise NotLowerableError(_COMPUTED_CONCAT)
             inner = dict(op.attrs)["order"]

@@ -17,23 +17,40 @@ class PaddedAxis:
     value: float
 
 
-#: The index of one dim: an axis, a rotated axis, or an axis that is longer than the dim. None: the
-#: dim has size 1.
-Place = str | Rotation | PaddedAxis | None
+@dataclass(frozen=True)
+class SplitDim:
+    """A dim that a reshape splits into several, or merges from several: the place of each part."""
+
+    parts: tuple[Place, ...]
+
+
+#: The index of one dim: an axis, a rotated axis, an axis that is longer than the dim, or the places
+#: of its parts. None: the dim has size 1.
+Place = str | Rotation | PaddedAxis | SplitDim | None
 
 #: The index of a tensor: one place for each dim.
 Index = tuple[Place, ...]
 
 
-def unpadded(place: Place) -> str | Rotation | None:
+def unpadded(place: Place) -> str | Rotation | SplitDim | None:
     """Return a place without its padding."""
     return place.inner if isinstance(place, PaddedAxis) else place
 
 
 def axes_of(index: Iterable[Place]) -> tuple[str | None, ...]:
-    """Return the axis of each place, None for a dim of size 1."""
-    places = map(unpadded, index)
-    return tuple(p.axis if isinstance(p, Rotation) else p for p in places)
+    """Return the axis of each place, None for a dim of size 1. A split dim has several."""
+    axes: list[str | None] = []
+    for place in flat(map(unpadded, index)):
+        axes.append(place.axis if isinstance(place, Rotation) else place)  # type: ignore[arg-type]
+    return tuple(axes)
+
+
+def flat(index: Iterable[Place]) -> tuple[Place, ...]:
+    """Return the places with each split dim replaced by its parts."""
+    places: list[Place] = []
+    for place in index:
+        places += flat(place.parts) if isinstance(place, SplitDim) else (place,)
+    return tuple(places)
 
 
 def aligned(index: Index, dims: Sequence[int]) -> Index:

@@ -96,13 +96,28 @@ class _TileChoices:
                 return (whole,)
             return (max(whole, MMA_MIN if a.name in self._summed else self._least(a)),)
         if a.role is Role.LOOP:
-            return self._loop_tiles(whole)
+            return self._batch_tiles(whole) if self._is_batch(a) else self._loop_tiles(whole)
         if self._block.axis_split_by(a.name) is not None:
             return (1,)
         is_batch = self._sides and not any(a.name in side for side in self._sides)
         if is_batch:  # on both sides of every product, or on none
             return (1,)
         return self._tensor_core_grid_tiles(a, whole) if self._mma else self._grid_tiles(a, whole)
+
+    def _is_batch(self, a: Axis) -> bool:
+        """Return whether both factors of a product carry an axis that it does not sum over.
+
+        An example is a loop over groups of codes: each group is a product of its own.
+        """
+        carried = self._block.carried
+        return any(
+            a.name != c.over and a.name in carried[c.a] and a.name in carried[c.b]
+            for c in self._block.contractions.values()
+        )
+
+    def _batch_tiles(self, whole: int) -> tuple[int, ...]:
+        """Return the tiles to try for a loop over products. Tensor cores take one at a time."""
+        return (1,) if self._mma else _powers_of_two(1, min(32, whole))
 
     def _loop_tiles(self, whole: int) -> tuple[int, ...]:
         longest = 256 if self._mma else 4096

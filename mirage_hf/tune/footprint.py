@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.graph.block import Stage
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor
+from mirage_hf.ops.dtypes import element_bytes
 
 #: Instructions that an element takes in a kernel whose products are multiply-adds. The second
 #: number holds if threads share sums in each step, as in scores of attention of several rows.
@@ -19,7 +21,7 @@ MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 
 def tensor_bytes(t: DTensor) -> int:
     """Return the bytes of the distinct elements of a tensor."""
-    return math.prod(d for d, s in zip(t.dims, t.strides, strict=True) if s) * t.dtype.itemsize
+    return stored_bytes(t)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def _streamed(plan: KernelPlan, loads: Sequence[Mapping[str, int]]) -> int:
 def tile_bytes(plan: KernelPlan, name: str) -> int:
     """Return the bytes of an input's tile."""
     i = plan.tiling.inputs[name]
-    return plan.tiling.numel(plan.tiling.block.carried[name]) * plan.tiling.dtype(i).itemsize
+    elements = plan.tiling.numel(plan.tiling.block.carried[name])
+    return math.ceil(elements * element_bytes(plan.tiling.dtype(i)))
 
 
 def _contiguity(plan: KernelPlan) -> float:
@@ -144,7 +147,7 @@ def _contiguity(plan: KernelPlan) -> float:
     strides = operands[largest.sources[0]].strides
     contiguous = [a for a, s in zip(largest.axes, strides, strict=True) if a and s == 1]
     elements = max((plan.tiling.tile(a) for a in contiguous), default=1)
-    run = elements * plan.tiling.dtype(largest).itemsize
+    run = elements * element_bytes(plan.tiling.dtype(largest))
     of_line = max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
     return of_line * (0.95 + 0.05 * min(1.0, run / 1024))
 

@@ -16,6 +16,7 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.bounds import bounds_of, extent
+from mirage_hf.graph.coded import random_codes
 from mirage_hf.graph.effects import positions_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.strided import blank, copied, flat
@@ -60,12 +61,15 @@ def random_inputs(
 ) -> list[torch.Tensor]:
     """Return one set of inputs for a program.
 
-    Floats are normal numbers in the dtype and strides of each input. Bounds keep everything,
-    appends go to the end of their cache, other integers are 0.
+    Floats are normal numbers in the dtype and strides of each input, and codes are random. Bounds
+    keep everything, appends go to the end of their cache, other integers are 0.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for t in graph.inputs:
+        if t.dtype in table.CODE_DTYPES:
+            inputs.append(random_codes(t, generator, device))
+            continue
         x = blank(t.dims, t.strides, t.dtype, device)
         flat(x).normal_(generator=generator) if t.dtype.is_floating_point else x.zero_()
         inputs.append(x)
@@ -263,7 +267,7 @@ class Layer:
         }
         for n, inputs in enumerate(first):
             for k, x in enumerate(inputs):
-                if (n, k) not in hot and x.is_floating_point():
+                if (n, k) not in hot and x.dtype in table.COMPUTE_DTYPES:
                     # Scale, so that results keep their size from program to program.
                     x.mul_(max(1, x.numel()) ** -0.25)
         self._sets = _sets(first, min(LAYER_BYTES, torch.cuda.mem_get_info(device)[0] // 4))

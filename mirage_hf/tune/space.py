@@ -16,6 +16,7 @@ from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.footprint import Footprint, footprint
@@ -229,7 +230,7 @@ def _prefetchable_bytes(p: KernelPlan) -> int:
     if tiling.loop is None:
         return 0
     return sum(
-        tiling.numel(tiling.block.carried[i.name]) * tiling.dtype(i).itemsize
+        math.ceil(tiling.numel(tiling.block.carried[i.name]) * element_bytes(tiling.dtype(i)))
         for i in tiling.block.inputs
         if tiling.loop in i.axes
         and tiling.prefetchable(i)

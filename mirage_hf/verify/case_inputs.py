@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mirage_hf.graph import strided
+from mirage_hf.graph import coded, strided
 from mirage_hf.graph.bounds import Bounds, bounds_of, extent
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
+from mirage_hf.ops import table
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.size_classes import SizeClasses
@@ -36,6 +37,8 @@ class CaseInputs:
         self.program, self.seed, self.device = program, seed, device
         #: Shared inputs by position, with the generator's state after each.
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Codes by the position of their input.
+        self._kept_codes: dict[int, torch.Tensor] = {}
 
     def of(self, case: Case) -> list[torch.Tensor]:
         """Return the inputs of a case."""
@@ -44,6 +47,9 @@ class CaseInputs:
         inputs = []
         number = 0  # among those of floating point
         for position, t in enumerate(self.program.inputs):
+            if t.dtype in table.CODE_DTYPES:
+                inputs.append(self._codes(position, t))
+                continue
             if not t.dtype.is_floating_point:
                 x = torch.zeros(t.dims, device="cpu")
                 if position in bounds:
@@ -62,6 +68,13 @@ class CaseInputs:
             inputs.append(x)
             number += 1
         return inputs
+
+    def _codes(self, position: int, t: DTensor) -> torch.Tensor:
+        """Return random codes for an input, the same ones in every case."""
+        if position not in self._kept_codes:
+            generator = torch.Generator(self.device).manual_seed(self.seed + position)
+            self._kept_codes[position] = coded.random_codes(t, generator, self.device)
+        return self._kept_codes[position]
 
     def _bounds(self, case: Case) -> dict[int, np.ndarray]:
         program, rng = self.program, np.random.default_rng(self.seed % 2**64)
@@ -149,7 +162,7 @@ def with_garbage(inputs: CaseInputs, case: Case) -> Case | None:
         bounded = [
             n
             for n, t in enumerate(program.inputs)
-            if t.dtype.is_floating_point and bounded_dims(program, n)
+            if t.dtype in table.COMPUTE_DTYPES and bounded_dims(program, n)
         ]
     except ResizeError:
         return None
@@ -201,7 +214,7 @@ def with_scores(inputs: CaseInputs, case: Case) -> Case | None:
         once, twice = (largest(grown, by, torch.float64) for by in (1.0, 2.0))
         return once, twice / once if once > 0 else 1.0
 
-    count = sum(t.dtype.is_floating_point for t in inputs.program.inputs)
+    count = sum(t.dtype in table.COMPUTE_DTYPES for t in inputs.program.inputs)
     grown = tuple(range(min(count, 2)))
     size, ratio = growth(grown)
     if not ratio > _GROWS:  # a norm takes the scale of its input away, but its weight has a scale

@@ -22,6 +22,7 @@ import torch
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.coded import unpacked
 from mirage_hf.graph.execute import run_kernel_graph, run_library
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
@@ -238,7 +239,7 @@ def run_kernels(
     inputs. The inputs of a kernel that adds float32 partial results have no such dtype, so nothing
     is rounded there. Library ops run by their oracle.
     """
-    values = {t.index: x for t, x in zip(kernels.inputs, inputs, strict=True)}
+    values = {t.index: unpacked(t, x) for t, x in zip(kernels.inputs, inputs, strict=True)}
     for op in kernels.ops:
         if op.block is not None:
             operands = [x for x in op.inputs if isinstance(x, DTensor)]

@@ -16,6 +16,8 @@ import torch
 
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, Contraction, Role
+from mirage_hf.graph.coded import is_packed
+from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
 
 #: Fewest rows of a product on tensor cores, and fewest elements that each of its sums adds.
 MMA_MIN = 16
@@ -196,7 +198,7 @@ class TensorLayout:
         if self.tiling.numel(self._free(left, c.over)) < MMA_MIN:
             return None  # too few rows: they would have to be the columns
         inputs = [self.tiling.inputs[x] for x in (left, right) if x in self.tiling.inputs]
-        stored = {self.tiling.dtype(i) for i in inputs}
+        stored = {d for i in inputs if (d := self.tiling.dtype(i)) not in CODE_DTYPES}
         if not stored:
             dtype = self.tiling.mma_dtype
         else:
@@ -228,7 +230,7 @@ class TensorLayout:
             and tiling.tile(c.over) >= MMA_MIN
             and min(sizes) >= MMA_COLUMNS
             and max(sizes) >= MMA_MIN
-            and all(tiling.dtype(i).is_floating_point for i in inputs)
+            and all(tiling.dtype(i) in (*COMPUTE_DTYPES, *CODE_DTYPES) for i in inputs)
         )
 
     def _free(self, value: str, over: str) -> tuple[str, ...]:
@@ -295,10 +297,16 @@ class TensorLayout:
 
     @cached_property
     def kept_as_stored(self) -> frozenset[str]:
-        """Inputs that stay in the dtype they are stored in, instead of becoming float32."""
+        """Inputs that stay in the dtype they are stored in, instead of becoming float32.
+
+        Packed codes are decoded to float32 as they are loaded.
+        """
         read: set[str | float] = {x for d in self.dots.values() for x in (d.left, d.right)}
         read |= {a for out in self.half_products for a in self.tiling.ops[out].args}
-        return frozenset(str(x) for x in read if x in self.tiling.inputs)
+        inputs = self.tiling.inputs
+        return frozenset(
+            str(x) for x in read if x in inputs and not is_packed(self.tiling.dtype(inputs[str(x)]))
+        )
 
 
 class _PartialOrder:

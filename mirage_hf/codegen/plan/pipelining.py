@@ -17,6 +17,7 @@ from mirage_hf import errors
 from mirage_hf.codegen.plan.cooperation import Cooperation
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, Dot, TensorLayout
 from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.graph.coded import is_packed
 
 #: Rows of Hopper's asynchronous tensor-core instruction.
 WARPGROUP_ROWS = 64
@@ -131,6 +132,7 @@ class Pipelining:
             and i.bounds is None
             and len(i.sources) == 1
             and i.name not in self.loaded_twice
+            and not is_packed(tiling.dtype(i))
             and tiling.numel(tiling.block.input_axes(i)) * tiling.dtype(i).itemsize < fewest
         )
 

@@ -1,0 +1,98 @@
+"""Loads of packed codes as Triton text: whole words, decoded by arithmetic in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mirage_hf import errors
+from mirage_hf.codegen.triton_tiles import TileWriter
+from mirage_hf.graph.block import BlockInput, Role
+from mirage_hf.graph.coded import is_packed, packed_dim
+from mirage_hf.ops.dtypes import CODES_PER_WORD
+
+
+class CodeWriter(TileWriter):
+    """Writes loads of inputs whose words hold several codes each."""
+
+    def holds_packed(self, i: BlockInput) -> bool:
+        """Return True if a word of the input's memory holds several of its elements."""
+        return is_packed(self.tiling.dtype(i))
+
+    def read_packed(self, i: BlockInput, pointer: str, policy: str | None) -> str:
+        """Return a load of one tile of uint4 codes, decoded to float32.
+
+        Each thread loads words, and decodes the eight codes of a word itself.
+
+        Args:
+            i: The input.
+            pointer: The name of the pointer.
+            policy: An eviction policy, or None.
+        """
+        operand = self.tiling.operands[i.sources[0]]
+        axis = i.axes[packed_dim(operand.dims, operand.strides)]
+        assert axis is not None
+        self._check_words(i, axis)
+        dims = self.layout.dims(self.block.input_axes(i))
+        words_last = [*(a for a in dims if a != axis), axis]
+        arguments = [self._word_address(i, pointer, axis, words_last)]
+        mask = self.mask([a for a in self.block.input_axes(i) if a != axis], words_last)
+        if mask:
+            arguments += [f"mask={' & '.join(mask)}", "other=0"]
+        if policy is not None:
+            arguments.append(f'eviction_policy="{policy}"')
+        shape = [self.tiling.tile(a) for a in words_last]
+        codes = f"uint4_as_float32(tl.load({', '.join(arguments)}))"
+        text = f"tl.reshape({codes}, {shape})"
+        if dims == tuple(words_last):
+            return text
+        order = ", ".join(str(words_last.index(a)) for a in dims)
+        return f"tl.permute({text}, ({order}))"
+
+    def _check_words(self, i: BlockInput, axis: str) -> None:
+        """Check that tiles of an input consist of whole words.
+
+        Raises:
+            CodegenError: If they do not.
+        """
+        reason = ""
+        if len(i.sources) > 1:
+            reason = "lies in several tensors"
+        elif i.rotation is not None or i.padding is not None:
+            reason = "is rotated or padded"
+        elif axis == self.layout.unrolled or self.tiling.tile(axis) < CODES_PER_WORD:
+            reason = f"has a tile of fewer than {CODES_PER_WORD} codes"
+        elif self.masks.needed(axis) or self.block.split_size(axis) % CODES_PER_WORD:
+            reason = "has a tile that reaches past the end of its codes"
+        if reason:
+            raise errors.CodegenError(
+                f"block input {i.name} of packed codes {reason}; along {axis} give a tile of "
+                f"{CODES_PER_WORD} or more that divides its size"
+            )
+
+    def _word_address(self, i: BlockInput, pointer: str, packed: str, dims: Sequence[str]) -> str:
+        """Return pointer arithmetic for the words of a tile. The packed axis is its last dim."""
+        operand = self.tiling.operands[i.sources[0]]
+        starts = self._start(packed)
+        words = f"tl.arange(0, {self.tiling.tile(packed) // CODES_PER_WORD})"
+        if starts:
+            words = f"({starts} // {CODES_PER_WORD} + {words})"
+        terms = [pointer]
+        for a, stride in zip(i.axes, operand.strides, strict=True):
+            if a is None or self.is_fixed(a, stride):
+                continue
+            if a == packed:
+                terms.append(self.spread(words, [a], dims))
+                continue
+            index = self.spread(self.axis[a], self.layout.dims([a]), dims)
+            step = stride // CODES_PER_WORD
+            terms.append(index if step == 1 else f"{index} * {step}")
+        return " + ".join(terms)
+
+    def _start(self, axis: str) -> str:
+        """Return the name of where a tile begins on an axis, "" if it begins at 0."""
+        name = self.axis[axis]
+        if self.block.role(axis) is Role.LOOP and self.tiling.is_looped:
+            return f"{name}0"
+        if self.tiling.split_axis(axis):
+            return f"{name}_start"
+        return f"{name}0" if self.tiling.trips(axis) > 1 else ""

@@ -1,0 +1,95 @@
+"""Kernels that decode packed weights: their numbers, through Triton's interpreter and on a GPU."""
+
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf import errors
+from mirage_hf.codegen import cuda, triton
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune.measure import random_inputs
+from tests.helpers import coded_programs
+from tests.helpers.coded_programs import CASES
+from tests.helpers.triton_interpreter import run
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict:
+    """Return what Triton's interpreter computed."""
+    return run("from tests.helpers import coded_programs; coded_programs.main()")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_as_close_to_float64_as_torch(interpreted, name):
+    assert len(interpreted[name]) >= 2
+    for mma, error, eager in interpreted[name]:
+        assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
+
+
+def test_several_rows_run_on_tensor_cores(interpreted):
+    assert any(mma for mma, _, _ in interpreted["int4, 16 rows"])
+    assert any(mma for mma, _, _ in interpreted["fp8 blocks, 16 rows"])
+
+
+def group_loop(rows: int):
+    """Return a µGraph that loops over groups of 128 codes."""
+    found, _ = search(coded_programs.int4_linear(rows, 64, 512, 128), SearchOptions(threads=1))
+    return next(
+        r.ugraph
+        for r in found
+        if r.ugraph.num_kernels == 1
+        and {a.size: a.role.value for a in r.ugraph.block_ops[0].block.axes}[4] == "loop"
+    )
+
+
+def axes_by_size(ugraph) -> dict:
+    return {a.size: a.name for a in ugraph.block_ops[0].block.axes}
+
+
+def test_words_are_loaded_once_and_decoded_in_registers():
+    ugraph = group_loop(1)
+    axis = axes_by_size(ugraph)
+    schedule = Schedule({axis[64]: 4, axis[4]: 1, axis[128]: 128}, num_warps=1)
+    (text,) = [
+        line
+        for line in triton.program_source(ugraph, [schedule]).splitlines()
+        if "codes_ptr +" in line
+    ]
+    assert "tl.arange(0, 16)" in text and "uint4_as_float32(tl.load(" in text
+
+
+def test_a_tile_of_part_of_a_word_is_refused():
+    found, _ = search(coded_programs.int4_linear(1, 64, 512, 128), SearchOptions(threads=1))
+    ugraph = next(
+        r.ugraph
+        for r in found
+        if {a.size: a.role.value for a in r.ugraph.block_ops[0].block.axes}.get(128) == "loop"
+    )
+    axis = axes_by_size(ugraph)
+    schedule = Schedule({axis[64]: 4, axis[4]: 4, axis[128]: 4})
+    with pytest.raises(errors.CodegenError, match="fewer than 8 codes"):
+        triton.generate(ugraph, [schedule])
+
+
+def test_a_cuda_file_of_codes_is_refused():
+    with pytest.raises(errors.CodegenError, match="holds codes"):
+        cuda.program_source(group_loop(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("make", [coded_programs.int4_linear, coded_programs.fp8_linear])
+def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(rows, make):
+    sizes = (512, 1024, 128) if make is coded_programs.int4_linear else (512, 1024)
+    g = make(rows, *sizes)
+    inputs = random_inputs(g, "cuda")
+    exact = run_kernel_graph(g, inputs, torch.float64)[0]
+    eager = run_kernel_graph(g, inputs)[0]
+    (y,) = mi.superoptimize(g)[0](inputs)
+    allowed = 1.25 * (eager - exact).abs().max() + 1e-3 * exact.abs().max()
+    assert (y - exact).abs().max() <= allowed

@@ -1,0 +1,119 @@
+"""Linears whose weights are codes with scales, as quantized checkpoints store them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+import mirage_hf as mi
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.errors import CodegenError
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune.measure import random_inputs
+from mirage_hf.tune.space import schedules
+
+
+def int4_linear(
+    rows: int,
+    columns: int,
+    width: int,
+    group: int,
+    *,
+    zeros: bool = False,
+    norm: bool = False,
+    dtype: str = "float16",
+) -> KernelGraph:
+    """Return x · Wᵀ for W = (code − 8) · scale, or (code − zero) · scale, in groups of columns."""
+    g = mi.new_graph()
+    groups = width // group
+    x = g.new_input((rows, width), dtype, name="x")
+    codes = g.new_input((columns, groups, group), "uint4", name="codes", constant=True)
+    scales = g.new_input((columns, groups, 1), dtype, name="scales", constant=True)
+    zero: Any = 8.0
+    if zeros:
+        zero = g.cast(
+            g.new_input((columns, groups, 1), "uint8", name="zeros", constant=True), dtype
+        )
+    if norm:
+        x = g.rms_norm(x, g.new_input((1, width), dtype, name="weight", constant=True))
+    w = g.mul(g.sub(g.cast(codes, dtype), zero), scales)
+    g.mark_output(g.matmul(x, g.permute(g.reshape(w, (columns, width)), (1, 0))))
+    return g
+
+
+def fp8_linear(rows: int, columns: int, width: int, block: int = 128) -> KernelGraph:
+    """Return x · Wᵀ for W in float8 with a float32 scale for each square block."""
+    g = mi.new_graph()
+    x = g.new_input((rows, width), "float16", name="x")
+    dims = (columns // block, block, width // block, block)
+    codes = g.new_input(dims, "float8_e4m3fn", name="codes", constant=True)
+    scale_dims = (dims[0], 1, dims[2], 1)
+    scales = g.new_input(scale_dims, "float32", name="scales", constant=True)
+    w = g.cast(g.mul(g.cast(codes, "float32"), scales), "float16")
+    g.mark_output(g.matmul(x, g.permute(g.reshape(w, (columns, width)), (1, 0))))
+    return g
+
+
+def int8_linear(rows: int, columns: int, width: int) -> KernelGraph:
+    """Return x · Wᵀ for W in int8 with a scale for each row of W."""
+    g = mi.new_graph()
+    x = g.new_input((rows, width), "float16", name="x")
+    codes = g.new_input((columns, width), "int8", name="codes", constant=True)
+    scales = g.new_input((columns, 1), "float16", name="scales", constant=True)
+    w = g.mul(g.cast(codes, "float16"), scales)
+    g.mark_output(g.matmul(x, g.permute(w, (1, 0))))
+    return g
+
+
+#: Programs that the interpreter runs, by name.
+CASES = {
+    "int4, 1 row": lambda: int4_linear(1, 16, 256, 64),
+    "int4, 3 rows, zero points": lambda: int4_linear(3, 16, 128, 32, zeros=True),
+    "int4, norm before": lambda: int4_linear(2, 16, 128, 32, norm=True),
+    "int4, 16 rows": lambda: int4_linear(16, 32, 64, 32),
+    "int8": lambda: int8_linear(2, 16, 128),
+    "fp8 blocks": lambda: fp8_linear(2, 32, 64, 16),
+    "fp8 blocks, 16 rows": lambda: fp8_linear(16, 32, 64, 16),
+}
+
+
+def errors_of(g: KernelGraph) -> list[tuple[bool, float, float]]:
+    """Return (tensor cores, error, eager's error) of kernels of a program, for a few schedules."""
+    inputs = random_inputs(g, "cpu")
+    exact = run_kernel_graph(g, inputs, torch.float64)[0]
+    eager = run_kernel_graph(g, inputs)[0]
+    allowed = float((eager.double() - exact).abs().max() / exact.abs().max())
+    found, _ = search(g, SearchOptions(threads=1))
+    results = []
+    for ranked in found[:3]:
+        ops = place_kernels(ranked.ugraph)
+        if len(ops) > 1:
+            continue
+        for schedule in _few(schedules(ops[0])):
+            try:
+                program = triton.generate(ranked.ugraph, [schedule])
+            except CodegenError:
+                continue
+            run = compiler.load(program.source, program.digest).run
+            (y,) = run(random_inputs(g, "cpu"))
+            error = float((y.double() - exact).abs().max() / exact.abs().max())
+            results.append((schedule.mma, error, allowed))
+    return results
+
+
+def _few(choices: Any) -> list[Schedule]:
+    multiply_adds = [s for s in choices if not s.mma][:1]
+    return multiply_adds + [s for s in choices if s.mma][:1]
+
+
+def main() -> None:
+    """Print the errors of all cases as JSON."""
+    print(json.dumps({name: errors_of(make()) for name, make in CASES.items()}))

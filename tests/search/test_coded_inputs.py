@@ -1,0 +1,84 @@
+"""The search on weights in codes: where scales and zero points go, and what the proof refuses."""
+
+import pytest
+
+from mirage_hf.errors import Rejected
+from mirage_hf.graph.block import Role
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.search.engine import search
+from mirage_hf.search.lowering import lower
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.verify.accept import accept, verify
+from mirage_hf.verify.verdict import Accepted
+from tests.helpers.coded_programs import CASES, fp8_linear, int4_linear
+
+SEARCH = SearchOptions(threads=1)
+
+
+def blocks_of(g: KernelGraph) -> list:
+    found, report = search(g, SEARCH)
+    assert found, report
+    return [r.ugraph.block_ops[0].block for r in found if r.ugraph.num_kernels == 1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_gives_proven_kernels(name):
+    found, report = search(CASES[name](), SEARCH)
+    assert found, report
+    accepted = accept(found, keep=2)
+    assert accepted.candidates and accepted.error_bound < 1e-9
+
+
+def test_scales_are_pulled_out_of_the_sum_within_a_group():
+    def pulls_out_scales(block) -> bool:
+        """Return whether sums over codes of a group are multiplied by the group's scale."""
+        loop = next((a.name for a in block.named(Role.LOOP) if a.size == 4), None)
+        ops = {op.out: op for op in block.ops()}
+        return loop is not None and any(
+            op.fn == "mul" and "scales" in op.args and any(ops[a].over for a in op.args if a in ops)
+            for op in ops.values()
+        )
+
+    assert any(map(pulls_out_scales, blocks_of(int4_linear(4, 64, 512, 128))))
+
+
+def test_a_norm_fuses_with_a_linear_of_codes():
+    assert any(len(b.inputs) == 4 for b in blocks_of(int4_linear(1, 64, 256, 64, norm=True)))
+
+
+def test_a_kernel_of_blocks_stores_rows_of_the_program():
+    found, _ = search(fp8_linear(2, 256, 256), SEARCH)
+    best = found[0].ugraph.kernels
+    assert [op.name for op in best.ops] == ["reshape", "customized", "reshape"]
+    assert best.outputs[0].dims == (2, 256)
+
+
+def linear(zero: float, order: tuple[int, ...] = (0, 1, 2)) -> KernelGraph:
+    """Return a linear of codes (8, 2, 8) whose scales are read in some order of groups."""
+    g = new_kernel_graph()
+    x = g.new_input((3, 16), name="x")
+    codes = g.cast(g.new_input((8, 2, 8), "uint4", name="codes"), "float16")
+    scales = g.new_input((8, 2, 1), name="scales")
+    if order != (0, 1, 2):
+        swapped = [g.slice(scales, 1, n, n + 1) for n in (1, 0)]
+        scales = g.concat(swapped, 1)
+    w = g.mul(g.sub(codes, zero), scales)
+    g.mark_output(g.matmul(x, g.permute(g.reshape(w, (8, 16)), (1, 0))))
+    return g
+
+
+@pytest.mark.parametrize("wrong", [linear(7.0), linear(0.0), linear(8.0, (0, 2, 1))])
+def test_a_wrong_zero_point_or_group_is_refused(wrong):
+    found, _ = search(linear(8.0), SEARCH)
+    right = found[0].ugraph.kernels
+    assert isinstance(verify(linear(8.0), right), Accepted)
+    assert isinstance(verify(wrong, right), Rejected)
+
+
+def test_a_dim_that_is_split_in_two_ways_ends_a_kernel():
+    g = new_kernel_graph()
+    x = g.cast(g.new_input((4, 24), "int8"), "float16")
+    a = g.reshape(g.reduction(g.reshape(x, (4, 4, 6)), 2), (4, 4))
+    b = g.reshape(g.reduction(g.reshape(x, (4, 6, 4)), 1), (4, 4))
+    g.mark_output(g.add(a, b))
+    assert "split in two ways" in lower(g).reason
