@@ -131,6 +131,56 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3.5-4b": (
+        "qwen3_5",
+        {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "vocab_size": 248320,
+            },
+            "vision_config": {"depth": 24, "hidden_size": 1024, "out_hidden_size": 2560},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1-1.5b": (
+        "falcon_h1",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_d_ssm": 3072,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 256,
+            "mamba_n_groups": 1,
+            "vocab_size": 65536,
+        },
+    ),
+    "mamba2-1.3b": (
+        "mamba2",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_heads": 64,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
+            "vocab_size": 50288,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -190,7 +240,7 @@ def _other_config(name: str, layers: int | None) -> PretrainedConfig:
     text = config.get_text_config(decoder=True)
     if layers is not None:
         text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
+        if "layer_types" in vars(text) and text.layer_types:
             text.layer_types = text.layer_types[:layers]
     for each in (config, text):
         each.bos_token_id = each.eos_token_id = each.pad_token_id = None

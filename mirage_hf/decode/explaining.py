@@ -16,7 +16,7 @@ from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_pa
 from mirage_hf.errors import MirageError
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import StepPlan, UpdateRun
+from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import VIEWS
 
 
@@ -64,12 +64,12 @@ def explain_step(model: Any, rows: int = 1) -> tuple[list[Explained], list[Expla
     ((_, windows, sizes), *_) = rings_variants((None,) * config.num_hidden_layers)
     axes = axes_of_positions(model)
     plan = StepPlan(record_step(model, masks, rows, windows, sizes, axes), rows)
-    plan.schedule(
-        dict.fromkeys(plan.programs, _never_run),
-        dict.fromkeys(plan.attentions, lambda slots: _never_run),
-        dict.fromkeys(plan.updates, UpdateRun(_never_run)),
-    )
-    return _kernels(plan, model), _torch_ops(plan)
+    groups = dict.fromkeys(plan.programs, _never_run)
+    attention = dict.fromkeys(plan.attentions, lambda slots: _never_run)
+    plan.schedule(groups, attention)
+    kernels = _kernels(plan, model)
+    plan.schedule(groups, attention, dict.fromkeys(plan.regions_to_run(), RegionRun(_never_run)))
+    return kernels, _torch_ops(plan)
 
 
 def _never_run(operands: Any) -> Any:
@@ -87,12 +87,14 @@ def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
         ops = f"rms_norm, {ops}" if one.q.norm is not None else ops
         what = f"{one.q.heads} and {one.k.heads} heads of {one.head_dim}"
         counts[Explained("attention", what, ops, 1)] += 1
-    for update in plan.updates:
-        name = update.state.name.rpartition(".")[0]
-        ops = ", ".join(dict.fromkeys(op.name for op in update.graph.ops))
-        state = update.graph.outputs[0]
+    for region in plan.regions_to_run():
+        ops = ", ".join(dict.fromkeys(op.name for op in region.graph.ops))
+        if region.state is None:
+            counts[Explained("norm", plan.recording.nodes[region.nodes[0]].where, ops, 1)] += 1
+            continue
+        state = region.graph.outputs[0]
         size = 2 * math.prod(state.dims) * state.dtype.itemsize  # it is read and written
-        counts[Explained("state", name, ops, 1, size)] += 1
+        counts[Explained("state", region.state.name.rpartition(".")[0], ops, 1, size)] += 1
     return _counted(counts)
 
 

@@ -34,9 +34,9 @@ from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import Run, StepPlan, UpdateRun
+from mirage_hf.trace.plan import RegionRun, Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
-from mirage_hf.trace.states import StateUpdate
+from mirage_hf.trace.regions import Region
 from mirage_hf.trace.terms import Term
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
@@ -123,7 +123,9 @@ class _Tracer:
                 kernels = self._find_kernels(plan)
                 if not kernels:
                     raise TraceError("no product of its step has a kernel")
-                plan.schedule(kernels, self._find_attention(plan), self._find_updates(plan))
+                attention = self._find_attention(plan)
+                plan.schedule(kernels, attention)
+                plan.schedule(kernels, attention, self._find_regions(plan))
                 check.run(plan, batch, own_windows, sizes[0])
                 plans[batch, rings] = plan
             self._report(plan, batch)
@@ -139,13 +141,13 @@ class _Tracer:
                 kernels[group] = kernel.run
         return kernels
 
-    def _find_updates(self, plan: StepPlan) -> dict[StateUpdate, UpdateRun]:
-        """Return what runs the update of each state that has a kernel."""
-        kernels: dict[StateUpdate, UpdateRun] = {}
-        for update in plan.updates:
-            kernel = self._found(update.graph, plan)
+    def _find_regions(self, plan: StepPlan) -> dict[Region, RegionRun]:
+        """Return what runs each region that has a kernel, and that would run as torch ops."""
+        kernels: dict[Region, RegionRun] = {}
+        for region in plan.regions_to_run():
+            kernel = self._found(region.graph, plan)
             if not isinstance(kernel, str) and kernel.runs_kernel:
-                kernels[update] = UpdateRun(kernel.run, (0, 0) in kernel.in_place)
+                kernels[region] = RegionRun(kernel.run, (0, 0) in kernel.in_place)
         return kernels
 
     def _found(self, program: KernelGraph, plan: StepPlan) -> Resolved | str:
@@ -154,7 +156,7 @@ class _Tracer:
         if text not in self.found:
             if self.progress is not None:
                 graphs = [x.graph for x in plan.programs.values()]
-                graphs += [x.graph for x in plan.updates]
+                graphs += [x.graph for x in plan.regions]
                 total = len({str(graph) for graph in graphs} | self.found.keys())
                 self.progress("kernel", (len(self.found) + 1, total, TRACED))
             self.found[text] = self._kernel(program)
@@ -206,10 +208,16 @@ class _Tracer:
                 continue
             kernel = self.attention[ATTENTION.block(**one.sizes), rows][0]
             self.report_rows.append(resolved_row(row, kernel))
-        for update in plan.updates:
-            name, _, layer = update.state.name.rpartition(".")
-            row = ReportRow(f"layers.{layer}", TRACED, STOCK, part=f"state {name}", rows=rows)
-            self.report_rows.append(resolved_row(row, self.found[str(update.graph)]))
+        for region in plan.regions:
+            if str(region.graph) not in self.found:
+                continue
+            if region.state is not None:
+                name, _, layer = region.state.name.rpartition(".")
+                row = ReportRow(f"layers.{layer}", TRACED, STOCK, part=f"state {name}", rows=rows)
+            else:
+                where = plan.recording.nodes[region.nodes[0]].where
+                row = ReportRow(where, TRACED, STOCK, part="norm", rows=rows)
+            self.report_rows.append(resolved_row(row, self.found[str(region.graph)]))
         for group in plan.groups:
             names = [
                 weight_path(plan, product.operands[1], self.paths) for product in group.products

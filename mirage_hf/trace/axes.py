@@ -99,8 +99,14 @@ class Labelled:
     dims: Dims
 
 
-def is_view(node: Node) -> bool:
-    """Return whether a node gives its operand's elements, perhaps in another order."""
+def is_view(recording: Recording, node: Node) -> bool:
+    """Return whether a node gives its operand's elements, all of them, perhaps in another order."""
+    if node.name in ("aten.slice", "aten.select"):
+        source, output = node.args[0], node.outputs[0]
+        if not isinstance(source, (Value, Input, Held)) or output is None:
+            return False
+        sizes = fixed_shape(recording.meta(source)), fixed_shape(output)
+        return None not in sizes and math.prod(sizes[0] or ()) == math.prod(sizes[1] or ())
     return node.name in SAME_TENSOR or node.name in _VIEW_RULES
 
 
@@ -115,14 +121,14 @@ class Labels:
     Args:
         recording: The recording.
         members: The numbers of the nodes that are written. Views between them are no members.
-        state: The only tensor among those that they read that any node writes.
+        state: The only tensor that they may read although a node writes it.
     """
 
-    def __init__(self, recording: Recording, members: Iterable[int], state: Tensorlike):
+    def __init__(self, recording: Recording, members: Iterable[int], state: Input | None = None):
         self.recording = recording
         self.members, self.state = set(members), state
         self.changing = {s for node in recording.nodes for s in node.written}
-        self.changing.discard(recording.meta(state).storage)
+        self._of_state = None if state is None else recording.meta(state).storage
         self.known: dict[Any, Labelled] = {}
         #: The tensors in order of their first use.
         self.tensors: list[AxisTensor] = []
@@ -143,7 +149,10 @@ class Labels:
             node = self.recording.nodes[x.node]
             if x.node in self.members:
                 return self._computed(node)
-            if is_view(node) and self.recording.meta(x).storage not in self.changing:
+            storage = self.recording.meta(x).storage
+            if is_view(self.recording, node) and (
+                storage == self._of_state or storage not in self.changing
+            ):
                 found = self._viewed(node, x)
                 if found is not None:
                     return found
@@ -152,9 +161,7 @@ class Labels:
     def _given(self, x: Tensorlike) -> Labelled:
         shape = self._shape(x)
         storage = self.recording.meta(x).storage
-        if storage in self.changing or (
-            x != self.state and storage == self.recording.meta(self.state).storage
-        ):
+        if x != self.state and storage in self.changing:
             raise UnfitError("an operand is written, or is a part of the state")
         if not self.recording.meta(x).dtype.is_floating_point:
             raise UnfitError("an operand is no float")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mirage_hf.trace.record import Recording, Value
 
 
@@ -48,3 +50,19 @@ def ancestors(before: list[set[int]]) -> list[int]:
             bits |= closed[n] | 1 << n
         closed.append(bits)
     return closed
+
+
+def run_together(closed: list[int], nodes: Iterable[int]) -> None:
+    """Note that some nodes run as one: what needs one of them needs all, and what they need.
+
+    Args:
+        closed: For each node those that must run before it. It is changed.
+        nodes: The numbers of the nodes.
+    """
+    own = needed = 0
+    for n in nodes:
+        own |= 1 << n
+        needed |= closed[n]
+    for number, bits in enumerate(closed):
+        if bits & own or own >> number & 1:
+            closed[number] = bits | own | needed

@@ -15,8 +15,8 @@ from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value
+from mirage_hf.trace.regions import Region, find_regions
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
-from mirage_hf.trace.states import StateUpdate, find_updates
 from mirage_hf.trace.terms import Term, Terms
 
 #: Runs a program on its inputs. Outputs may be given: `run(inputs, out)`.
@@ -24,12 +24,12 @@ Run = Callable[..., list[Tensor]]
 
 
 @dataclass(frozen=True)
-class UpdateRun:
-    """What runs the update of a state.
+class RegionRun:
+    """What runs a region.
 
     Attributes:
         run: Runs its program.
-        is_in_place: Whether the next state may be written over the state.
+        is_in_place: Whether the next state may be written over the state that it updates.
     """
 
     run: Run
@@ -46,7 +46,7 @@ class Unit:
         program: The group's program.
         run: Runs it.
         attention: The attention of a layer, with its appends.
-        update: The update of a state.
+        region: Nodes without products.
     """
 
     nodes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Unit:
     program: GroupProgram | None = None
     run: Run | None = None
     attention: CachedAttention | None = None
-    update: StateUpdate | None = None
+    region: Region | None = None
 
 
 class StepPlan:
@@ -65,7 +65,7 @@ class StepPlan:
         terms: Its terms.
         programs: The program of each group that has one.
         reasons: Why other groups have none.
-        updates: The updates of states that have a program.
+        regions: The regions that have a program.
         attentions: The attention of each layer that a kernel may run.
     """
 
@@ -84,8 +84,9 @@ class StepPlan:
             else:
                 self.programs[group] = program
         self.attentions = find_attention(recording, rows)
-        taken = {term.node for group in self.programs for term in group.terms}
-        self.updates = find_updates(recording, needed_before, taken)
+        others = [{term.node for term in group.terms} for group in self.programs]
+        others += [{*one.appends, one.node} for one in self.attentions]
+        self.regions = find_regions(recording, needed_before, others)
         self.units: list[Unit] = []
         self._over_cache: dict[CachedAttention, Callable[[int], Run]] = {}
 
@@ -95,16 +96,16 @@ class StepPlan:
         self,
         kernels: Mapping[Group, Run],
         attention: Mapping[CachedAttention, Callable[[int], Run]] | None = None,
-        updates: Mapping[StateUpdate, UpdateRun] | None = None,
+        regions: Mapping[Region, RegionRun] | None = None,
     ) -> None:
         """Order the groups that have a kernel and the torch ops that are needed besides.
 
         Args:
             kernels: What runs the program of a group.
             attention: What runs the attention of a layer, by the slots of its cache.
-            updates: What runs the update of a state.
+            regions: What runs a region.
         """
-        self._updates = dict(updates or {})
+        self._region_runs = dict(regions or {})
         self._over_cache = dict(attention or {})
         nodes = self.recording.nodes
         by_group = {group: self._unit_of(group, run) for group, run in kernels.items()}
@@ -118,9 +119,11 @@ class StepPlan:
         for one in self._over_cache:
             numbers = (*one.appends, one.node)
             by_node |= dict.fromkeys(numbers, Unit(numbers, attention=one))
-        for update in self._updates:
-            unit = by_node[update.write] = Unit(update.nodes, update=update)
-            maker |= dict.fromkeys((result.value for result in update.results), unit)
+        for region in self._region_runs:
+            unit = Unit(region.nodes, region=region)
+            maker |= dict.fromkeys((result.value for result in region.results), unit)
+            if region.write is not None:
+                by_node[region.write] = unit
         needs: dict[Unit, set[Unit]] = {}
         waiting: list[Unit] = []
 
@@ -158,6 +161,11 @@ class StepPlan:
         self._add_effects(needs, by_node)
         self.units = _ordered(needs)
 
+    def regions_to_run(self) -> list[Region]:
+        """Return the regions whose nodes are scheduled as torch ops."""
+        left = {unit.nodes[0] for unit in self.units if unit.node is not None}
+        return [region for region in self.regions if left.issuperset(region.nodes)]
+
     def _unit_of(self, group: Group, run: Run) -> Unit:
         numbers = tuple(sorted({t.node for t in group.terms}))
         return Unit(numbers, program=self.programs[group], run=run)
@@ -171,7 +179,7 @@ class StepPlan:
         by_node = {number: unit for number, unit in by_node.items() if unit in needs}
         for number, unit in by_node.items():
             # what made the operands of an append is inside its unit, or is needed anyway
-            is_kernel = unit.attention is not None or unit.update is not None
+            is_kernel = unit.attention is not None or unit.region is not None
             before = self._effects[number] if is_kernel else self._before[number]
             needs[unit] |= {by_node[n] for n in before if n in by_node} - {unit}
 
@@ -189,8 +197,8 @@ class StepPlan:
         for unit in self.units:
             if unit.attention is not None:
                 action, is_constant = self._attention_action(unit.attention, inputs), False
-            elif unit.update is not None:
-                action, is_constant = self._update_action(unit.update, inputs), False
+            elif unit.region is not None:
+                action, is_constant = self._region_action(unit.region, inputs), False
             elif unit.node is not None:
                 action, is_constant = self._op_action(unit, inputs, sizes)
             else:
@@ -225,8 +233,8 @@ class StepPlan:
         if (one := unit.attention) is not None:
             read = (one.q.rows, one.k.rows, one.v.rows, one.q.cos, one.q.sin)
             return [x for x in read if isinstance(x, Value)]
-        if unit.update is not None:
-            return [x.source for x in unit.update.inputs if isinstance(x.source, Value)]
+        if unit.region is not None:
+            return [x.source for x in unit.region.inputs if isinstance(x.source, Value)]
         assert unit.program is not None
         keys: list[Any] = []
         for term in unit.program.inputs:
@@ -238,8 +246,8 @@ class StepPlan:
 
     def _results(self, unit: Unit) -> list[Any]:
         """Return what a group makes: it may be dropped at once, if nothing reads it."""
-        if unit.update is not None:
-            return [result.value for result in unit.update.results]
+        if unit.region is not None:
+            return [result.value for result in unit.region.results]
         if unit.program is None:
             return []
         terms = [term for term, _, _ in unit.program.results]
@@ -308,14 +316,14 @@ class StepPlan:
 
         return action
 
-    def _update_action(
-        self, update: StateUpdate, inputs: Mapping[str, Tensor]
+    def _region_action(
+        self, region: Region, inputs: Mapping[str, Tensor]
     ) -> Callable[[dict[Any, Tensor]], None]:
-        """Return what updates a state, in place if its kernel can."""
-        run, is_in_place = self._updates[update].run, self._updates[update].is_in_place
-        state, outputs = inputs[update.state.name], update.graph.outputs
-        # a reshaped state must be the same memory
-        is_in_place = is_in_place and state.is_contiguous()
+        """Return what runs a region. It updates its state in place if its kernel can."""
+        runs, outputs = self._region_runs[region], region.graph.outputs
+        state = None if region.state is None else inputs[region.state.name]
+        # only a contiguous state is the same memory in the form that the program has
+        is_in_place = state is not None and runs.is_in_place and state.is_contiguous()
 
         def given(source: Any, tensors: dict[Any, Tensor]) -> Tensor:
             if isinstance(source, Value):
@@ -323,14 +331,16 @@ class StepPlan:
             return inputs[source.name] if isinstance(source, Input) else source.tensor.detach()
 
         def action(tensors: dict[Any, Tensor]) -> None:
-            operands = [x.of(given(x.source, tensors)) for x in update.inputs]
+            operands = [x.of(given(x.source, tensors)) for x in region.inputs]
             if is_in_place:
                 others = [operands[0].new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
-                _, *results = run(operands, [operands[0], *others])
+                results = runs.run(operands, [operands[0], *others])[1:]
             else:
-                new, *results = run(operands)
-                state.copy_(new.reshape(state.shape))
-            for result, y in zip(update.results, results, strict=True):
+                results = runs.run(operands)
+                if state is not None:
+                    state.copy_(results[0].reshape(state.shape))
+                    results = results[1:]
+            for result, y in zip(region.results, results, strict=True):
                 tensors[result.value] = result.of(y)
 
         return action

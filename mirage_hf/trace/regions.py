@@ -1,8 +1,10 @@
-"""Find the updates of states, and write each as a tensor program.
+"""Find ops without products that become one program: updates of states, and norms.
 
 A recurrence reads its state, computes the next state and a result, and writes the state back. All
 ops on tensors as large as the state become one program, with the sums that make the result, so that
-the state is read and written once. Small ops around them join if nothing else reads what they make.
+the state is read and written once.
+
+Around any other sum, such as that of a norm, the elementwise ops before and after it join.
 """
 
 from __future__ import annotations
@@ -27,11 +29,17 @@ from mirage_hf.trace.axes import (
     is_view,
     may_be_written,
 )
+from mirage_hf.trace.order import run_together
 from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
 
-#: How many ops an update may have. The search takes seconds for more.
-MOST_OPS = 24
+#: How many ops a region may have. A search of 24 took minutes.
+MOST_OPS = 14
+
+#: How many ops a region has at least. For fewer, torch launches hardly more.
+FEWEST_OPS = 3
+
+_REDUCTIONS = ("aten.sum", "aten.mean", "aten.bmm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,65 +85,89 @@ class Result:
 
 
 @dataclass(eq=False)
-class StateUpdate:
-    """The update of a state as a program. Its first input and its first output are the state.
+class Region:
+    """Nodes that one program computes. If they update a state, it is the first input and output.
 
     Attributes:
-        state: The state.
-        nodes: The numbers of the nodes that the program computes, and of the write.
+        state: The state, or None.
+        nodes: The numbers of the nodes that the program computes, and of the state's write.
         graph: The program.
         inputs: Its inputs, in order.
-        results: Its outputs after the first, in order.
+        results: Its outputs, in order, without the state.
     """
 
-    state: Input
+    state: Input | None
     nodes: tuple[int, ...]
     graph: KernelGraph
     inputs: list[Operand]
     results: list[Result]
 
     @property
-    def write(self) -> int:
+    def write(self) -> int | None:
         """The number of the node that writes the state."""
-        return self.nodes[-1]
+        return None if self.state is None else self.nodes[-1]
 
 
-def find_updates(
-    recording: Recording, ancestors: Sequence[int], taken: Collection[int]
-) -> list[StateUpdate]:
-    """Return the updates of states that can be written as programs.
+def find_regions(
+    recording: Recording, ancestors: Sequence[int], others: Sequence[Collection[int]]
+) -> list[Region]:
+    """Return the regions of a recording.
 
     Args:
         recording: The recording.
         ancestors: For each node those that must run before it (`order.ancestors`).
-        taken: The numbers of nodes that other programs compute.
+        others: For each other unit that runs as one the numbers of its nodes.
     """
-    finder = _Finder(recording, ancestors, taken)
-    found = []
-    for number in finder.writes():
-        members = finder.members_of(number)
-        if members is None:
-            continue
+    finder = _Finder(recording, ancestors)
+    found: list[Region] = []
+    for nodes in others:
+        finder.take(nodes)
+
+    def add(members: set[int] | None, write: int | None = None) -> None:
+        if members is None or finder.needs_itself(members):
+            return
         try:
-            found.append(_Writer(recording, finder, number, members).write())
+            found.append(_Writer(recording, finder, members, write).write())
         except UnfitError:
-            continue
-        finder.taken.update(members)
+            return
+        finder.take(members)
+
+    for number in finder.writes():
+        add(finder.members_of_update(number), number)
+    for number in finder.sums():
+        add(finder.members_around(number))
     return found
 
 
 class _Finder:
-    """Chooses the nodes of each update."""
+    """Chooses the nodes of each region."""
 
-    def __init__(self, recording: Recording, ancestors: Sequence[int], taken: Collection[int]):
-        self.recording, self.nodes, self.ancestors = recording, recording.nodes, ancestors
-        self.taken = set(taken)
+    def __init__(self, recording: Recording, ancestors: Sequence[int]):
+        self.recording, self.nodes = recording, recording.nodes
+        self.ancestors = [*ancestors]
+        self.taken: set[int] = set()
         self.changing = {s for node in self.nodes for s in node.written}
         self._readers: dict[Tensorlike, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for x in node.operands():
                 if not isinstance(x, Held):
                     self._readers.setdefault(x, []).append(number)
+
+    def take(self, nodes: Collection[int]) -> None:
+        """Note that some nodes run as one, and are in no other region."""
+        self.taken.update(nodes)
+        run_together(self.ancestors, nodes)
+
+    def needs_itself(self, members: Collection[int]) -> bool:
+        """Return whether something that members read must run after one of them."""
+        bits = sum(1 << n for n in members)
+        read = {maker for n in members for maker in self.makers(n)} - set(members)
+        return any(self.ancestors[maker] & bits for maker in read)
+
+    def depends_on(self, x: Tensorlike | None, members: Collection[int]) -> bool:
+        """Return whether a tensor is made from what some nodes make."""
+        bits = sum(1 << n for n in members)
+        return isinstance(x, Value) and bool((self.ancestors[x.node] | 1 << x.node) & bits)
 
     def writes(self) -> Iterator[int]:
         """Iterate over the nodes that are a state's only write."""
@@ -154,7 +186,7 @@ class _Finder:
     def readers(self, x: Tensorlike) -> Iterator[int]:
         """Iterate over the nodes that read a tensor, or a view of it. Views are left out."""
         for number in self._readers.get(x, ()):
-            if is_view(self.nodes[number]):
+            if is_view(self.recording, self.nodes[number]):
                 for output, meta in enumerate(self.nodes[number].outputs):
                     if meta is not None:
                         yield from self.readers(Value(number, output))
@@ -167,7 +199,7 @@ class _Finder:
         waiting = [x.node for x in self.nodes[number].operands() if isinstance(x, Value)]
         while waiting:
             maker = waiting.pop()
-            if is_view(self.nodes[maker]):
+            if is_view(self.recording, self.nodes[maker]):
                 operands = self.nodes[maker].operands()
                 waiting += [x.node for x in operands if isinstance(x, Value)]
             else:
@@ -193,7 +225,7 @@ class _Finder:
             and fixed_shape(meta) is not None
         )
 
-    def members_of(self, write: int) -> set[int] | None:
+    def members_of_update(self, write: int) -> set[int] | None:
         """Return the nodes of an update, None if it is not computed from the state."""
         state = self.nodes[write].args[0]
         shape = fixed_shape(self.recording.meta(state))
@@ -208,6 +240,20 @@ class _Finder:
         self._add_what_follows(members, size)
         self._add_what_leads(members)
         return members
+
+    def sums(self) -> Iterator[int]:
+        """Iterate over the sums and means that no region has yet."""
+        for number, node in enumerate(self.nodes):
+            if node.name in ("aten.sum", "aten.mean") and self.may_join(number):
+                yield number
+
+    def members_around(self, number: int) -> set[int] | None:
+        """Return a sum with the elementwise ops around it, None if they are few."""
+        members = {number}
+        self._add_what_leads(members)
+        self._add_what_follows(members)
+        self._add_what_leads(members)
+        return members if len(members) >= FEWEST_OPS else None
 
     def _core(self, write: int, size: int, first_readers: list[int]) -> set[int] | None:
         """Return what computes the next state on tensors of its size, and from such tensors."""
@@ -227,20 +273,25 @@ class _Finder:
             waiting += self.makers(number)
         return members if members.issuperset(first_readers) else None
 
-    def _add_what_follows(self, members: set[int], size: int) -> None:
-        """Add sums over tensors of the state's size, and elementwise ops that follow them."""
+    def _add_what_follows(self, members: set[int], size: int | None = None) -> None:
+        """Add elementwise ops that follow.
+
+        Args:
+            members: The nodes so far.
+            size: Sums over tensors of so many elements join too, None if no sum does.
+        """
         waiting = sorted(members)
         bits = sum(1 << n for n in members)
         while waiting and len(members) < MOST_OPS:
             number = waiting.pop(0)
             for user in sorted(set(self.readers(Value(number)))):
-                if user in members or not self.may_join(user):
+                if user in members or not self.may_join(user) or len(members) == MOST_OPS:
                     continue
                 makers = self.makers(user)
-                reduces = self.nodes[user].name in ("aten.sum", "aten.mean", "aten.bmm")
-                if reduces and not any(self.size(m) >= size and m in members for m in makers):
+                large = [m for m in makers if m in members and size and self.size(m) >= size]
+                if self.nodes[user].name in _REDUCTIONS and not large:
                     continue
-                # what it reads must not depend on the update, except through members
+                # what it reads must not depend on the region, except through members
                 if any(m not in members and self.ancestors[m] & bits for m in makers):
                     continue
                 members.add(user)
@@ -248,59 +299,70 @@ class _Finder:
                 waiting = sorted({*waiting, user})
 
     def _add_what_leads(self, members: set[int]) -> None:
-        """Add ops that make operands, if only the update reads what they make."""
+        """Add elementwise ops that make operands, if only the region reads what they make."""
         waiting = sorted({m for n in members for m in self.makers(n)} - members)
         while waiting and len(members) < MOST_OPS:
             number = waiting.pop()
-            if self.may_join(number) and members.issuperset(self.readers(Value(number))):
+            if self.nodes[number].name in _REDUCTIONS or not self.may_join(number):
+                continue
+            if members.issuperset(self.readers(Value(number))):
                 members.add(number)
                 waiting = sorted({*waiting, *self.makers(number)} - members)
 
 
 class _Writer:
-    """Writes an update as a program."""
+    """Writes a region as a program."""
 
-    def __init__(self, recording: Recording, finder: _Finder, write: int, members: set[int]):
+    def __init__(self, recording: Recording, finder: _Finder, members: set[int], write: int | None):
         self.recording, self.finder = recording, finder
-        self.number, self.members = write, members
-        state = recording.nodes[write].args[0]
-        self.labels = Labels(recording, members, state)
+        self.members, self.number = members, write
+        self.state: Input | None = None
+        self.new: Value | None = None
+        if write is not None:
+            self.state, self.new = recording.nodes[write].args
+        self.labels = Labels(recording, members, self.state)
         self.graph = new_kernel_graph()
         self.made: dict[AxisTensor, DTensor] = {}
 
-    def write(self) -> StateUpdate:
-        """Return the update.
+    def write(self) -> Region:
+        """Return the region.
 
         Raises:
             UnfitError: It cannot be written as a program.
         """
-        state, value = self.recording.nodes[self.number].args
-        labelled = self.labels.of(state)
+        # pairs of where a result goes and what it is
+        places = [] if self.state is None else [self._next_state()]
         for number in sorted(self.members):
             self.labels.of(Value(number))
-        written = self.labels.of(value)
-        for a, b in zip(labelled.dims, written.dims, strict=True):
-            align(a, b)
-        results = self._results(value)
-        used = self._used([written, *(x for _, x in results)])
-        self._merge(used, [labelled, *(x for _, x in results)])
-        inputs = [self._input(labelled.tensor)]
-        for tensor in used:
-            if tensor.source is not None and tensor is not labelled.tensor:
-                inputs.append(self._input(tensor))
+        results = self._results()
+        places += [(x, x) for _, x in results]
+        used = self._used([x for _, x in places])
+        self._merge(used, places[0][0])
+        given = [tensor for tensor in used if tensor.source is not None]
+        if any(self.finder.depends_on(tensor.source, self.members) for tensor in given):
+            raise UnfitError("an operand is a part of a result")
+        given.sort(key=lambda tensor: tensor.source != self.state)  # the state comes first
+        inputs = [self._input(tensor) for tensor in given]
         for tensor in used:
             if tensor.source is None:
                 self._compute(tensor)
-        outputs = [
-            self._as_result(labelled, written, self.recording.meta(state).dtype),
-            *(self._as_result(x, x, self.recording.meta(v).dtype) for v, x in results),
-        ]
+        recorded: list[Tensorlike] = [] if self.state is None else [self.state]
+        dtypes = [self.recording.meta(x).dtype for x in [*recorded, *(v for v, _ in results)]]
+        outputs = [self._output(*pair, dtype) for pair, dtype in zip(places, dtypes, strict=True)]
         self.graph.mark_output(*outputs)
-        nodes = (*sorted(self.members), self.number)
-        shaped = [self._result(v, x) for v, x in results]
-        return StateUpdate(state, nodes, self.graph, inputs, shaped)
+        nodes = (*sorted(self.members), *([] if self.number is None else [self.number]))
+        shaped = [self._result(value, x) for value, x in results]
+        return Region(self.state, nodes, self.graph, inputs, shaped)
 
-    def _results(self, written: Value) -> list[tuple[Value, Labelled]]:
+    def _next_state(self) -> tuple[Labelled, Labelled]:
+        """Return the axes of the state and of what is written over it."""
+        assert self.state is not None and self.new is not None
+        state, new = self.labels.of(self.state), self.labels.of(self.new)
+        for a, b in zip(state.dims, new.dims, strict=True):
+            align(a, b)
+        return state, new
+
+    def _results(self) -> list[tuple[Value, Labelled]]:
         """Return the members' results that other nodes read."""
         own = {*self.members, self.number}
         found = []
@@ -308,9 +370,6 @@ class _Writer:
             readers = set(self.finder.readers(Value(number)))
             if not readers <= own:
                 found.append((Value(number), self.labels.of(Value(number))))
-        for _, x in found:
-            if set(atoms_of(x.tensor.own)) != set(_atoms(x)):
-                raise UnfitError("a result repeats along an axis")
         return found
 
     def _used(self, results: Sequence[Labelled]) -> list[AxisTensor]:
@@ -330,9 +389,9 @@ class _Writer:
 
     # -- dims of the program -----------------------------------------------------------------------
 
-    def _merge(self, used: Sequence[AxisTensor], results: Sequence[Labelled]) -> None:
+    def _merge(self, used: Sequence[AxisTensor], first: Labelled) -> None:
         """Choose the program's dims: the axes in order, those merged that are always together."""
-        order = dict.fromkeys(_atoms(results[0]))
+        order = dict.fromkeys(_atoms(first))
         for tensor in used:
             order |= dict.fromkeys(atoms_of(tensor.own))
         carried = [set(atoms_of(tensor.own)) for tensor in used]
@@ -384,7 +443,7 @@ class _Writer:
                 x = self.graph.apply("reduction", [x], {"dim": dim, **tensor.attrs})
         self.made[tensor] = x
 
-    def _as_result(self, place: Labelled, x: Labelled, dtype: torch.dtype) -> DTensor:
+    def _output(self, place: Labelled, x: Labelled, dtype: torch.dtype) -> DTensor:
         """Return the output for a result. It must vary along all axes of its place."""
         if x.tensor.source is not None or set(atoms_of(x.tensor.own)) != set(_atoms(place)):
             raise UnfitError("a result repeats along an axis")

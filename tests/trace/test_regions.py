@@ -1,8 +1,9 @@
-"""Updates of states as programs: they compute what was recorded, over the state itself."""
+"""Regions as programs: they compute what was recorded, and update states in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.trace.plan import StepPlan, UpdateRun
-from tests.helpers.traced_functions import normal, recorded
+from mirage_hf.trace.plan import RegionRun, StepPlan
+from tests.helpers.traced_functions import normal, outputs_of, recorded, results_of
 
 ROWS, HEADS, KEYS, VALUES = 2, 4, 8, 6
 STATE = normal(ROWS, HEADS, KEYS, VALUES, seed=1)
@@ -94,12 +95,12 @@ def state_and_result(plan: StepPlan, inputs: dict[str, Tensor], out: Tensor) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_computes_what_was_recorded(name: str, in_place: bool) -> None:
     plan, inputs, out = planned(name)
-    (update,) = plan.updates
+    (region,) = plan.regions
     ran = []
 
     def run(operands: list[Tensor], outputs: list[Tensor] | None = None) -> list[Tensor]:
         ran.append(outputs is not None)
-        results = run_kernel_graph(update.graph, operands)
+        results = run_kernel_graph(region.graph, operands)
         if outputs is None:
             return results
         return [y.copy_(x) for y, x in zip(outputs, results, strict=True)]
@@ -107,7 +108,7 @@ def test_an_update_computes_what_was_recorded(name: str, in_place: bool) -> None
     plan.schedule({})
     wanted = state_and_result(plan, inputs, out)
     assert not ran
-    plan.schedule({}, updates={update: UpdateRun(run, in_place)})
+    plan.schedule({}, regions={region: RegionRun(run, in_place)})
     got = state_and_result(plan, inputs, out)
     assert ran == [in_place] * 2
     assert not torch.equal(wanted[0], inputs["state"]) and wanted[1].abs().max() > 0
@@ -118,13 +119,13 @@ def test_an_update_computes_what_was_recorded(name: str, in_place: bool) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_the_state_is_read_and_written_by_the_program_alone(name: str) -> None:
     plan, _, _ = planned(name)
-    (update,) = plan.updates
-    plan.schedule({}, updates={update: UpdateRun(lambda *_: [])})
+    (region,) = plan.regions
+    plan.schedule({}, regions={region: RegionRun(lambda *_: [])})
     left = [u.node.name for u in plan.units if u.node is not None]
     assert "aten.exp" not in left and "aten.bmm" not in left, left
     assert left.count("aten.copy_") == 1, left  # of the result into its place
     size = STATE.numel()
-    assert sum(t.numel() >= size for t in map(_zeros, update.graph.inputs)) == 1
+    assert sum(t.numel() >= size for t in map(_zeros, region.graph.inputs)) == 1
 
 
 def _zeros(t: object) -> Tensor:
@@ -133,8 +134,8 @@ def _zeros(t: object) -> Tensor:
 
 def test_heads_that_share_a_key_read_it_once() -> None:
     plan, _, _ = planned("gated delta")
-    (update,) = plan.updates
-    sizes = [t.dims for t in update.graph.inputs]
+    (region,) = plan.regions
+    sizes = [t.dims for t in region.graph.inputs]
     assert sum(torch.empty(dims).numel() == ROWS * HEADS // 2 * KEYS for dims in sizes) == 2, sizes
 
 
@@ -168,7 +169,7 @@ def reads_a_part_too(state: Tensor, x: Tensor) -> Tensor:
 def test_other_writes_run_as_they_are(function: Callable[..., Tensor]) -> None:
     inputs = {"state": STATE, "x": normal(*STATE.shape, seed=3)}
     plan = StepPlan(recorded(function, inputs), ROWS)
-    assert not plan.updates
+    assert not plan.regions
     plan.schedule({})
     given = {n: x.clone() for n, x in inputs.items()}
     result = function(**given)
@@ -187,9 +188,43 @@ def test_ops_without_a_row_stay_around_an_update() -> None:
 
     inputs = {"state": STATE, "x": normal(*STATE.shape, seed=3)}
     plan = StepPlan(recorded(function, inputs), ROWS)
-    (update,) = plan.updates
+    (region,) = plan.regions
     wanted = function(**{n: x.clone() for n, x in inputs.items()})
-    plan.schedule({}, updates={update: UpdateRun(lambda xs: run_kernel_graph(update.graph, xs))})
+    plan.schedule({}, regions={region: RegionRun(lambda xs: run_kernel_graph(region.graph, xs))})
     given = {n: x.clone() for n, x in inputs.items()} | {"out.0": torch.zeros_like(wanted)}
     plan.bind(given, ())()
     torch.testing.assert_close(given["out.0"], wanted)
+
+
+def test_regions_do_not_wait_for_each_other() -> None:
+    """Both sums could have both products: then each region would need the other one first."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a, b = x * x, y * y
+        first = a.sum(-1, keepdim=True).exp().sqrt()
+        second = b.sum(-1, keepdim=True).exp().sqrt()
+        return (first * b.cumsum(-1)).exp() * 2.0, (second * a.cumsum(-1)).exp() * 2.0
+
+    inputs = {"x": 0.1 * normal(3, 2, 8), "y": 0.1 * normal(3, 2, 8, seed=1)}
+    wanted = outputs_of(function, inputs)
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    assert len(plan.regions) == 2
+    regions = {r: RegionRun(partial(run_kernel_graph, r.graph)) for r in plan.regions}
+    plan.schedule({}, regions=regions)
+    for got, x in zip(results_of(plan, inputs, wanted), wanted, strict=True):
+        torch.testing.assert_close(got, x)
+
+
+def test_a_part_of_a_result_is_read_after_its_region() -> None:
+    """As in a RoPE over a part of each head, after a norm."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+        return y * torch.cat((y[..., 4:], y[..., :4]), -1)
+
+    inputs = {"x": normal(3, 2, 8)}
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    (region,) = plan.regions
+    plan.schedule({}, regions={region: RegionRun(partial(run_kernel_graph, region.graph))})
+    wanted = outputs_of(function, inputs)
+    torch.testing.assert_close(results_of(plan, inputs, wanted)[0], wanted[0])
