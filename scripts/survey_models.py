@@ -13,8 +13,8 @@ after `restore`. It does so for one text, and for three texts of different lengt
 get an image. Every text must be stock's. Each type runs in a process of its own, and gives a line
 of JSON.
 
-`--table` counts the types by class, and `--grid` prints a table for the docs. If a file has a type
-several times, the last line counts. The classes are:
+`--table` counts the types by class, and `--grid` prints two tables for the docs. If a file has a
+type several times, the last line counts. The classes are:
 
 - whole steps: all steps ran by kernels, or as traced steps whose products run by kernels.
 - some: something was replaced, but steps ran the model's own forward or stock's generate.
@@ -174,10 +174,10 @@ def text_calls(model: Any, model_type: str) -> list[Call]:
 
 def sound_inputs(model: Any, batch: int) -> dict[str, Tensor]:
     """Return random sound: samples, or the features of frames."""
-    name = model.main_input_name
-    if name == "input_values":
-        return {name: torch.randn(batch, 4000)}
-    config = model.config
+    name, config = model.main_input_name, model.config
+    if name in ("input_values", "inputs"):
+        return {"input_values": torch.randn(batch, 4000)}
+    config = getattr(config, "encoder_config", config)
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
         return {name: torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)}
     width = getattr(config, "input_feat_per_channel", None) or config.num_mel_bins
@@ -492,7 +492,10 @@ def main() -> None:
         if args.table:
             print(table(rows_of(args.table)))
         if args.grid:
-            print(grid(rows_of(args.grid)))
+            rows = rows_of(args.grid)
+            for part in (False, True):
+                if chosen_rows := [row for row in rows if ("/" in row["type"]) == part]:
+                    print(grid(chosen_rows))
         return
     if args.out is None:
         parser.error("--out is missing")

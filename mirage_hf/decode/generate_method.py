@@ -20,6 +20,7 @@ from mirage_hf.decode.generate import generate
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.routing import (
+    COVERED_MODES,
     effective_options,
     rejected_arguments,
     rejected_model,
@@ -46,11 +47,13 @@ class CoveredCall:
         runner: What the model keeps between calls.
         streamer: Gets every token, if there is one. Stock's generate gives it the prompt.
         cache_is_users: Whether the user passed a cache.
+        is_segment: Whether the model's own generate calls the standard one, maybe several times.
     """
 
     runner: DecodeRunner
     streamer: Any
     cache_is_users: bool
+    is_segment: bool = False
 
     def __call__(
         self,
@@ -65,8 +68,23 @@ class CoveredCall:
         inputs = CallInputs(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
-        return generate(
-            self.runner, inputs, streamer=self.streamer, cache_is_users=self.cache_is_users
+        try:
+            return generate(
+                self.runner, inputs, streamer=self.streamer, cache_is_users=self.cache_is_users
+            )
+        except NotCoveredError as reason:
+            # earlier segments stay as they are, so only this one runs stock
+            if not self.is_segment or generation_config.get_generation_mode() not in COVERED_MODES:
+                raise
+            self.runner.count(f"stock: {reason}")
+        return type(model)._sample(
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=self.streamer,
+            **model_kwargs,
         )
 
 
@@ -205,10 +223,8 @@ class Generate:
         if streamer is not None:
             arguments["streamer"] = _PromptStreamer(streamer)
         cache_is_users = arguments.get("past_key_values") is not None
-        arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache_is_users)
         is_own = type(model).generate is not GenerationMixin.generate
-        if is_own and streamer is not None:
-            return "a streamer, with the model's own generate"
+        arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache_is_users, is_own)
         if given is None and not is_own and self._has_no_options(model.config):
             return _with_config(arguments, names)
         return arguments

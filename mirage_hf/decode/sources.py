@@ -20,7 +20,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import has_keys
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
-from mirage_hf.trace.record import Input
+from mirage_hf.trace.record import Input, TraceError
 
 #: Names in `CacheBlock.sources`: the encoder's output (batch, slots, width), which slots each row
 #: sees (batch, slots), and the same as an additive mask (batch, 1, 1, slots). The names of keys and
@@ -35,9 +35,10 @@ MaskUse = Literal["hides", "ignores", "other"]
 
 @dataclass
 class EncoderOutput(BaseModelOutput):
-    """The output of an encoder, with the field that encoders of sound add."""
+    """The output of an encoder, with the fields that encoders of sound and of experts add."""
 
     attention_mask: Tensor | None = None
+    router_logits: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +158,16 @@ def new_cache(model: Any) -> Any:
 
 
 def source_width(model: Any) -> int:
-    """Return the width of the encoder's output."""
-    return int(model.get_encoder().config.hidden_size)
+    """Return the width of the encoder's output.
+
+    Raises:
+        TraceError: Its config does not have it.
+    """
+    config = getattr(model.get_encoder(), "config", model.config)
+    width = getattr(config.get_text_config(encoder=True), "hidden_size", None)
+    if not isinstance(width, int):
+        raise TraceError("the config of its encoder has no hidden_size")
+    return width
 
 
 def takes_positions(model: Any) -> bool:

@@ -6,16 +6,18 @@ Kernels run their programs op by op here, so that no search is needed.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode import trace_check
+from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.errors import OptimizeWarning
 from tests.helpers.encoder_decoders import MODELS, POSITIONS, built, inputs, whisper_with_timestamps
 from tests.helpers.generate_comparison import assert_same_cache
@@ -127,11 +129,26 @@ def test_segments_of_long_sound_with_timestamps() -> None:
     assert steps(ours)["traced"] > 1 and not stocks(ours)
 
 
-def test_a_streamer_of_whisper_runs_stock() -> None:
-    _, ours = pair("whisper", (1,))
-    why = "a streamer, with the model's own generate"
-    covered = ours.generate._cover(ours, (), {"streamer": object()})
-    assert covered == why
+def test_only_the_segments_that_need_it_run_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mirage_hf.decode import generate_method
+
+    stock = whisper_with_timestamps()
+    ours = optimize(twin_of(stock), batch_sizes=(1,), verify=False)
+    run, calls = generate_method.generate, []
+
+    def every_second(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            raise NotCoveredError("a reason")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(generate_method, "generate", every_second)
+    features = torch.randn(1, 16, 700, generator=torch.Generator().manual_seed(1))
+    given = {"input_features": features, "return_timestamps": True, **SHORT}
+    agree(stock, ours, {**given, "attention_mask": torch.ones(1, 700, dtype=torch.long)})
+    assert len(calls) > 1
+    assert steps(ours)["traced"] == (len(calls) + 1) // 2
+    assert stocks(ours) == ["stock: a reason"]
 
 
 def test_prompts_of_a_decoder_with_padding() -> None:
@@ -184,7 +201,8 @@ def test_a_users_cache_is_filled_and_continued() -> None:
     assert steps(ours) == {"traced": 2}
 
 
-def test_streamers_get_every_token_once() -> None:
+@pytest.mark.parametrize("name", ["pegasus", "whisper"])
+def test_streamers_get_every_token_once(name: str) -> None:
     class Tokens(BaseStreamer):
         def __init__(self) -> None:
             self.tokens: list[int] = []
@@ -195,7 +213,7 @@ def test_streamers_get_every_token_once() -> None:
         def end(self) -> None:
             self.tokens.append(-1)
 
-    stock, ours = pair("pegasus", (1,))
+    stock, ours = pair(name, (1,))
     streamed = []
     for model in (stock, ours):
         streamer = Tokens()
@@ -295,3 +313,11 @@ def test_a_changed_model_runs_stock() -> None:
     stock.load_state_dict(copy.deepcopy(ours.state_dict()))
     agree(stock, ours, {**inputs(stock, 1), **SHORT})
     assert stocks(ours) == ["stock: the model has changed since optimize()"]
+
+
+def test_an_encoder_of_unknown_width_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("bart")
+    encoder = SimpleNamespace(config=PretrainedConfig())
+    monkeypatch.setattr(type(model), "get_encoder", lambda _: encoder)
+    with pytest.warns(OptimizeWarning, match="the config of its encoder has no hidden_size"):
+        optimize(model, batch_sizes=(1,), verify=False)
