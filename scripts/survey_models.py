@@ -8,7 +8,7 @@
 
 Takes every type with a causal-LM or an image-text-to-text head, and as NAME/seq2seq or NAME/speech
 every type with a head for texts or speech after an encoder. Each is built from a small random
-config, in float32 on the CPU. It generates 10 tokens as stock, twice after `optimize`, and again
+config, in float32 on the CPU. It generates tokens as stock, twice after `optimize`, and a few again
 after `restore`. It does so for one text, and for three texts of different lengths. Some types also
 get an image. Every text must be stock's. Each type runs in a process of its own, and gives a line
 of JSON.
@@ -71,6 +71,9 @@ Row = dict[str, Any]
 
 #: The classes of types, in the order of the table.
 CLASSES = ("whole steps", "some", "nothing", "unbuilt", "error", "WRONG TOKENS")
+
+#: New tokens of each text after `restore`.
+FEW_TOKENS = 8
 
 #: The most parameters that a small model may have.
 MOST_PARAMETERS = 300_000_000
@@ -193,36 +196,38 @@ def calls_of(model: Any, model_type: str) -> list[Call]:
     return calls
 
 
-def generate(model: Any, call: Call) -> Tensor:
+def generate(model: Any, call: Call, tokens: int) -> Tensor:
     """Return the text that greedy generate gives for a call."""
-    text = _generated(model, call)
+    text = _generated(model, call, tokens)
     return text if isinstance(text, Tensor) else text.sequences
 
 
-def _generated(model: Any, call: Call, **kwargs: Any) -> Any:
+def _generated(model: Any, call: Call, tokens: int, **kwargs: Any) -> Any:
     torch.manual_seed(3)  # some models draw numbers in their forward
-    return model.generate(**call.inputs, max_new_tokens=10, do_sample=False, **kwargs)
+    return model.generate(**call.inputs, max_new_tokens=tokens, do_sample=False, **kwargs)
 
 
 # -- one type --------------------------------------------------------------------------------------
 
 
-def survey(model_type: str, head: str) -> Row:
+def survey(model_type: str, head: str, tokens: int) -> Row:
     """Return the row of a type."""
     row: Row = {"type": model_type, "head": head, "transformers": transformers.__version__}
     try:
         model = build(model_type, head)
         row["params"] = _parameters(model)
-        calls, wanted, row["not_run"] = _stock_texts(model, model_type)
+        calls, wanted, row["not_run"] = _stock_texts(model, model_type, tokens)
     except Exception as error:  # whatever a model of another project raises
         return row | {"unbuilt": _described(error)}
     try:
-        return row | _compared(model, calls, wanted)
+        return row | _compared(model, calls, wanted, tokens)
     except Exception as error:  # an error of ours is a result
         return row | {"error": _described(error)}
 
 
-def _stock_texts(model: Any, model_type: str) -> tuple[list[Call], list[Tensor], dict[str, str]]:
+def _stock_texts(
+    model: Any, model_type: str, tokens: int
+) -> tuple[list[Call], list[Tensor], dict[str, str]]:
     """Return the calls that stock can run, their texts, and why stock cannot run the others."""
     calls, wanted, not_run = [], [], {}
     try:
@@ -231,7 +236,7 @@ def _stock_texts(model: Any, model_type: str) -> tuple[list[Call], list[Tensor],
         planned, not_run["image"] = text_calls(model, model_type), _described(error)
     for call in planned:
         try:
-            text = generate(model, call)
+            text = generate(model, call, tokens)
         except Exception as error:  # stock may refuse padding, or images
             if call.name == "batch 1":
                 raise
@@ -242,7 +247,7 @@ def _stock_texts(model: Any, model_type: str) -> tuple[list[Call], list[Tensor],
     return calls, wanted, not_run
 
 
-def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor]) -> Row:
+def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor], tokens: int) -> Row:
     """Return what optimize() did, and whether texts are stock's with it and after restore()."""
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
@@ -258,7 +263,7 @@ def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor]) -> Ro
     }
     for call, text in zip(calls, wanted, strict=True):
         before = _decode_counts(model)
-        texts = [generate(model, call) for _ in range(2)]
+        texts = [generate(model, call, tokens) for _ in range(2)]
         row["equal"][call.name] = all(torch.equal(ours, text) for ours in texts)
         row["decode"][call.name] = dict(_decode_counts(model) - before)
         if not row["equal"][call.name]:
@@ -267,10 +272,11 @@ def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor]) -> Ro
         row |= _report_facts(model)
         mirage_hf.restore(model)
     for call, text in zip(calls, wanted, strict=True):
-        row["restored"][call.name] = torch.equal(generate(model, call), text)
+        again = generate(model, call, min(tokens, FEW_TOKENS))[:, :-1]  # the last may be forced
+        row["restored"][call.name] = torch.equal(again, text[:, : again.shape[1]])
         if not row["equal"][call.name]:
             row.setdefault("wanted", {})[call.name] = text.tolist()
-            row.setdefault("margin", {})[call.name] = _margins(model, call)
+            row.setdefault("margin", {})[call.name] = _margins(model, call, tokens)
     return row
 
 
@@ -291,10 +297,10 @@ def _report_facts(model: Any) -> Row:
     }
 
 
-def _margins(model: Any, call: Call) -> Any:
+def _margins(model: Any, call: Call, tokens: int) -> Any:
     """Return by how much stock's tokens win, for each step: near 0, rounding may change them."""
     try:
-        out = _generated(model, call, return_dict_in_generate=True, output_logits=True)
+        out = _generated(model, call, tokens, return_dict_in_generate=True, output_logits=True)
         best = [logits.float().topk(2).values for logits in out.logits]
         return [round((b[:, 0] - b[:, 1]).min().item(), 6) for b in best]
     except Exception as error:  # a generate of the model's own
@@ -313,11 +319,11 @@ def _described(error: BaseException) -> str:
 # -- all types -------------------------------------------------------------------------------------
 
 
-def in_own_process(model_type: str, head: str, seconds: float) -> Row:
+def in_own_process(model_type: str, head: str, tokens: int, seconds: float) -> Row:
     """Return the row of a type, from a process that ends after some seconds."""
     context = multiprocessing.get_context("fork")  # so that torch is imported once
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_row, args=(model_type, head, theirs))
+    process = context.Process(target=_send_row, args=(model_type, head, tokens, theirs))
     process.start()
     theirs.close()
     failed = {"type": model_type, "head": head, "transformers": transformers.__version__}
@@ -334,20 +340,20 @@ def in_own_process(model_type: str, head: str, seconds: float) -> Row:
         process.join()
 
 
-def _send_row(model_type: str, head: str, to: Connection) -> None:
+def _send_row(model_type: str, head: str, tokens: int, to: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     with contextlib.redirect_stdout(None):  # some models print
-        row = survey(model_type, head)
+        row = survey(model_type, head, tokens)
     to.send(row)
 
 
-def run(types: Mapping[str, str], out: Path, seconds: float) -> None:
+def run(types: Mapping[str, str], out: Path, tokens: int, seconds: float) -> None:
     """Survey types, and append a line for each to a file."""
     with out.open("a") as file:
         for number, (model_type, head) in enumerate(types.items(), 1):
-            row = in_own_process(model_type, head, seconds)
+            row = in_own_process(model_type, head, tokens, seconds)
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(f"{number}/{len(types)} {model_type}: {class_of(row)}", flush=True)
@@ -484,6 +490,7 @@ def main() -> None:
     parser.add_argument("types", nargs="*", help="names of types; all if none is given")
     parser.add_argument("--out", type=Path, help="append a line of JSON for each type")
     parser.add_argument("--part", type=part_of, default=(0, 1), help="such as 0/2: every second")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
     parser.add_argument("--seconds", type=float, default=200, help="the most for one type")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="count the classes")
     parser.add_argument("--grid", type=Path, nargs="+", metavar="FILE", help="print markdown")
@@ -504,7 +511,7 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [name for name in types if not args.types or name in args.types]
     first, parts = args.part
-    run({name: types[name] for name in chosen[first::parts]}, args.out, args.seconds)
+    run({name: types[name] for name in chosen[first::parts]}, args.out, args.tokens, args.seconds)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class CacheBlock:
     #: Each layer's (batch, heads, slots, dim), rows of `slabs`.
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    #: Keys by which a layer's indexer chooses slots: (batch, 1, slots, dim), rows of `slabs`.
+    indexer_keys: dict[int, Tensor] = field(default_factory=dict)
     #: The states that layers keep besides keys and values, by layer and name (cache_layers.py).
     states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     #: What an encoder gave, by name (sources.py). One dim of each has `source_slots`.
@@ -179,6 +181,11 @@ class CacheBlock:
         rows.update(zip(owners, slab, strict=True))
         return rows[layer]
 
+    def store_indexer(self, layer: int, keys: Tensor) -> None:
+        """Store an indexer's (batch, n, dim) keys of a text of n slots."""
+        memory = self._fit(self.indexer_keys, layer, keys[:, None])
+        memory[:, 0, : keys.shape[1]].copy_(keys)
+
     def store_state(self, layer: int, name: str, state: Tensor) -> None:
         """Store a state of a layer that is no keys and values, in memory made to fit."""
         known = self.states.get((layer, name))
@@ -276,6 +283,7 @@ class CacheBlock:
         self.history = self.sampler = None
         self.keys.clear()
         self.values.clear()
+        self.indexer_keys.clear()
         self.states.clear()
         self.sources.clear()
         self.slabs.clear()
@@ -293,6 +301,8 @@ class CacheBlock:
                 sources = other.keys[layer], other.values[layer]
                 for memory, states in zip(self.claim(layer, *sources), sources, strict=True):
                     self._copy_layer(layer, other.rings[layer], memory, states, length)
+        for layer, keys in other.indexer_keys.items():
+            self.store_indexer(layer, keys[:, 0, :length])
         for (layer, name), state in other.states.items():
             self.store_state(layer, name, state)
         for name, x in other.sources.items():

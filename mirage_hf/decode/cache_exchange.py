@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.cache_layers import STATE_LAYERS, states_of
+from mirage_hf.decode.cache_layers import INDEXED_LAYERS, STATE_LAYERS, states_of
 from mirage_hf.decode.not_covered import NotCoveredError
 
 
@@ -80,6 +80,8 @@ def read_cache(block: CacheBlock, cache: Any, length: int | None = None) -> int:
     for n, layer in enumerate(of_self_attention(cache).layers):
         if has_keys(layer):
             block.store(n, layer.keys, layer.values, length)
+        if isinstance(layer, INDEXED_LAYERS) and layer.indexer_keys is not None:
+            block.store_indexer(n, layer.indexer_keys)
         for name, state in states_of(layer).items():
             block.store_state(n, name, state)
     return length
@@ -113,6 +115,8 @@ def write_cache(block: CacheBlock, cache: Any, length: int) -> None:
         layer.keys, layer.values = keys.clone(), values.clone()
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
+        if isinstance(layer, INDEXED_LAYERS) and layer.indexer_keys is not None:
+            layer.indexer_keys = block.indexer_keys[n][:, 0, :length].clone()
 
 
 def _kept_states(
@@ -146,8 +150,9 @@ def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
         return (None,) * count
     if len(cache.layers) != count:
         return f"a cache of {len(cache.layers)} layers for {count} decoder layers"
+    known = DynamicLayer, DynamicSlidingWindowLayer, *STATE_LAYERS, *INDEXED_LAYERS
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *STATE_LAYERS):
+        if type(layer) not in known:
             return f"cache layer type {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a cache that records its past"

@@ -25,6 +25,11 @@ STATE_LAYERS = tuple(
     if hasattr(cache_utils, name)
 )
 
+#: HF's layers whose indexer has keys of its own, in versions that have them.
+INDEXED_LAYERS: tuple[Any, ...] = tuple(
+    getattr(cache_utils, name) for name in ("DynamicIndexedLayer",) if hasattr(cache_utils, name)
+)
+
 
 class UpdatedTwiceError(MirageError):
     """A forward that runs a layer twice.
@@ -77,6 +82,11 @@ class PrefillLayer(_BlockLayer):
         self.block.store(self.index, key_states, value_states, self.seen)
         return key_states, value_states
 
+    def update_indexer(self, key_states: Tensor) -> Tensor:
+        """Store an indexer's keys and return them."""
+        self.block.store_indexer(self.index, key_states)
+        return key_states
+
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of keys after the update, and the offset of the first one."""
         return self.seen + int(query_length), 0
@@ -97,6 +107,8 @@ class StepLayer(_BlockLayer):
     ):
         super().__init__(block, index, is_sliding)
         self.ring_slots = ring_slots
+        #: The number of tokens in the cache, as the model reads it.
+        self.seen: Any = block.control.length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -112,14 +124,18 @@ class StepLayer(_BlockLayer):
                 memory.scatter_(2, slots.expand_as(states), states)
         return keys, values
 
+    def update_indexer(self, key_states: Tensor) -> Tensor:
+        """Store an indexer's new key and return all slots."""
+        memory = self.block.indexer_keys[self.index][:, 0]
+        return memory.index_copy_(1, self.block.control.length, key_states)
+
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of slots, and the offset of the first one."""
         return self.block.num_slots(self.index), 0
 
-    # a device tensor, as StaticLayer's
-    def get_seq_length(self) -> Tensor:  # type: ignore[override]
-        """Return the number of tokens in the cache."""
-        return self.block.control.length
+    def get_seq_length(self) -> Any:
+        """Return the number of tokens in the cache: a device tensor, as StaticLayer's."""
+        return self.seen
 
 
 def states_of(layer: Any) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ _LAYER_TYPES = {
     "full_attention": ("full_attention", False),
     "sliding_attention": ("sliding_attention", False),
     "chunked_attention": ("chunked_attention", False),
+    "deepseek_sparse_attention": ("deepseek_sparse_attention", False),
     "linear_attention": (None, True),
     "conv": (None, True),
     "mlp": (None, False),
@@ -43,6 +44,7 @@ class MaskPlan:
             before it.
         by_layer_type: Whether the forward takes a mask for each kind, by name.
         layers: The kind of each layer's attention, if there are kinds, "" if it has none.
+        types: The types of layers that are not named as their kind, and their kinds.
         states: The types of layers that keep a state besides keys and values, as models name their
             masks. Steps need no mask for it.
         chunk: Tokens of a chunk of attention, None without chunks. Texts within the first chunk are
@@ -52,6 +54,7 @@ class MaskPlan:
     windows: tuple[tuple[str, int | None], ...]
     by_layer_type: bool
     layers: tuple[str, ...] = ()
+    types: tuple[tuple[str, str], ...] = ()
     states: tuple[str, ...] = ()
     chunk: int | None = None
 
@@ -73,7 +76,10 @@ class MaskPlan:
             known = {"sliding_attention": window, "chunked_attention": chunk}
             windows = tuple((kind, known.get(kind)) for kind in sorted(set(layers) - {""}))
             states = _state_kinds(layer_types)
-            return cls(windows, by_layer_type=True, layers=layers, states=states, chunk=chunk)
+            types = tuple(
+                {(t, k) for t, k in zip(layer_types, layers, strict=True) if k and t != k}
+            )
+            return cls(windows, True, layers, types, states, chunk)
         chunk = None if window is not None else getattr(config, "attention_chunk_size", None)
         return cls((("", window),), by_layer_type=False, chunk=chunk)
 
@@ -100,6 +106,10 @@ class MaskPlan:
             if not (dropping <= {window} or dropping <= {None}):
                 return "a cache that slides over other windows than the model's layers"
         return None
+
+    def by_names(self, masks: Any) -> Any:
+        """Return the masks of `build` by all names under which a model may look for them."""
+        return masks | {t: masks[k] for t, k in self.types} if isinstance(masks, dict) else masks
 
     def build(
         self, control: Control, dtype: torch.dtype, in_rings: Mapping[str, tuple[Ring, Tensor]]

@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mirage_hf.decode.cache_layers import INDEXED_LAYERS
 from mirage_hf.decode.masks import MaskPlan
 
 COVERED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -65,10 +66,10 @@ LIMITED = {
     "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM"
     ".prepare_inputs_for_generation": "original_max_position_embeddings"
 }
-#: Configs of models that use caches in a way that the pool does not support. An indexer keeps keys
-#: of its own, in transformers 5.4 in its module. Mllama asks which layers have keys of an image.
+#: Configs of models that use caches in a way that the pool does not support. In transformers 5.4 an
+#: indexer keeps keys in its module. Mllama asks which layers have keys of an image.
 OWN_CACHES = {
-    "GlmMoeDsaConfig": "chooses keys by an indexer of its own",
+    **({} if INDEXED_LAYERS else {"GlmMoeDsaConfig": "chooses keys by an indexer of its own"}),
     "MllamaTextConfig": "reads the cache's layers itself",
 }
 

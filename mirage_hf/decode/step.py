@@ -139,7 +139,7 @@ class CapturedForward(Step):
         return {
             "input_ids": self.block.control.ids,
             "position_ids": self.block.control.positions(),
-            "attention_mask": masks,
+            "attention_mask": self.masks.by_names(masks),
             cache_name(self.model): self.cache,
         }
 

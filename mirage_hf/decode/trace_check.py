@@ -12,6 +12,7 @@ from torch import Tensor
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.near_ties import KeepChoices, TakeChoices
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
     EncoderOutput,
@@ -117,7 +118,10 @@ class TraceCheck:
     def _steps(
         self, plan: StepPlan, prompt: _Prompt, windows: Sequence[int | None], capacity: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits of stock's step and of ours after all but the last token."""
+        """Return the logits of stock's step and of ours after all but the last token.
+
+        Ours takes stock's experts where their scores nearly tie.
+        """
         model, length, ids = self.model, prompt.length, prompt.ids
         positions = (prompt.mask.cumsum(-1) - 1).clamp_min(0)
         cache = new_cache(model)
@@ -150,8 +154,10 @@ class TraceCheck:
             block.control.ids.copy_(ids[:, length:])
             block.control.length.add_(1)
             block.control.position.add_(1)
-            wanted = stock(length, length + 1)
-            TracedStep(plan, block, self.masks, graphs=False, graph_key=None)._forward()
+            with KeepChoices() as choices:
+                wanted = stock(length, length + 1)
+            with TakeChoices(choices, TOLERANCE.get(wanted.dtype, 0.0)):
+                TracedStep(plan, block, self.masks, graphs=False, graph_key=None)._forward()
         return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
 
     def _arguments(

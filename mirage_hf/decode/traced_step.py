@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.cache_exchange import read_cache
+from mirage_hf.decode.cache_exchange import of_self_attention, read_cache
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
@@ -35,6 +35,7 @@ from mirage_hf.decode.sources import (
 from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
+from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording, TraceError, host_reads_named, record
 from mirage_hf.trace.sizes import Sizes, generalized, shape_at
@@ -46,10 +47,29 @@ _PROMPT = 4
 _EXPERTS = "get_experts_implementation"
 #: The names of inputs that each step makes anew.
 _MADE_BY_STEP = ("mask.", "ring_slot.")
+#: The name of the mask that has a number for each slot.
+PLAIN_MASK = "plain"
 #: What counts call a traced step.
 TRACED = "traced"
 
 Rings = tuple[Ring | None, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model's forward is given what a step knows.
+
+    Attributes:
+        host_length: Whether it reads the number of tokens in the cache as an integer.
+        plain_mask: Whether it takes a mask (batch, slots) of 0 and 1, and makes its own of it.
+    """
+
+    host_length: bool = False
+    plain_mask: bool = False
+
+
+#: The forms in which a step is recorded, until one of them can be.
+FORMS = (Form(), Form(host_length=True), Form(plain_mask=True))
 
 
 @dataclass(frozen=True)
@@ -114,7 +134,10 @@ class TracedStep(Step):
             self._run = self.plan.bind(self._inputs, sizes_of(self.block))
         with torch.no_grad():
             if self.plan.reads_masks():
-                self._inputs.update(mask_inputs(*step_masks(self.masks, self.block)))
+                masks, slots = step_masks(self.masks, self.block)
+                if f"mask.{PLAIN_MASK}" in self.plan.recording.inputs:
+                    masks = {PLAIN_MASK: plain_mask(self.block.control)}
+                self._inputs.update(mask_inputs(masks, slots))
             self._inputs.update(self._bounds())
             self._run()
 
@@ -155,6 +178,11 @@ def mask_inputs(masks: Any, ring_slots: Mapping[Ring, Tensor]) -> dict[str, Tens
     return inputs | {f"ring_slot.{ring.window}": slot for ring, slot in ring_slots.items()}
 
 
+def plain_mask(control: Control) -> Tensor:
+    """Return a mask (batch, slots): 1 for the tokens in the cache and the new one, else 0."""
+    return ((control.slots <= control.length) & (control.slots >= control.lowest)).long()
+
+
 def why_no_traced_step(traced: TracedSteps, block: CacheBlock) -> str:
     """Return why steps over a block must run the model's own forward, or "" if a trace serves."""
     step_plan = traced.plan_for(block)
@@ -181,6 +209,7 @@ def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
     inputs = {name: x for name, x in vars(control).items() if isinstance(x, Tensor)}
     for layer, keys in block.keys.items():
         inputs |= {f"keys.{layer}": keys, f"values.{layer}": block.values[layer]}
+    inputs |= {f"indexer_keys.{layer}": x for layer, x in block.indexer_keys.items()}
     inputs |= {f"{name}.{layer}": x for (layer, name), x in block.states.items()}
     for number, (_, slab) in enumerate(block.ring_slabs):
         inputs[f"ring.{number}"] = slab
@@ -229,27 +258,48 @@ def record_step(
         TraceError: The step cannot be recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
+        with _errors_named(), mode, torch.no_grad(), host_reads_named():
+            prompt = _fake_prompt(model, batch)
+        with_source = prompt.source is not None
+        smallest = sizes[0], GRAIN * with_source
+        others = [(sizes[1], smallest[1])]
+        if with_source:
+            others.append((sizes[0], 2 * GRAIN))
+
+        def at(capacity: int, source_slots: int, form: Form) -> Recording:
+            with _errors_named():
+                with mode:
+                    block = CacheBlock(
+                        batch, capacity, tuple(windows), model.device, axes, source_slots
+                    )
+                return _record(model, masks, block, prompt, mode, form)
+
+        def of_all_sizes(form: Form) -> Recording:
+            recording = at(*smallest, form)
+            for other in others:
+                recording = generalized(recording, at(*other, form), (smallest, other))
+            return recording
+
+        why: TraceError | None = None
+        for form in FORMS:
+            try:
+                return of_all_sizes(form)
+            except TraceError as error:
+                why = why or error
+    assert why is not None
+    raise why
+
+
+@contextmanager
+def _errors_named() -> Iterator[None]:
+    """Turn whatever a forward raises over another cache than stock's into a TraceError."""
     try:
-        with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
-            with mode, torch.no_grad(), host_reads_named():
-                prompt = _fake_prompt(model, batch)
-                with_source = prompt.source is not None
-                smallest = sizes[0], GRAIN * with_source
-                others = [(sizes[1], smallest[1])]
-                if with_source:
-                    others.append((sizes[0], 2 * GRAIN))
-                blocks = [
-                    CacheBlock(batch, size, tuple(windows), model.device, axes, source_slots)
-                    for size, source_slots in (smallest, *others)
-                ]
-            first, *rest = (_record(model, masks, block, prompt, mode) for block in blocks)
+        yield
     except TraceError:
         raise
-    except Exception as error:  # a forward may raise anything over another cache than stock's
+    except Exception as error:
         raise TraceError(f"its forward raised {described(error)}") from None
-    for sizes_of_other, other in zip(others, rest, strict=True):
-        first = generalized(first, other, (smallest, sizes_of_other))
-    return first
 
 
 @dataclass(frozen=True)
@@ -281,9 +331,15 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
 
 
 def _record(
-    model: Any, masks: MaskPlan, block: CacheBlock, prompt: _FakePrompt, mode: Any
+    model: Any,
+    masks: MaskPlan,
+    block: CacheBlock,
+    prompt: _FakePrompt,
+    mode: Any,
+    form: Form,
 ) -> Recording:
     """Record the step over a block that gets what a prompt of fake tensors left."""
+    host = HostValues()
     with mode, torch.no_grad():
         read_cache(block, prompt.cache, _PROMPT)
         if prompt.source is not None:
@@ -292,10 +348,17 @@ def _record(
         step = CapturedForward(
             model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
         )
-        own_masks = step.masks_now()
-    inputs = step_inputs(block) | mask_inputs(own_masks, step.ring_slots)
+        own_masks: Any = step.masks_now()
+        if form.plain_mask:
+            own_masks = plain_mask(block.control)
+    if form.host_length:
+        seen = host.symbol(block.control.length, _PROMPT)
+        for layer in of_self_attention(step.cache).layers:
+            layer.seen = seen
+    named = {PLAIN_MASK: own_masks} if form.plain_mask else own_masks
+    inputs = step_inputs(block) | mask_inputs(named, step.ring_slots)
     with masked_keys(source_keys(block), block.sources.get(MASK)):
-        return record(partial(step.run, own_masks), inputs, mode, block.control.length)
+        return record(partial(step.run, own_masks), inputs, mode, block.control.length, host)
 
 
 @contextmanager

@@ -399,7 +399,7 @@ class StepPlan:
 
         def read(tensors: dict[Any, Tensor]) -> Tensor:
             if term in tensors:
-                return tensors[term]
+                return tensors[term].contiguous()  # it may be columns of a wider result
             x = inputs[source.name] if isinstance(source, Input) else tensors[source]
             return x.reshape(dims).contiguous()
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirage_hf.errors import MirageError
+from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.questions import LengthQuestions
 
 #: Ops that return views. They launch nothing on a GPU.
@@ -156,6 +157,7 @@ def record(
     inputs: Mapping[str, Tensor],
     mode: Any,
     length: Tensor | None = None,
+    host: HostValues | None = None,
 ) -> Recording:
     """Record the ops that `function` runs.
 
@@ -164,15 +166,18 @@ def record(
         inputs: Fake tensors, by name.
         mode: The FakeTensorMode that made them.
         length: The input that is the length of the text in the cache, if there is one.
+        host: The integers that the function reads on the host.
 
     Raises:
-        TraceError: The function reads values of tensors on the host, or runs what fake tensors do
-            not support.
+        TraceError: The function reads other values of tensors on the host, or runs what fake
+            tensors do not support.
     """
-    recorder = _Recorder(inputs, length)
+    recorder = _Recorder(inputs, length, host or HostValues())
     with host_reads_named(), torch.no_grad(), mode, recorder:
         function()
-    recorder.recording.reach = recorder.questions.reach
+    recorder.recording.reach = min(recorder.questions.reach, recorder.host.reach())
+    if recorder.recording.reach < 1:
+        raise TraceError("the model takes another path for each number of tokens in the cache")
     return recorder.recording
 
 
@@ -196,8 +201,9 @@ def host_reads_named() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):
     """Writes down each op before fake tensors run it."""
 
-    def __init__(self, inputs: Mapping[str, Tensor], length: Tensor | None):
+    def __init__(self, inputs: Mapping[str, Tensor], length: Tensor | None, host: HostValues):
         super().__init__()
+        self.host = host
         self.recording = Recording()
         self.questions = LengthQuestions(length)
         self._storages: dict[int, int] = {}
@@ -219,6 +225,8 @@ class _Recorder(TorchDispatchMode):
             return answer
         if func.namespace == "prim":  # reads what is known of a tensor, such as its device
             return func(*args, **kwargs)
+        if any(isinstance(x, SymInt) for x in _leaves((args, kwargs))):
+            return self._lowered(func, args, kwargs)
         named_args = torch.utils._pytree.tree_map_only(Tensor, self._name, args)
         named_kwargs = torch.utils._pytree.tree_map_only(Tensor, self._name, kwargs)
         result = func(*args, **kwargs)
@@ -242,6 +250,14 @@ class _Recorder(TorchDispatchMode):
         self.recording.nodes.append(
             Node(func, named_args, named_kwargs, metas, _calling_line(), written)
         )
+        return result
+
+    def _lowered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that takes an integer of the host as ops that read it on the device."""
+        with self:
+            result = self.host.lowered(func, args, kwargs)
+        if result is NotImplemented:
+            raise TraceError(f"{_calling_line()} makes a shape of the number of tokens ({func})")
         return result
 
     def _name(self, tensor: Tensor) -> Value | Input | Held:

@@ -5,6 +5,7 @@ Kernels run their programs op by op here, so that no search is needed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import runner, step, tracing
+from mirage_hf.decode import runner, step, trace_check, tracing
 from mirage_hf.decode.graphs import WARM_UPS
 from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
@@ -107,6 +108,9 @@ def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
         "qwen3_vl",
         "smolvlm",
         "gemma3",
+        "roformer",  # makes positions of the number of tokens, as an integer
+        "bloom",  # makes its bias of a mask of 0 and 1
+        "zaya",  # calls masks by the types of its layers
     ],
 )
 def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
@@ -355,6 +359,48 @@ def test_a_wrong_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolver, "resolve", lambda program, **_: Resolved(program, scale=1.01))
     assert "differs from stock's by" in not_traced(built("gpt2"))
+
+
+def test_the_keys_of_an_indexer_are_cached() -> None:
+    stock, ours = pair("deepseek_v32", (1, 3))
+    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    agree(stock, ours, {**padded(), **FULL, **GREEDY})
+    assert steps(ours) == {"traced": 2} and not stocks(ours)
+
+
+class Rounded(Resolved):
+    """A kernel that prefers one expert of a router by a rounding."""
+
+    preferred = 0
+
+    def run(self, inputs: Any) -> list[Tensor]:
+        shift = 1e-6 * (torch.arange(4) == self.preferred)
+        return [y + shift if y.shape[1] == 4 else y for y in super().run(inputs)]
+
+
+def test_a_near_tie_of_a_router_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("afmoe")
+    routers = [m for name, m in model.named_modules() if name.endswith(".router.gate")]
+    with torch.no_grad():
+        for router in routers:
+            router.weight[2:] = router.weight[0]
+    monkeypatch.setattr(resolver, "resolve", lambda program, **_: Rounded(program))
+
+    def accepted() -> list[bool]:
+        found = []
+        for number in (0, 3):
+            monkeypatch.setattr(Rounded, "preferred", number)
+            found.append(steps_are_traced(model))
+        return found
+
+    assert routers and accepted() == [True, True]
+    monkeypatch.setattr(trace_check, "TakeChoices", lambda *_: contextlib.nullcontext())
+    assert False in accepted()
+
+
+def steps_are_traced(model: Any) -> bool:
+    ours = optimize(twin_of(model), verify=False)
+    return any("run as traced" in note for note in ours.mirage.report.notes)
 
 
 def test_a_kernel_that_raises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

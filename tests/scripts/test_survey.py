@@ -53,7 +53,7 @@ def test_small_models_generate(name):
     model = survey_models.build(name, survey_models.model_types()[name])
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
     for call in survey_models.calls_of(model, name):
-        text = survey_models.generate(model, call)
+        text = survey_models.generate(model, call, 10)
         assert text.shape == (len(call.inputs["input_ids"]), call.inputs["input_ids"].shape[1] + 10)
 
 
@@ -70,7 +70,7 @@ def test_a_type_without_a_small_model_has_a_reason():
 
 def test_a_survey_of_one_type():
     torch.manual_seed(0)
-    found = survey_models.survey("llama", "causal")
+    found = survey_models.survey("llama", "causal", 10)
     assert survey_models.class_of(found) == "whole steps", found
     assert json.loads(json.dumps(found))["equal"] == {"batch 1": True, "batch 3": True}
 
