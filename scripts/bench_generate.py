@@ -27,7 +27,9 @@ tied head counts once.
 
 `ms_per_token` is the whole call divided by its new tokens, prefill included. `step_ms` is the time
 between later tokens as a streamer sees them. `first_token_ms` is the time to the first one. Weights
-are random. If the prompts are short, logits are compared with float32, and kernels are profiled.
+are random. The prompt of an encoder-decoder model is the text of its encoder, or 30 s of sound for
+Whisper. If the prompts are short, kernels are profiled, and logits of causal models are compared
+with float32.
 """
 
 from __future__ import annotations
@@ -134,6 +136,22 @@ def mask_of(ids: torch.Tensor) -> torch.Tensor:
     return (ids != PADDING).long()
 
 
+def inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what generate takes: the prompts, or as many recordings of 30 s for Whisper."""
+    if model.main_input_name == "input_ids":
+        return {"input_ids": ids, "attention_mask": mask_of(ids)}
+    c = model.config
+    generator = torch.Generator(ids.device).manual_seed(0)
+    features = torch.randn(
+        len(ids),
+        c.num_mel_bins,
+        2 * c.max_source_positions,
+        device=ids.device,
+        generator=generator,
+    )
+    return {model.main_input_name: features.to(model.dtype)}
+
+
 def sync(device: torch.device) -> None:
     """Wait for the GPU."""
     if device.type == "cuda":
@@ -152,12 +170,11 @@ def generate_with(
     model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any
 ) -> Callable[..., torch.Tensor]:
     """Return a call that generates greedily with these options."""
-    mask = mask_of(ids)
+    inputs = inputs_of(model, ids)
 
     def call(streamer: BaseStreamer | None = None) -> torch.Tensor:
         return model.generate(
-            input_ids=ids,
-            attention_mask=mask,
+            **inputs,
             max_new_tokens=new,
             do_sample=False,
             streamer=streamer,
@@ -172,6 +189,8 @@ def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callab
 
     Every call starts after the prompt.
     """
+    if model.config.is_encoder_decoder:
+        raise RuntimeError("the step alone is timed for causal models")
     if not mask_of(ids).all():
         raise RuntimeError("the step alone is not timed after padding")
     prompt = ids.shape[1]
@@ -397,6 +416,11 @@ def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
     )
     kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if model.config.is_encoder_decoder:  # also those of the encoder's output
+        of_sound = (
+            getattr(c, "max_source_positions", 0) if model.main_input_name != "input_ids" else 0
+        )
+        seen += c.num_hidden_layers * sum(of_sound or n for n in tokens)
     numbers: int = 2 * seen * kv_heads * head_dim
     return numbers * model.dtype.itemsize
 
@@ -549,16 +573,15 @@ def beyond_times(
     row: dict[str, Any] = {"report": str(fast.mirage.report).splitlines()}
     if "eager" in calls and not args.long_calls:
         a, b = calls["eager"](), calls["ours"]()
-        row["same_tokens_as_eager"] = int(
-            (a == b)[:, ids.shape[1] :].all(0).long().cumprod(0).sum()
-        )
+        row["same_tokens_as_eager"] = int((a == b)[:, -args.new :].all(0).long().cumprod(0).sum())
     if ids.numel() <= FEW_TOKENS:
         if ids.device.type == "cuda":
             row["searched"] = share_in_searched_kernels(
                 calls["ours"], tuple(args.kernel_names), args.new
             )
-        say("comparing logits with float32")
-        row["logits"] = closeness(model, fast, ids)
+        if not model.config.is_encoder_decoder:
+            say("comparing logits with float32")
+            row["logits"] = closeness(model, fast, ids)
     return row
 
 

@@ -10,6 +10,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -69,6 +71,34 @@ MODELS = {
 #: Models whose configs have fields of their own: the type of model, and what differs from the
 #: defaults of that type.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart-large": (
+        "bart",
+        {
+            "vocab_size": 50265,
+            "d_model": 1024,
+            "encoder_layers": 12,
+            "decoder_layers": 12,
+            "encoder_attention_heads": 16,
+            "decoder_attention_heads": 16,
+            "encoder_ffn_dim": 4096,
+            "decoder_ffn_dim": 4096,
+            "forced_eos_token_id": None,
+        },
+    ),
+    "whisper-large-v3": (
+        "whisper",
+        {
+            "vocab_size": 51866,
+            "d_model": 1280,
+            "encoder_layers": 32,
+            "decoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "decoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "decoder_ffn_dim": 5120,
+            "num_mel_bins": 128,
+        },
+    ),
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "opt-1.3b": (
         "opt",
@@ -237,6 +267,10 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
 def _other_config(name: str, layers: int | None) -> PretrainedConfig:
     model_type, fields = OTHERS[name]
     config = AutoConfig.for_model(model_type, **fields)
+    if config.is_encoder_decoder:
+        if layers is not None:
+            config.encoder_layers = config.decoder_layers = layers
+        return config  # type: ignore[no-any-return]
     text = config.get_text_config(decoder=True)
     if layers is not None:
         text.num_hidden_layers = layers
@@ -245,6 +279,15 @@ def _other_config(name: str, layers: int | None) -> PretrainedConfig:
     for each in (config, text):
         each.bos_token_id = each.eos_token_id = each.pad_token_id = None
     return config  # type: ignore[no-any-return]
+
+
+def _kind_of(config: PretrainedConfig) -> Any:
+    """Return the class that makes the model of a config."""
+    if config.is_encoder_decoder:
+        has_text = type(config) in AutoModelForSeq2SeqLM._model_mapping
+        return AutoModelForSeq2SeqLM if has_text else AutoModelForSpeechSeq2Seq
+    is_text = config.get_text_config(decoder=True) is config
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def random_model(
@@ -261,9 +304,7 @@ def random_model(
     with torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
         config = config_of(name, layers)
-        is_text = config.get_text_config(decoder=True) is config
-        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-        model = kind.from_config(config, dtype=dtype).eval()
+        model = _kind_of(config).from_config(config, dtype=dtype).eval()
         for key, parameter in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
                 # Gemma adds one to these weights. If all were one, a forgotten weight would not
@@ -289,10 +330,15 @@ def floor_bytes(model: PreTrainedModel) -> int:
     """Return the bytes that a step must read.
 
     Every weight of the text model and of the head once, and no embedding table unless it is the
-    head.
+    head. A decoder's keys and values of the encoder's output are there before its steps.
     """
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    read = dict.fromkeys(model.get_decoder().parameters())
+    made_once = ("encoder_attn.k_proj", "encoder_attn.v_proj")
+    read = dict.fromkeys(
+        p
+        for name, p in model.get_decoder().named_parameters()
+        if not any(x in name for x in made_once)
+    )
     read.pop(table, None)
     if head is not None:
         read |= dict.fromkeys(head.parameters())
