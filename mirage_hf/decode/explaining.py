@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.traced_step import record_step, rings_variants
@@ -126,9 +127,14 @@ def _counted(counts: Counter[Explained]) -> list[Explained]:
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
     """Return the model of a config on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    has_text_head = type(config) in AutoModelForCausalLM._model_mapping
-    kind: Any = AutoModelForCausalLM if has_text_head else AutoModelForImageTextToText
+    heads: list[Any] = [
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForSpeechSeq2Seq,
+        transformers.AutoModelForCausalLM,
+    ]
+    if not config.is_encoder_decoder:
+        heads.reverse()
+    known = (head for head in heads if type(config) in head._model_mapping)
+    kind = next(known, transformers.AutoModelForImageTextToText)
     with torch.device("meta"):
         return kind.from_config(config, dtype=dtype).eval()

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode import trace_check
+from mirage_hf.decode.explaining import explain_step, meta_model
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.errors import OptimizeWarning
 from tests.helpers.encoder_decoders import MODELS, POSITIONS, built, inputs, whisper_with_timestamps
@@ -321,3 +322,15 @@ def test_an_encoder_of_unknown_width_runs_stock(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(model), "get_encoder", lambda _: encoder)
     with pytest.warns(OptimizeWarning, match="the config of its encoder has no hidden_size"):
         optimize(model, batch_sizes=(1,), verify=False)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_steps_are_explained_from_a_config(name: str) -> None:
+    model = meta_model(built(name).config, torch.bfloat16)
+    kernels, ops = explain_step(model)
+    assert type(model) is type(built(name))
+    modules = {e.module for e in kernels}
+    assert any("encoder_attn" in m or "EncDecAttention" in m for m in modules), modules
+    assert not any(e.why for e in kernels)
+    # T5 has a bias on scores, so both kinds of attention stay with torch
+    assert sum(e.count for e in ops if e.what == "cached_attention") == (4 if name == "t5" else 2)
