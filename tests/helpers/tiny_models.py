@@ -212,6 +212,7 @@ class Resolved:
     candidates: int = 1
     outcome: None = None
     unkept: str = ""
+    in_place: tuple[tuple[int, int], ...] = ()
 
     @property
     def digest(self) -> str:
