@@ -407,6 +407,8 @@ def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
     Sliding layers read at most their window.
     """
     c = model.config.get_text_config(decoder=True)
+    if not hasattr(c, "num_attention_heads"):  # a model of recurrences alone
+        return 0
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
     seen = sum(
         min(n, c.sliding_window) if kind == "sliding_attention" else n

@@ -54,7 +54,9 @@ def _run_op(
         assert op.block is not None
         algebra = TorchAlgebra(wide or torch.float32, device=args[0].device)
         results = run_block_graph(op.block, args, algebra)
-        return [y.to(wide or t.dtype) for t, y in zip(op.outputs, results, strict=True)]
+        # row-major, as kernels store them
+        stored = zip(op.outputs, results, strict=True)
+        return [y.to(wide or t.dtype).contiguous() for t, y in stored]
     if op.name == "matmul" and as_on_gpu:
         a, b = args
         if a.device.type == "cpu" and a.dtype.itemsize == 2:
