@@ -235,7 +235,7 @@ class Labels:
         return Labelled(tensor, dims)
 
     def _reduced(self, node: Node) -> Labelled:
-        if len(node.args) < 2 or node.args[1] is None or node.kwargs.get("dtype") is not None:
+        if len(node.args) < 2 or node.args[1] is None or node.kwargs:
             raise UnfitError("a sum over all dims, or of another dtype")
         x = self.of(node.args[0])
         keeps = len(node.args) > 2 and node.args[2]
