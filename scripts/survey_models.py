@@ -204,7 +204,8 @@ def generate(model: Any, call: Call, tokens: int) -> Tensor:
 
 def _generated(model: Any, call: Call, tokens: int, **kwargs: Any) -> Any:
     torch.manual_seed(3)  # some models draw numbers in their forward
-    return model.generate(**call.inputs, max_new_tokens=tokens, do_sample=False, **kwargs)
+    greedy = {"do_sample": False, "num_beams": 1}  # a config may ask for beams
+    return model.generate(**call.inputs, max_new_tokens=tokens, **greedy, **kwargs)
 
 
 # -- one type --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ _LAYER_TYPES = {
     "sliding_attention": ("sliding_attention", False),
     "chunked_attention": ("chunked_attention", False),
     "deepseek_sparse_attention": ("deepseek_sparse_attention", False),
+    "indexed_attention": ("indexed_attention", False),
     "linear_attention": (None, True),
     "conv": (None, True),
     "mlp": (None, False),

@@ -209,9 +209,6 @@ def test_wrong_options_leave_an_optimized_model_optimized(tmp_path: Path) -> Non
         lambda: tf.BertModel(
             tf.BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
         ).eval(),
-        lambda: tf.T5ForConditionalGeneration(
-            tf.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=2)
-        ).eval(),
     ],
 )
 def test_nothing_to_replace_is_a_loud_warning_or_an_error(make: Callable[[], nn.Module]) -> None:

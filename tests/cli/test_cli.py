@@ -470,12 +470,17 @@ def test_a_prompt_without_tokens_is_an_error_without_a_traceback(capture, monkey
 def test_a_model_without_blocks_is_an_error_without_a_traceback(capture, tmp_path, monkeypatch):
     import transformers as tf
 
-    model = tf.T5ForConditionalGeneration(
-        tf.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=2)
-    ).eval()
+    config = tf.BertConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+    )
+    model = tf.BertModel(config).eval()
     monkeypatch.setattr(models, "load", lambda *_, **__: models.Loaded(model, None, {}, ""))
-    with pytest.warns(errors.OptimizeWarning, match="nothing in this T5ForCondit.* was replaced"):
-        _, err = capture("optimize", "t5", code=1)
+    with pytest.warns(errors.OptimizeWarning, match="nothing in this BertModel was replaced"):
+        _, err = capture("optimize", "bert", code=1)
     assert err.startswith("error: nothing in this model was replaced") and "Traceback" not in err
 
 

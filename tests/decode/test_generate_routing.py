@@ -31,6 +31,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from mirage_hf.decode import install
+from mirage_hf.decode.cache_layers import INDEXED_LAYERS
 from tests.helpers.generate_comparison import (
     FULL,
     SIZES,
@@ -487,7 +488,8 @@ def test_mllama_looks_into_its_cache_itself(cross):
     }
 
 
-def test_an_indexer_that_keeps_its_own_keys_is_stocks():
+def test_an_indexer_keeps_its_keys_in_the_cache_or_is_stocks():
+    torch.manual_seed(0)
     sizes = {**SIZES, "num_key_value_heads": 4}
     config = GlmMoeDsaConfig(
         **sizes,
@@ -502,16 +504,19 @@ def test_an_indexer_that_keeps_its_own_keys_is_stocks():
         num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
-        index_n_heads=2,
+        index_n_heads=8,
         index_head_dim=16,
         index_topk=4,
     )
     model = GlmMoeDsaForCausalLM(config).eval()
     install(model)
     assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4, "do_sample": False}))
-    assert model.generate.runner.counts == {
-        "stock: GlmMoeDsaForCausalLM chooses keys by an indexer of its own": 1
-    }
+    reason = (
+        "called: no graphs on cpu"
+        if INDEXED_LAYERS
+        else "stock: GlmMoeDsaForCausalLM chooses keys by an indexer of its own"
+    )
+    assert model.generate.runner.counts == {reason: 1}
 
 
 def test_encoder_decoder():
