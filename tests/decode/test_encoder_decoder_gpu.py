@@ -33,22 +33,31 @@ def calls(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-def assert_close_while_same(want: Any, got: Any) -> None:
-    """Assert that logits are close for each row as long as its tokens are the same."""
-    start = want.sequences.shape[1] - len(want.logits)
-    same = (want.sequences == got.sequences).cumprod(-1).bool()[:, start - 1 : -1]
-    assert bool(same[:, 0].all())
-    for step, (theirs, mine) in enumerate(zip(want.logits, got.logits, strict=True)):
-        rows = same[:, step]
-        limit = 6e-2 * float(theirs.abs().max())
-        torch.testing.assert_close(mine[rows], theirs[rows], rtol=0, atol=limit)
+def mean_error(exact: Any, given: dict[str, Any], result: Any) -> float:
+    """Return how far a result's logits are on average from those of a float32 model.
+
+    The float32 model reads the tokens of the result. The error is in units of its largest logit.
+    """
+    sources = ("input_ids", "input_features", "attention_mask")
+    source = {name: given[name] for name in sources if name in given}
+    source = {name: x.float() if x.is_floating_point() else x for name, x in source.items()}
+    with torch.no_grad():
+        wanted = exact(**source, decoder_input_ids=result.sequences[:, :-1]).logits
+    wanted = wanted[:, -len(result.logits) :]
+    got = torch.stack(result.logits, 1).float()
+    is_finite = got.isfinite()  # a forced token hides the others
+    return float((got - wanted)[is_finite].abs().mean() / wanted.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_captured_and_as_stock(name: str, dtype: torch.dtype) -> None:
-    """In float32 the tokens are stock's. In bfloat16 logits are, as long as the tokens are."""
+    """In float32 the tokens are stock's. In bfloat16 logits are as near to float32 as stock's.
+
+    They may be far from stock's: T5 does not scale its attention, so it amplifies rounding.
+    """
     stock = built(name).to("cuda", dtype)
+    exact = twin_of(stock).float()
     ours = optimize(twin_of(stock), batch_sizes=(1, 3), tune="never")
     rows = [r for r in ours.mirage.report.rows if r.pattern == "traced"]
     assert any(r.status == "swapped" for r in rows), str(ours.mirage.report)
@@ -59,7 +68,7 @@ def test_steps_are_captured_and_as_stock(name: str, dtype: torch.dtype) -> None:
             for theirs, mine in zip(want.logits, got.logits, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
         else:
-            assert_close_while_same(want, got)
+            assert mean_error(exact, given, got) <= 1.25 * mean_error(exact, given, want)
     assert steps(ours) == {"traced": 4} and not stocks(ours)
     assert ours.mirage.report.decode["captured"] == 4
     restore(ours)

@@ -20,12 +20,13 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode import runner, step, trace_check, tracing
 from mirage_hf.decode.graphs import WARM_UPS
+from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
 from mirage_hf.trace import terms
 from mirage_hf.trace.attention import attention_as_one_node
 from scripts import survey_models
-from tests.helpers.generate_comparison import assert_same
+from tests.helpers.generate_comparison import assert_same, tiny
 from tests.helpers.step_pairs import (
     CHANGED,
     FULL,
@@ -404,6 +405,16 @@ def test_a_wrong_kernel_before_a_router_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resolver, "resolve", lambda program, **_: Resolved(program, scale=1.01))
     ours = optimize(built("jamba"), verify=False)
     assert any("differs from stock's by" in note for note in ours.mirage.report.notes)
+
+
+def test_the_check_allows_deeper_models_more_rounding():
+    """Errors of rounding grow with the root of the depth; a few layers get no more than before."""
+
+    def tolerance(layers: int) -> float:
+        model = tiny("llama", num_hidden_layers=layers).to(torch.bfloat16)
+        return trace_check.TraceCheck(model, MaskPlan.of(model.config), 1).tolerance
+
+    assert [tolerance(n) for n in (2, 8, 32)] == [0.06, 0.06, 0.12]
 
 
 def test_a_kernel_that_raises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
