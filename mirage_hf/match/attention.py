@@ -99,6 +99,10 @@ def match_attention(
     heads = _match_heads(attention, layout, widths, rope)
     if isinstance(heads, Rejected):
         return heads
+    width = heads.kv_heads * heads.group * heads.head_dim
+    read = getattr(attention._modules[layout.output], "in_features", width)
+    if read != width:
+        return Rejected(f"its queries have {width} elements, but {layout.output} reads {read}")
     norms = _match_head_norms(attention, norm_names, heads, probes)
     if isinstance(norms, Rejected):
         return norms

@@ -466,6 +466,9 @@ CHANGES = {
     "a weight is bfloat16 on cpu, others are float32": lambda layer: (
         layer.self_attn.k_proj.bfloat16()
     ),
+    "its queries have 64 elements, but o_proj reads 32": lambda layer: setattr(
+        layer.self_attn, "q_proj", nn.Linear(32, 64, bias=False).eval()
+    ),
     "has no q_proj": lambda layer: delattr(layer.self_attn, "q_proj"),
     "self_attn has a forward hook": lambda layer: layer.self_attn.register_forward_pre_hook(
         lambda *a: None
