@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import of_self_attention, read_cache
@@ -37,7 +36,7 @@ from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.record import Recording, TraceError, host_reads_named, record
+from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, host_reads_named, record
 from mirage_hf.trace.sizes import Sizes, generalized, shape_at
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
@@ -257,7 +256,7 @@ def record_step(
     Raises:
         TraceError: The step cannot be recorded.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeOnceMode()
     with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
         with _errors_named(), mode, torch.no_grad(), host_reads_named():
             prompt = _fake_prompt(model, batch)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,7 +165,7 @@ def record(
     Args:
         function: Takes nothing. It may read and write the inputs, and read real tensors.
         inputs: Fake tensors, by name.
-        mode: The FakeTensorMode that made them.
+        mode: The mode that made them.
         length: The input that is the length of the text in the cache, if there is one.
         host: The integers that the function reads on the host.
 
@@ -179,6 +180,32 @@ def record(
     if recorder.recording.reach < 1:
         raise TraceError("the model takes another path for each number of tokens in the cache")
     return recorder.recording
+
+
+class FakeOnceMode(FakeTensorMode):
+    """A FakeTensorMode that makes a fake tensor of each real one once.
+
+    Where an op gets a real tensor, torch's mode does not look up what it knows of earlier calls of
+    the op. So each product with a weight would take milliseconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids stay unique while these live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op on fake tensors."""
+        args, kwargs = _with_tensors(self._fake, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._fakes:
+            self._fakes[id(tensor)] = tensor, self.from_tensor(tensor)
+        return self._fakes[id(tensor)][1]
 
 
 @contextmanager
@@ -227,8 +254,8 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(isinstance(x, SymInt) for x in _leaves((args, kwargs))):
             return self._lowered(func, args, kwargs)
-        named_args = torch.utils._pytree.tree_map_only(Tensor, self._name, args)
-        named_kwargs = torch.utils._pytree.tree_map_only(Tensor, self._name, kwargs)
+        named_args = _with_tensors(self._name, args)
+        named_kwargs = _with_tensors(self._name, kwargs)
         result = func(*args, **kwargs)
         self.questions.note(func, args, kwargs, result)
         written = frozenset(
@@ -301,6 +328,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
         if given is not None:
             found.append((argument, given))
     return found
+
+
+def _with_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
+    """Return the arguments of an op with what a function returns for each tensor of them."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if type(x) in (tuple, list):
+        return type(x)([_with_tensors(function, each) for each in x])
+    if type(x) is dict:
+        return {name: _with_tensors(function, each) for name, each in x.items()}
+    return x
 
 
 def _tensors(x: Any) -> list[Tensor]:
