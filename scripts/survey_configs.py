@@ -258,6 +258,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "axial_pos_shape": [16, 16],
         "axial_pos_embds_dim": [16, 48],
         "attention_head_size": 16,
+        "num_buckets": 2,  # else it counts them by the prompt, and fails beyond
     },
     "rwkv": {"attention_hidden_size": 64, "intermediate_size": 144},
     "step3p5": {"sliding_window": 32},

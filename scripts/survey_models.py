@@ -75,6 +75,9 @@ CLASSES = ("whole steps", "some", "nothing", "unbuilt", "error", "WRONG TOKENS")
 #: New tokens of each text after `restore`.
 FEW_TOKENS = 8
 
+#: Names of the first inputs of models of sound: features of frames, or samples.
+SOUND = ("input_features", "input_values", "inputs")
+
 #: The most parameters that a small model may have.
 MOST_PARAMETERS = 300_000_000
 
@@ -159,11 +162,12 @@ def text_calls(model: Any, model_type: str) -> list[Call]:
     Causal models get padding on the left, encoders on the right. Encoders of sound get sound.
     """
     needed = NEEDED.get(model_type, lambda _model, _batch: {})
+    is_of_sound = model.config.is_encoder_decoder and model.main_input_name in SOUND
     torch.manual_seed(2)
     calls = []
     for batch in (1, 3):
         ids = torch.randint(5, SPECIAL_TOKENS, (batch, 9))
-        if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        if is_of_sound:
             calls.append(Call(f"batch {batch}", sound_inputs(model, batch)))
             continue
         padding = torch.arange(batch)[:, None] * 2
@@ -178,7 +182,7 @@ def text_calls(model: Any, model_type: str) -> list[Call]:
 def sound_inputs(model: Any, batch: int) -> dict[str, Tensor]:
     """Return random sound: samples, or the features of frames."""
     name, config = model.main_input_name, model.config
-    if name in ("input_values", "inputs"):
+    if name != "input_features":
         return {"input_values": torch.randn(batch, 4000)}
     config = getattr(config, "encoder_config", config)
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
