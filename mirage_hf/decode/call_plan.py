@@ -215,6 +215,9 @@ def _check_options(inputs: CallInputs, *, is_traced: bool) -> None:
         raise NotCoveredError("logits_to_keep=None")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise NotCoveredError("an empty prompt")
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is not None and embeds.shape[1] != input_ids.shape[1]:
+        raise NotCoveredError("inputs_embeds of other tokens than input_ids")
     # embeddings take no other dtypes, but a captured prompt would convert them
     if input_ids.dtype not in (torch.long, torch.int):
         raise NotCoveredError(f"input_ids of {input_ids.dtype}")

@@ -179,6 +179,7 @@ class Generate:
             self.runner.count(f"stock: {covered}")
             return stock(model, *args, **kwargs)
         config_before, why_not = dict(model.config.__dict__), None
+        counted = self.runner.counts.total()
         try:
             result = stock(model, **covered)
         except NotCoveredError as reason:
@@ -189,6 +190,8 @@ class Generate:
             if prompted is not None and prompted.has_prompt:
                 arguments["streamer"] = _StreamerWithPrompt(prompted.streamer)
             return stock(model, **arguments)
+        if self.runner.counts.total() == counted:
+            self.runner.count("stock: the model's own generate did not call the inherited one")
         if covered.get("generation_config") is None:  # with one, stock ignores the model's
             self._config_without_options = config_before
         return result
@@ -210,6 +213,12 @@ class Generate:
             or rejected_arguments(arguments)
             or rejected_options(option)
         )
+        if (
+            rejected is None
+            and not self.runner.traced
+            and arguments.get("inputs_embeds") is not None
+        ):
+            rejected = "inputs_embeds"
         if rejected is not None:
             return rejected
         tokenizer = arguments.pop("tokenizer", None)

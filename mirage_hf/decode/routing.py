@@ -55,8 +55,8 @@ STEP_METHODS = (
     "_update_model_kwargs_for_generation",
     "create_masks_for_generate",
 )
-#: Methods of transformers that call GenerationMixin's `generate` for each segment of a long input,
-#: with the keyword arguments that they do not know. So each segment comes to us.
+#: Methods of transformers that other methods of theirs let call GenerationMixin's `generate` for
+#: each segment of a long input, with the keyword arguments that they do not know.
 SEGMENTING = frozenset(
     {"transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate"}
 )
@@ -129,7 +129,6 @@ ARGUMENTS = (
     RoutingRule("custom_generate", _is_given, "custom_generate"),
     RoutingRule("assistant_model", _is_given, "assisted decoding"),
     RoutingRule("assistant_tokenizer", _is_given, "assisted decoding"),
-    RoutingRule("inputs_embeds", _is_given, "inputs_embeds"),
     RoutingRule("negative_prompt_ids", _is_given, "negative_prompt_ids"),
     RoutingRule("negative_prompt_attention_mask", _is_given, "negative_prompt_attention_mask"),
     RoutingRule("synced_gpus", _is_on, "synced_gpus"),
@@ -260,12 +259,26 @@ def _own_method(model: Any, *, is_traced: bool) -> str | None:
     """Return a method that the model's class or the instance overrides, and must not, or None."""
     for name, method in _overrides(type(model)):
         full_name = _full_name(method)
-        traced_may = name in STEP_METHODS or full_name in SEGMENTING
+        traced_may = name in STEP_METHODS or _calls_standard(method)
         if full_name not in LIMITED and not (is_traced and traced_may):
             return name
     # `generate` of the instance is ours
     own = (name for name in OVERRIDABLE[1:] if name in model.__dict__)
     return next((name for name in own if not (is_traced and name in STEP_METHODS)), None)
+
+
+def _calls_standard(method: Any) -> bool:
+    """Return whether a model's `generate` calls the one that it inherits, and hands options on.
+
+    Then each of these calls comes to us. Only transformers' own methods are looked at.
+    """
+    if _full_name(method) in SEGMENTING:
+        return True
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None or not _full_name(method).startswith("transformers.models."):
+        return False
+    calls_inherited = "generate" in code.co_names and "__class__" in code.co_freevars
+    return calls_inherited and bool(code.co_flags & inspect.CO_VARKEYWORDS)
 
 
 def cache_name(model: Any) -> str:

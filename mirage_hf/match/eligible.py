@@ -6,6 +6,7 @@ Nothing is changed here.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -143,13 +144,32 @@ def chosen_backend(backend: str, device: torch.device) -> str:
 
 
 def generating(model: nn.Module) -> nn.Module | None:
-    """Return the model whose `generate` decodes, or None. Of a PeftModel it is the base model."""
+    """Return the model whose `generate` decodes, or None.
+
+    Of a PeftModel it is the base model. Of a model that lets one of its modules generate, as BLIP-2
+    does, it is that module.
+    """
     inner: Any = model
     if type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model"):
         inner = model.get_base_model()  # type: ignore[operator]
-    if not isinstance(inner, GenerationMixin):
+    if not _can_generate(inner):
         return None
+    return _module_that_generates(inner) or inner  # type: ignore[no-any-return]
+
+
+def _can_generate(model: Any) -> bool:
     with contextlib.suppress(AttributeError, TypeError):
-        if inner.can_generate():  # type: ignore[attr-defined]
-            return inner  # type: ignore[return-value]
-    return None
+        return isinstance(model, GenerationMixin) and bool(model.can_generate())  # type: ignore[attr-defined]
+    return False
+
+
+def _module_that_generates(model: Any) -> nn.Module | None:
+    """Return the one child whose `generate` a model's own calls in place of the inherited one."""
+    method = inspect.unwrap(type(model).generate)
+    if not method.__module__.startswith("transformers.models."):
+        return None
+    names = method.__code__.co_names
+    if "generate" not in names or "__class__" in method.__code__.co_freevars:  # as super() needs
+        return None
+    children = [m for name, m in model.named_children() if name in names and _can_generate(m)]
+    return children[0] if len(children) == 1 else None
