@@ -221,7 +221,14 @@ def _prefill_by_forward(session: Session) -> None:
         except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
             raise NotCoveredError("a forward that runs a layer twice") from None
         if plan.stock_prefill:
-            covered(unusual_step_inputs(inputs, plan.prompt, outputs, kwargs))
+            traced = session.runner.traced
+            assert traced is not None
+            from_zero = traced.counts_from_zero
+            covered(
+                unusual_step_inputs(
+                    inputs, plan.prompt, outputs, kwargs, counts_from_zero=from_zero
+                )
+            )
         if plan.source is not None:
             plan.source.store(block, cache)
     length = plan.prompt.length

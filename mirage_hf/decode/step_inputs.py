@@ -19,7 +19,12 @@ _KNOWN = MODEL_INPUTS | DECODER_INPUTS | {"input_ids", "decoder_input_ids", "cac
 
 
 def unusual_step_inputs(
-    inputs: CallInputs, prompt: PromptPlan, outputs: Any, kwargs: dict[str, Any]
+    inputs: CallInputs,
+    prompt: PromptPlan,
+    outputs: Any,
+    kwargs: dict[str, Any],
+    *,
+    counts_from_zero: bool,
 ) -> str | None:
     """Return what the first step of a call takes that ours do not, or None.
 
@@ -28,6 +33,7 @@ def unusual_step_inputs(
         prompt: Where its tokens lie.
         outputs: What the model gave for the prompt.
         kwargs: The kwargs that its prefill got.
+        counts_from_zero: Whether the model counts tokens from 0 if it is given no positions.
     """
     model, ids = inputs.model, inputs.input_ids
     token = ids[:, -1:]
@@ -55,6 +61,8 @@ def unusual_step_inputs(
     is_given = inputs.kwargs.get("position_ids") is not None
     if of_decoder:
         is_given = takes_positions(model)
+    if positions is None and is_given and not counts_from_zero:
+        return "a model that counts positions itself, and not from 0"
     if positions is None and is_given and prompt.lowest is not None:
         return "a model that counts positions itself, with left padding"
     return None

@@ -94,6 +94,26 @@ class TraceCheck:
             self.mask_use = "other"
             self._run(plan, batch, windows, capacity)
 
+    def counts_from_zero(self) -> bool:
+        """Return whether a model that is given no positions counts tokens from 0.
+
+        Steps that generate gives no positions may be ours only then. Models with several axes of
+        positions are always given them, and decoders after an encoder count by their cache.
+        """
+        if self.axes or self.model.config.is_encoder_decoder:
+            return True
+        vocab = self.model.config.get_text_config(decoder=True).vocab_size
+        ids = torch.arange(1, 1 + LENGTHS[0], device=self.model.device)[None] % vocab
+        positions = torch.arange(LENGTHS[0], device=self.model.device)[None]
+        try:
+            with torch.no_grad():
+                own = self.model(input_ids=ids, use_cache=False).logits
+                given = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        except Exception:  # stock's forward may raise anything, so would a step without positions
+            return False
+        difference = (own - given).abs().max().item()
+        return difference <= self.tolerance * given.abs().max().item()
+
     def _run(
         self, plan: StepPlan, batch: int, windows: Sequence[int | None], capacity: int
     ) -> None:
@@ -169,7 +189,8 @@ class TraceCheck:
         self, prompt: _Prompt, positions: Tensor, first: int, last: int
     ) -> dict[str, Any]:
         """Return what stock's forward takes for the tokens from `first` to `last`."""
-        ids, positions = prompt.ids[:, first:last], positions[:, first:last]
+        ids = prompt.ids[:, first:last].contiguous()  # as stock's generate gives them
+        positions = positions[:, first:last].contiguous()
         is_padded = bool(prompt.padding.any())
         # steps of models that keep only states take no mask
         takes_mask = is_padded and (bool(self.masks.windows) or not first)

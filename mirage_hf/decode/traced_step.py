@@ -81,6 +81,7 @@ class TracedSteps:
         bytes_read: Bytes of weights that searched kernels read in a step, and of all weights.
         axes: The axes of the model's positions, 0 if positions have none.
         mask_use: What an encoder-decoder model does with `attention_mask` in steps.
+        counts_from_zero: Whether a model that is given no positions counts tokens from 0.
     """
 
     plans: dict[tuple[int, Rings], StepPlan]
@@ -88,6 +89,7 @@ class TracedSteps:
     bytes_read: tuple[int, int]
     axes: int = 0
     mask_use: MaskUse = "hides"
+    counts_from_zero: bool = True
 
     @property
     def reach(self) -> float:

@@ -130,7 +130,9 @@ class _Tracer:
                 plans[batch, rings] = plan
             self._report(plan, batch)
         count = sum(not isinstance(k, str) and k.runs_kernel for k in self.found.values())
-        return TracedSteps(plans, count, _bytes_read(plan), axes, check.mask_use)
+        return TracedSteps(
+            plans, count, _bytes_read(plan), axes, check.mask_use, check.counts_from_zero()
+        )
 
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
         """Return what runs each group that has a kernel."""

@@ -295,7 +295,7 @@ def test_a_call_that_goes_to_stock_after_its_prefill_leaves_the_users_cache(
     from mirage_hf.decode import generate
 
     stock, ours = pair("bart", (1,))
-    monkeypatch.setattr(generate, "unusual_step_inputs", lambda *_: "a reason")
+    monkeypatch.setattr(generate, "unusual_step_inputs", lambda *_, **__: "a reason")
     caches = []
     for model in (stock, ours):
         cache = EncoderDecoderCache(

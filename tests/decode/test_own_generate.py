@@ -49,6 +49,20 @@ def test_its_steps_are_traced(name: str, decoder: str) -> None:
     assert "generate" not in decoder_of(model, decoder).__dict__
 
 
+def test_a_model_that_counts_positions_from_another_number_is_stocks() -> None:
+    """Kosmos-2 counts from its pad token if it is given no positions, as in its own generate."""
+    model = built("kosmos-2")
+    calls = survey_models.text_calls(model, "kosmos-2")
+    wanted = texts(model, calls)
+    optimize(model, batch_sizes=(1, 3))
+    assert "generate" in model.text_model.__dict__
+    assert all(torch.equal(*pair) for pair in zip(texts(model, calls), wanted, strict=True))
+    assert not steps(model)
+    assert (
+        "stock: a model that counts positions itself, and not from 0" in model.mirage.report.decode
+    )
+
+
 def test_embeddings_without_their_tokens_are_stocks() -> None:
     model = built("blip-2").language_model
     embeds = model.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()
