@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import torch
 from tests.helpers.thorough import THOROUGH
 
 HERE = Path(__file__).parent
+
+#: A test process may keep this much GPU memory for the next test.
+KEPT_BYTES = 1 << 30
 
 # Tests run in several processes. Threads of one process would wait for those of another.
 torch.set_num_threads(1)
@@ -70,6 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU, torch.cuda.is_available() is False")
             )
+
+
+@pytest.fixture(autouse=True)
+def _free_gpu_memory() -> Iterator[None]:
+    """Give a test's memory back if it is much, because several processes share one GPU."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
