@@ -41,7 +41,8 @@ class CodeWriter(TileWriter):
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
         shape = [self.tiling.tile(a) for a in words_last]
-        codes = f"uint4_as_float32(tl.load({', '.join(arguments)}))"
+        zero = self.layout.zero_points.get(i.name, 0.0)
+        codes = f"uint4_as_float32(tl.load({', '.join(arguments)}), {zero!r})"
         text = f"tl.reshape({codes}, {shape})"
         if dims == tuple(words_last):
             return text

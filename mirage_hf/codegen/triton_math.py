@@ -122,25 +122,31 @@ def materialized(x):
 ''',
     "uint4_as_float32": '''
 @triton.jit
-def uint4_nibble(words, number: tl.constexpr):
-    """Return one nibble of each word, 0 to 4, as float32.
+def uint4_nibble(words, number: tl.constexpr, zero: tl.constexpr, exponent):
+    """Return one nibble of each word, 0 to 4, minus `zero` as float32.
 
-    Its bits go into the mantissa of 2^23, where they count 16^number each. So a mask and a
-    multiply-add decode it, without a conversion of integers.
+    Its bits go into the mantissa of 2^23, where they count 16^number each. So one logical
+    instruction and a multiply-add decode it, without a conversion of integers.
     """
     unit: tl.constexpr = 1.0 / (1 << (4 * number))
-    bits = (words & (15 << (4 * number))) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) * unit - 8388608.0 * unit
+    bits = (words & (15 << (4 * number))) | exponent
+    return bits.to(tl.float32, bitcast=True) * unit - (8388608.0 * unit + zero)
 
 
 @triton.jit
-def uint4_as_float32(words):
-    """Return the eight codes of each int32 word in three new last dims of 2, lowest bits first."""
+def uint4_as_float32(words, zero: tl.constexpr):
+    """Return the eight codes of each int32 word minus `zero`, lowest bits first.
+
+    The codes are in three new last dims of 2.
+    """
+    # The exponent of 2^23. `program_id(1)` is 0, but the compiler must not know that: it joins an
+    # `and` with a constant and an `or` with a variable to one instruction.
+    exponent = 0x4B000000 + tl.program_id(1)
     high = words >> 20
-    n0, n4 = uint4_nibble(words, 0), uint4_nibble(words, 4)
-    n2, n6 = uint4_nibble(words, 2), uint4_nibble(high, 1)
-    n1, n5 = uint4_nibble(words, 1), uint4_nibble(high, 0)
-    n3, n7 = uint4_nibble(words, 3), uint4_nibble(high, 2)
+    n0, n4 = uint4_nibble(words, 0, zero, exponent), uint4_nibble(words, 4, zero, exponent)
+    n2, n6 = uint4_nibble(words, 2, zero, exponent), uint4_nibble(high, 1, zero, exponent)
+    n1, n5 = uint4_nibble(words, 1, zero, exponent), uint4_nibble(high, 0, zero, exponent)
+    n3, n7 = uint4_nibble(words, 3, zero, exponent), uint4_nibble(high, 2, zero, exponent)
     even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
     odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
     return tl.join(even, odd)

@@ -9,11 +9,12 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import stages
-from mirage_hf.codegen.plan.layout import Dot
+from mirage_hf.codegen.plan.layout import Dot, runs_of
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_prefetches import PrefetchWriter
 from mirage_hf.codegen.triton_tiles import triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockOp, Stage
+from mirage_hf.ops.dtypes import CODE_DTYPES
 
 #: The value that a reduction takes for elements that do not count.
 NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
@@ -51,7 +52,9 @@ class ValueWriter(PrefetchWriter):
         if dot is not None:
             return self.dot(dot)
         if op.over is not None:
-            return self.reduced(op.fn, str(op.args[0]), op.over)
+            return self._reduced_op(op)
+        if op.out in self.layout.decoded:
+            return self.wide(str(op.args[0]))
         dims = self.layout.value_dims(op.out)
         read = self.stored if op.out in self.layout.half_products else self.wide
         arguments = [
@@ -100,13 +103,19 @@ class ValueWriter(PrefetchWriter):
 
     def _dims_in_loop(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """Return the dims of an accumulator inside its loop."""
-        is_reduced_after_loop = self.plan.is_reduced_after_loop(stage, acc)
-        return self.layout.value_dims(acc.arg if is_reduced_after_loop else acc.out)
+        if self.plan.is_reduced_after_loop(stage, acc):
+            return self.layout.value_dims(acc.arg)
+        return (*self.layout.value_dims(acc.out), *self._runs(acc.arg))
+
+    def _runs(self, value: str) -> list[str]:
+        """Return the dim of a value that numbers runs of codes, if it has one."""
+        over = self.layout.partial_sums.get(value)
+        return [] if over is None else [runs_of(over)]
 
     def start_accumulator(self, stage: Stage, acc: Accumulator) -> None:
         """Define an accumulator before its loop."""
         dims = self._dims_in_loop(stage, acc)
-        shape = ", ".join(str(self.tiling.tile(a)) for a in dims)
+        shape = ", ".join(str(self.layout.dim_size(a)) for a in dims)
         if acc.kind == "sum":
             self.line(f"{self.value[acc.out]} = tl.zeros([{shape}], tl.float32)")
             return
@@ -137,13 +146,25 @@ class ValueWriter(PrefetchWriter):
             self.line(f"{name} = {before} + {step}")
 
     def reduce_after_loop(self, stage: Stage, acc: Accumulator) -> None:
-        """Reduce an accumulator that stayed spread over the loop tile."""
-        if not self.plan.is_reduced_after_loop(stage, acc):
+        """Reduce an accumulator that stayed spread over the loop tile, or over runs of codes."""
+        spread = self._runs(acc.arg)
+        if self.plan.is_reduced_after_loop(stage, acc):
+            spread = [str(self.tiling.loop), *spread]
+        if not spread:
             return
-        loop = str(self.tiling.loop)
         for _ in self.each_lane(acc.out):
             name, dims = self.value[acc.out], self._dims_in_loop(stage, acc)
-            self.line(f"{name} = {reduction(acc.kind, name, dims.index(loop))}")
+            self.line(f"{name} = {self._total(acc.kind, name, dims, spread)}")
+
+    def _total(self, kind: str, text: str, dims: Sequence[str], over: Sequence[str]) -> str:
+        """Return the sum or maximum over some dims, the last dim first.
+
+        Threads of one warp share the last dim, so fewer numbers are left for other warps.
+        """
+        for a in sorted(over, key=dims.index, reverse=True):
+            text = reduction(kind, text, dims.index(a))
+            dims = [x for x in dims if x != a]
+        return text
 
     def accumulate_whole(self, acc: Accumulator) -> None:
         """Compute an accumulator whose loop axis is held whole: one reduction."""
@@ -151,7 +172,7 @@ class ValueWriter(PrefetchWriter):
             return  # a maximum that the body read
         dot = self.layout.dots.get(acc.out)
         loop = str(self.tiling.loop)
-        text = self.dot(dot) if dot else self.reduced(acc.kind, acc.arg, loop)
+        text = self.dot(dot) if dot else self.whole(acc.kind, acc.arg, loop)
         self.line(f"{self.value[acc.out]} = {text}")
 
     def _running_maximum(self, acc: Accumulator) -> None:
@@ -174,12 +195,42 @@ class ValueWriter(PrefetchWriter):
 
     # -- reductions -------------------------------------------------------------------------------
 
+    def _reduced_op(self, op: BlockOp) -> str:
+        """Return an op's sum or maximum. A partial sum is that of each run of codes."""
+        value, over = str(op.args[0]), str(op.over)
+        if op.out not in self.layout.partial_sums:
+            return self.whole(op.fn, value, over)
+        return self._sum_of_runs(self.wide(value), self.layout.value_dims(value), over)
+
+    def whole(self, kind: str, value: str, axis: str) -> str:
+        """Return the sum or maximum over one axis, and over the runs of a partial sum."""
+        dims, runs = self.layout.value_dims(value), self._runs(value)
+        if not runs:
+            return self.reduced(kind, value, axis)
+        over = [axis, *runs] if axis in dims else runs
+        return self._total(kind, self._inside(self.wide(value), value, axis, kind), dims, over)
+
+    def _sum_of_runs(self, text: str, dims: Sequence[str], axis: str) -> str:
+        """Return the sum of each run of codes along an axis, which becomes a dim of runs."""
+        length = self.layout.run_lengths[axis]
+        at = dims.index(axis)
+        shape = [self.layout.dim_size(a) for a in dims]
+        shape[at : at + 1] = [shape[at] // length, length]
+        summed = f"tl.sum(tl.reshape({text}, {shape}), axis={at + 1})"
+        if at + 1 == len(dims):
+            return summed
+        order = [*range(at), *range(at + 1, len(dims)), at]
+        return f"tl.permute({summed}, {order})"
+
     def reduced(self, kind: str, value: str, axis: str) -> str:
         """Return the sum or maximum of a value over one axis."""
         dims = self.layout.value_dims(value)
         text = self._inside(self.wide(value), value, axis, kind)
         if axis not in dims:
             return text
+        if kind == "sum" and self._is_added_in_runs(value, axis):
+            inner = dims[: dims.index(axis)] + dims[dims.index(axis) + 1 :]
+            return reduction(kind, self._sum_of_runs(text, dims, axis), len(inner))
         is_product = value not in self._written_as_multiply_add
         if kind == "sum" and is_product and self._may_be_fused(value, axis):
             text = f"rounded({text})"
@@ -193,12 +244,26 @@ class ValueWriter(PrefetchWriter):
         condition = self.within(axis, self.layout.value_dims(value))
         return f"tl.where({condition}, {text}, {NEUTRAL[kind]})"
 
+    def _is_added_in_runs(self, value: str, axis: str) -> bool:
+        """Return True if each thread first adds the runs of codes that it holds."""
+        length = self.layout.run_lengths.get(axis)
+        return length is not None and not self._runs(value) and self.tiling.tile(axis) > length
+
+    def _threads_hold_runs(self, axis: str) -> bool:
+        """Return True if tiles of codes have at least one run along an axis for each thread."""
+        length = self.layout.run_lengths[axis]
+        coded = [i for i in self.block.inputs if self.tiling.dtype(i) in CODE_DTYPES]
+        least = min(self.tiling.numel(self.block.input_axes(i)) for i in coded if axis in i.axes)
+        return least >= length * _WARP * self.plan.schedule.num_warps
+
     def _may_be_fused(self, value: str, axis: str) -> bool:
         """Return True if the compiler may fuse a product with the first addition of its sum.
 
         That matters only if the first addition is between threads. With a longer tile each thread
         first adds several of its own elements. See "rounded" in triton_math.py.
         """
+        if self._is_added_in_runs(value, axis) and self._threads_hold_runs(axis):
+            return False
         threads = _WARP * self.plan.schedule.num_warps
         return self._may_end_in_a_product(value) and self.tiling.tile(axis) <= threads
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from mirage_hf.codegen.plan.code_runs import partial_sums, run_lengths
 from mirage_hf.codegen.plan.tiling import Tiling
-from mirage_hf.graph.block import BlockInput, Contraction, Role
+from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
 
@@ -27,6 +28,9 @@ MMA_COLUMNS = 8
 
 #: Most elements of an axis that are unrolled, so that each is a variable of its own.
 MOST_UNROLLED = 8
+
+#: Ends the name of a dim that numbers the runs of an axis.
+_RUNS = "/runs"
 
 #: Most orders of axes that are tried. These are all orders of seven axes.
 _MOST_ORDERS = 5040
@@ -68,8 +72,26 @@ class TensorLayout:
         )
 
     def value_dims(self, value: str) -> tuple[str, ...]:
-        """Return the dims of a value."""
-        return self.dims(self.tiling.block.carried[value])
+        """Return the dims of a value. The runs of a partial sum are its last dim."""
+        dims = self.dims(self.tiling.block.carried[value])
+        over = self.partial_sums.get(value)
+        return dims if over is None else (*dims, runs_of(over))
+
+    def dim_size(self, dim: str) -> int:
+        """Return the size of a dim in a tile: of an axis, or of its runs."""
+        over = dim.removesuffix(_RUNS)
+        size = self.tiling.tile(over)
+        return size if over == dim else size // self.run_lengths[over]
+
+    @cached_property
+    def run_lengths(self) -> Mapping[str, int]:
+        """How many codes a thread adds on its own, by axis. See code_runs.py."""
+        return {} if self.mma else run_lengths(self.tiling)
+
+    @cached_property
+    def partial_sums(self) -> Mapping[str, str]:
+        """The values that have one element for each run of codes, with the axis of the runs."""
+        return partial_sums(self.tiling, self.run_lengths) if self.run_lengths else {}
 
     @cached_property
     def unrolled(self) -> str | None:
@@ -113,6 +135,8 @@ class TensorLayout:
             for a in self.tiling.block.named(role)
         ]
         wishes = _PartialOrder(axes)
+        for over in self.run_lengths:
+            self._wish_for_runs(wishes, over)
         for i in self._inputs_of_several_products():
             for first, second in itertools.pairwise(self._stored_order(i)):
                 wishes.add(first, second)
@@ -129,6 +153,20 @@ class TensorLayout:
             if not self._becomes_tf32(p)
         )
         return next(safe_orders, order)
+
+    def _wish_for_runs(self, wishes: _PartialOrder, over: str) -> None:
+        """Let threads share the runs of codes of one row, and hold several rows each.
+
+        So a thread needs few other factors. Triton 3.6 spreads threads over the last dim, then
+        over the first, then over those between.
+        """
+        grid = [a.name for a in self.tiling.block.named(Role.GRID)]
+        others = [a for a in self.tiling.tiles if a not in grid and a != over]
+        for a in others:
+            for row in grid:
+                wishes.add(a, row)
+        for a in (*others, *grid):
+            wishes.add(a, over)
 
     def _inputs_of_several_products(self) -> Iterator[BlockInput]:
         """Yield the inputs that several products read, summed over different axes.
@@ -260,6 +298,32 @@ class TensorLayout:
 
         return max((c.a, c.b), key=weigh)
 
+    # -- codes ------------------------------------------------------------------------------------
+
+    @cached_property
+    def zero_points(self) -> Mapping[str, float]:
+        """The number that is subtracted from codes as they are decoded, by packed input.
+
+        It is subtracted at no cost if nothing reads the codes without subtracting it.
+        """
+        tiling, found = self.tiling, {}
+        accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}
+        for i in tiling.block.inputs:
+            if not is_packed(tiling.dtype(i)) or i.name in accumulated:
+                continue
+            readers = [op for op in tiling.ops.values() if i.name in op.args]
+            zeros = {op.args[1] if _subtracts_from(i.name, op) else None for op in readers}
+            zero = zeros.pop() if len(zeros) == 1 else None
+            if isinstance(zero, (int, float)) and zero in range(1 << 16):
+                found[i.name] = float(zero)
+        return found
+
+    @cached_property
+    def decoded(self) -> frozenset[str]:
+        """The differences of codes and zero points, which are there once codes are decoded."""
+        ops = self.tiling.ops.values()
+        return frozenset(op.out for op in ops if op.args and op.args[0] in self.zero_points)
+
     # -- factors ----------------------------------------------------------------------------------
 
     @cached_property
@@ -307,6 +371,16 @@ class TensorLayout:
         return frozenset(
             str(x) for x in read if x in inputs and not is_packed(self.tiling.dtype(inputs[str(x)]))
         )
+
+
+def _subtracts_from(value: str, op: BlockOp) -> bool:
+    """Return True if an op subtracts a number from a value."""
+    return op.fn == "sub" and op.args[0] == value and not isinstance(op.args[1], str)
+
+
+def runs_of(axis: str) -> str:
+    """Return the name of the dim that numbers the runs of codes along an axis."""
+    return axis + _RUNS
 
 
 class _PartialOrder:

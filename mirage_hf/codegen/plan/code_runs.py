@@ -1,0 +1,79 @@
+"""Sums over codes, which each thread begins on its own.
+
+A thread loads 16 bytes of codes at a time. First it adds what it computed from one such *run*. The
+sums of the runs are added later: after they have been multiplied by a scale, say, or after a loop.
+So threads exchange numbers once, and not in each group of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.graph.block import BlockOp
+from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
+
+#: Bytes of codes that a thread loads at a time.
+RUN_BYTES = 16
+
+
+def run_lengths(tiling: Tiling) -> Mapping[str, int]:
+    """Return how many codes a run has, by the axis along which codes are stored."""
+    lengths: dict[str, int] = {}
+    for i in tiling.block.inputs:
+        dtype = tiling.dtype(i)
+        if dtype not in CODE_DTYPES or len(i.sources) > 1:
+            continue
+        strides = tiling.operands[i.sources[0]].strides
+        axis = next((a for a, s in zip(i.axes, strides, strict=True) if a and s == 1), None)
+        if axis is None:
+            continue
+        length = min(tiling.tile(axis), int(RUN_BYTES / element_bytes(dtype)))
+        if length > 1 and tiling.block.split_size(axis) % tiling.tile(axis) == 0:
+            lengths[axis] = min(length, lengths.get(axis, length))
+    return lengths
+
+
+def partial_sums(tiling: Tiling, lengths: Mapping[str, int]) -> dict[str, str]:
+    """Return the values that have one element for each run, by name, with the axis of the runs.
+
+    These are sums over runs, and products of such a sum and values without this axis. Something
+    must add each of them up: a sum over another axis, or an accumulator.
+    """
+    block = tiling.block
+    readers: dict[str, list[BlockOp]] = {}
+    for op in tiling.ops.values():
+        for a in op.args:
+            readers.setdefault(str(a), []).append(op)
+    accumulated = {a.arg for s in block.stages for a in s.accumulators if a.kind == "sum"}
+    kept = {a.arg for s in block.stages for a in s.accumulators} - accumulated
+    kept |= {a.shift for s in block.stages for a in s.accumulators if a.shift is not None}
+    kept |= {o.value for o in block.outputs}
+
+    def chain(value: str) -> set[str] | None:
+        """Return a value with the products made of it, None if something needs the whole sum."""
+        if value in kept:
+            return None
+        found = {value}
+        for op in readers.get(value, ()):
+            if op.fn == "sum":
+                continue
+            if op.fn != "mul" or [str(a) for a in op.args].count(value) != 1:
+                return None
+            further = chain(op.out)
+            if further is None:
+                return None
+            found |= further
+        return found
+
+    partial: dict[str, str] = {}
+    for op in tiling.ops.values():
+        over = op.over
+        if op.fn != "sum" or over is None or over not in lengths:
+            continue
+        if tiling.tile(over) == lengths[over] or str(op.args[0]) in partial:
+            continue
+        made = chain(op.out)
+        if made is not None and partial.keys().isdisjoint(made):
+            partial |= dict.fromkeys(made, over)
+    return partial
