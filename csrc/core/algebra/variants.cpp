@@ -7,6 +7,7 @@
 #include <optional>
 #include <queue>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "core/hashing.h"
@@ -63,7 +64,11 @@ class DerivationCosts {
  public:
   DerivationCosts(const Program& program, const EGraph& graph, const GpuRates& gpu,
                   Statistics& stats)
-      : program_(program), graph_(graph), gpu_(gpu), least_(graph.values.size(), kImpossible) {
+      : program_(program),
+        graph_(graph),
+        gpu_(gpu),
+        summed_(summed_values(graph)),
+        least_(graph.values.size(), kImpossible) {
     std::vector<ValueId> order;
     for (const ValueId value : graph.values.ids()) {
       order.push_back(value);
@@ -77,7 +82,7 @@ class DerivationCosts {
   }
 
   double cost(ValueId value, const Derivation& derivation) const {
-    return op_work(program_, graph_, graph_.values[value], derivation, gpu_);
+    return op_work(program_, graph_, value, summed_.contains(value), derivation, gpu_);
   }
   double least(ValueId value) const { return least_[value]; }
   const std::vector<const Derivation*>& worthwhile(ValueId value) const { return kept_[value]; }
@@ -118,6 +123,7 @@ class DerivationCosts {
   const Program& program_;
   const EGraph& graph_;
   const GpuRates& gpu_;
+  const std::unordered_set<ValueId> summed_;
   IdVector<ValueId, double> least_;
   IdVector<ValueId, std::vector<const Derivation*>> kept_;
 };
@@ -283,8 +289,17 @@ class VariantSearch {
 
 }  // namespace
 
-double op_work(const Program& program, const EGraph& graph, const Value& value,
+std::unordered_set<ValueId> summed_values(const EGraph& graph) {
+  std::unordered_set<ValueId> summed;
+  for (const ValueId id : graph.values.ids())
+    for (const Derivation& derivation : graph.values[id].derivations)
+      if (derivation.op == Op::sum) summed.insert(derivation.args[0]);
+  return summed;
+}
+
+double op_work(const Program& program, const EGraph& graph, ValueId id, bool is_summed,
                const Derivation& derivation, const GpuRates& gpu) {
+  const Value& value = graph.values[id];
   const auto axes_of = [&](ValueId id) { return graph.values[id].axes; };
   const auto is_matrix = [&](const Derivation& d) {
     return is_matrix_product(program, axes_of(d.args[0]), axes_of(d.args[1]));
@@ -295,7 +310,7 @@ double op_work(const Program& program, const EGraph& graph, const Value& value,
       return static_cast<double>(program.nodes[derivation.source].bytes) / gpu.dram_bytes;
     case Op::mul:
       return program.elements(value.axes) /
-             (is_matrix(derivation) ? gpu.matrix_ops : gpu.scalar_ops);
+             (is_summed && is_matrix(derivation) ? gpu.matrix_ops : gpu.scalar_ops);
     case Op::sum:
     case Op::max: {
       const Value& arg = graph.values[derivation.args[0]];

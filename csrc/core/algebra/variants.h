@@ -1,5 +1,6 @@
 // Variants: the algebraically different ways to compute a program, before it is cut into kernels.
 #pragma once
+#include <unordered_set>
 #include <vector>
 
 #include "core/algebra/normal_form.h"
@@ -20,8 +21,12 @@ struct Variants {
 Variants variants(const Program& program, const EGraph& graph, NormalForms& forms,
                   const Limits& limits, Statistics& stats, const StopCheck& out_of_time);
 
-// Estimates the µs of one op over its whole axes, on a GPU that it keeps busy.
-double op_work(const Program& program, const EGraph& graph, const Value& value,
+// Returns the values that some sum adds up.
+std::unordered_set<ValueId> summed_values(const EGraph& graph);
+
+// Estimates the µs of one op over its whole axes, on a GPU that it keeps busy. A product runs on the
+// tensor cores only if it is summed: scaling every weight by a factor of its group is scalar work.
+double op_work(const Program& program, const EGraph& graph, ValueId id, bool is_summed,
                const Derivation& derivation, const GpuRates& gpu);
 
 }  // namespace mirage

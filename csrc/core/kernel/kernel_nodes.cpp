@@ -33,13 +33,14 @@ KernelNodes::KernelNodes(const Program& program, const Variant& variant, const K
     computed_.insert(id);
     if (node.reduces()) reduced |= node.axis;
     for (const NodeId arg : node.args) ++uses_[arg];
+    if (node.op == Op::sum) summed_.insert(node.args[0]);
   }
   grid_ = (shared & axes_) - reduced;
 }
 
 bool KernelNodes::is_matrix_product(NodeId id) const {
   const Variant::Node& node = variant_.nodes[id];
-  return node.op == Op::mul &&
+  return node.op == Op::mul && summed_.has(id) &&
          mirage::is_matrix_product(program_, variant_.nodes[node.args[0]].axes,
                                    variant_.nodes[node.args[1]].axes);
 }

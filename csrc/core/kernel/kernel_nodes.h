@@ -39,7 +39,7 @@ class KernelNodes {
   bool reduces(NodeId id, AxisId axis) const {
     return is_computed(id) && variant_.nodes[id].reduces(axis);
   }
-  // True if a node is a product that runs on the tensor cores once it is summed.
+  // True if a node is a product that is summed on the tensor cores.
   bool is_matrix_product(NodeId id) const;
   // Bytes of an element of an output as this kernel stores it.
   int stored_itemsize(NodeId id) const;
@@ -49,7 +49,7 @@ class KernelNodes {
   const Variant& variant_;
   const KernelTask& task_;
   std::vector<NodeId> all_;
-  NodeSet computed_;
+  NodeSet computed_, summed_;
   IdVector<NodeId, int> uses_;
   IdVector<NodeId, double> elements_;
   AxisSet axes_, grid_;
