@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mirage_hf import errors
-from mirage_hf.codegen.triton_tiles import TileWriter
+from mirage_hf.codegen.triton_tiles import Coordinate, TileWriter
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.graph.coded import is_packed, packed_dim
 from mirage_hf.ops.dtypes import CODES_PER_WORD
@@ -18,7 +18,9 @@ class CodeWriter(TileWriter):
         """Return True if a word of the input's memory holds several of its elements."""
         return is_packed(self.tiling.dtype(i))
 
-    def read_packed(self, i: BlockInput, pointer: str, policy: str | None) -> str:
+    def read_packed(
+        self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinate
+    ) -> str:
         """Return a load of one tile of uint4 codes, decoded to float32.
 
         Each thread loads words, and decodes the eight codes of a word itself.
@@ -27,6 +29,7 @@ class CodeWriter(TileWriter):
             i: The input.
             pointer: The name of the pointer.
             policy: An eviction policy, or None.
+            shift: An axis whose coordinate has another name here.
         """
         operand = self.tiling.operands[i.sources[0]]
         axis = i.axes[packed_dim(operand.dims, operand.strides)]
@@ -34,7 +37,7 @@ class CodeWriter(TileWriter):
         self._check_words(i, axis)
         dims = self.layout.dims(self.block.input_axes(i))
         words_last = [*(a for a in dims if a != axis), axis]
-        arguments = [self._word_address(i, pointer, axis, words_last)]
+        arguments = [self._word_address(i, pointer, axis, words_last, shift)]
         mask = self.mask([a for a in self.block.input_axes(i) if a != axis], words_last)
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0"]
@@ -56,8 +59,8 @@ class CodeWriter(TileWriter):
             CodegenError: If they do not.
         """
         reason = ""
-        if len(i.sources) > 1:
-            reason = "lies in several tensors"
+        if len(i.sources) > 1 and not (self.tiling.selects_source(i) and i.joined != axis):
+            reason = "has a tile that lies in several tensors"
         elif i.rotation is not None or i.padding is not None:
             reason = "is rotated or padded"
         elif axis == self.layout.unrolled or self.tiling.tile(axis) < CODES_PER_WORD:
@@ -70,7 +73,9 @@ class CodeWriter(TileWriter):
                 f"{CODES_PER_WORD} or more that divides its size"
             )
 
-    def _word_address(self, i: BlockInput, pointer: str, packed: str, dims: Sequence[str]) -> str:
+    def _word_address(
+        self, i: BlockInput, pointer: str, packed: str, dims: Sequence[str], shift: Coordinate
+    ) -> str:
         """Return pointer arithmetic for the words of a tile. The packed axis is its last dim."""
         operand = self.tiling.operands[i.sources[0]]
         starts = self._start(packed)
@@ -84,7 +89,8 @@ class CodeWriter(TileWriter):
             if a == packed:
                 terms.append(self.spread(words, [a], dims))
                 continue
-            index = self.spread(self.axis[a], self.layout.dims([a]), dims)
+            at = shift.name if a == shift.axis else self.axis[a]
+            index = self.spread(at, self.layout.dims([a]), dims)
             step = stride // CODES_PER_WORD
             terms.append(index if step == 1 else f"{index} * {step}")
         return " + ".join(terms)

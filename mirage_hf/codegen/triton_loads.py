@@ -124,7 +124,7 @@ class LoadWriter(CodeWriter):
             ahead: True to load the tile of the next loop step.
         """
         if self.holds_packed(i):
-            return self.read_packed(i, pointer, policy or self._policy(i))
+            return self.read_packed(i, pointer, policy or self._policy(i), shift)
         loop = self.tiling.loop
         if ahead:
             shift = Coordinate(loop, f"{self.axis[str(loop)]}_next")

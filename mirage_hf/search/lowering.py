@@ -31,6 +31,9 @@ from mirage_hf.search.tensor_index import (
 )
 from mirage_hf.search.terms import TermBuilder, without_partials
 
+#: For each run of dims that a reshape changes: the dims before and after it.
+Runs = Sequence[tuple[list[int], list[int]]]
+
 _COMPUTED_SINE = (
     "rope whose sine is computed ends a kernel (of a part of a dim, one whose cosine is computed "
     "too): the search takes a sine that is an input"
@@ -234,8 +237,12 @@ class Lowering:
     def _reshape(self, op: KernelOp, index: Index) -> int:
         """Return the operand's term, with the result's index moved to the operand's dims."""
         (x,) = tensors_of(op)
+        return self.tensor(x, self._reshaped(x, reshape_runs(x.dims, op.outputs[0].dims), index))
+
+    def _reshaped(self, x: DTensor, runs: Runs, index: Index) -> Index:
+        """Return the index of the operand of a reshape for an index of its result."""
         inner: list[Place] = [None] * len(x.dims)
-        for before, after in reshape_runs(x.dims, op.outputs[0].dims):
+        for before, after in runs:
             if len(after) > 1:
                 inner[before[0]] = SplitDim(tuple(index[d] for d in after))
             elif len(before) > 1:
@@ -246,7 +253,7 @@ class Lowering:
                     inner[d] = part
             else:
                 inner[before[0]] = index[after[0]]
-        return self.tensor(x, tuple(inner))
+        return tuple(inner)
 
     def _concat(self, op: KernelOp, index: Index) -> int:
         return self.joined(tensors_of(op), dict(op.attrs)["dim"], index)
@@ -255,9 +262,13 @@ class Lowering:
         """Return the term that reads tensors end to end along `dim`.
 
         It reads one input with several sources, the graph inputs that the tensors are. Each may be
-        permuted, all in the same way.
+        permuted, all in the same way. If the same ops compute each tensor, as they decode weights,
+        the operands of these ops are joined.
         """
-        inputs, orders = zip(*map(self._input_behind, tensors), strict=True)
+        behind = list(map(self._input_behind, tensors))
+        if None in behind:
+            return self._joined_ops([self._made.get(t.index) for t in tensors], dim, index)
+        inputs, orders = zip(*(x for x in behind if x is not None), strict=True)
         if len(set(orders)) > 1:
             raise NotLowerableError("concat of inputs in different dim orders ends a kernel")
         if index[dim] is None:
@@ -281,19 +292,75 @@ class Lowering:
         )
         return self.terms.read(source, tuple(source_index))
 
-    def _input_behind(self, t: DTensor) -> tuple[DTensor, tuple[int, ...]]:
-        """Return the graph input that `t` permutes or decodes, and its dim for each dim of `t`."""
+    def _joined_ops(self, ops: Sequence[KernelOp | None], dim: int, index: Index) -> int:
+        """Return the term of results of like ops, end to end along `dim`."""
+        first = ops[0]
+        if first is None or not all(op is not None and _are_alike(first, op) for op in ops):
+            raise NotLowerableError(_COMPUTED_CONCAT)
+        operands = zip(*(op.inputs for op in ops if op is not None), strict=True)
+        if first.name == "permute":
+            order = dict(first.attrs)["order"]
+            places = dict(zip(order, index, strict=True))
+            inner = tuple(places[d] for d in range(len(order)))
+            return self.joined(next(operands), order[dim], inner)  # type: ignore[arg-type]
+        if first.name == "reshape":
+            return self._joined_reshapes([op for op in ops if op is not None], dim, index)
+        if table.OPS[first.name].kind != "elementwise":
+            raise NotLowerableError(_COMPUTED_CONCAT)
+        args = [self._joined_operand(each, dim - len(index), index) for each in operands]
+        return self.terms.elementwise(first.name, args, first.attrs)
+
+    def _joined_operand(self, given: Sequence[DTensor | float], dim: int, index: Index) -> int:
+        """Return the term of one operand of like ops. `dim` counts from the last dim."""
+        tensors = [x for x in given if isinstance(x, DTensor)]
+        if not tensors and len(set(given)) == 1:
+            return self.terms.constant(given[0])  # type: ignore[arg-type]
+        if len(tensors) < len(given):
+            raise NotLowerableError(_COMPUTED_CONCAT)
+        x = tensors[0]
+        inner = aligned(index, x.dims)
+        if len(x.dims) + dim >= 0 and x.dims[dim] > 1:
+            return self.joined(tensors, len(x.dims) + dim, inner)
+        if any(t.index != x.index for t in tensors):
+            raise NotLowerableError(_COMPUTED_CONCAT)
+        return self.tensor(x, inner)
+
+    def _joined_reshapes(self, ops: Sequence[KernelOp], dim: int, index: Index) -> int:
+        """Return the term of reshapes, end to end along a dim that they keep."""
+        tensors = [tensors_of(op)[0] for op in ops]
+        runs, *others = [
+            reshape_runs(x.dims, op.outputs[0].dims) for x, op in zip(tensors, ops, strict=True)
+        ]
+        kept = {after[0]: before[0] for before, after in runs if len(before) == len(after) == 1}
+        if dim not in kept or any(other != runs for other in others):
+            raise NotLowerableError("concat of dims that a reshape splits or merges ends a kernel")
+        return self.joined(tensors, kept[dim], self._reshaped(tensors[0], runs, index))
+
+    def _input_behind(self, t: DTensor) -> tuple[DTensor, tuple[int, ...]] | None:
+        """Return the graph input that `t` permutes or decodes, and its dim for each dim of `t`.
+
+        Return None if other ops compute it.
+        """
         order = tuple(range(len(t.dims)))
         while (op := self._made.get(t.index)) is not None:
             if op.name == "cast" and tensors_of(op)[0].dtype in table.CODE_DTYPES:
                 (t,) = tensors_of(op)
                 continue
             if op.name != "permute":
-                raise NotLowerableError(_COMPUTED_CONCAT)
+                return None
             inner = dict(op.attrs)["order"]
             order = tuple(inner[d] for d in order)
             (t,) = tensors_of(op)
         return t, order
+
+
+def _are_alike(op: KernelOp, other: KernelOp) -> bool:
+    """Return True if two ops compute the same of their operands, except for sizes."""
+    if op.name != other.name or len(op.inputs) != len(other.inputs):
+        return False
+    if len(op.outputs[0].dims) != len(other.outputs[0].dims):
+        return False
+    return op.name == "reshape" or op.attrs == other.attrs
 
 
 _LAYOUT = ("permute", "reshape", "concat")

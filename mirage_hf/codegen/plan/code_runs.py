@@ -22,11 +22,11 @@ def run_lengths(tiling: Tiling) -> Mapping[str, int]:
     lengths: dict[str, int] = {}
     for i in tiling.block.inputs:
         dtype = tiling.dtype(i)
-        if dtype not in CODE_DTYPES or len(i.sources) > 1:
+        if dtype not in CODE_DTYPES or (len(i.sources) > 1 and not tiling.selects_source(i)):
             continue
         strides = tiling.operands[i.sources[0]].strides
         axis = next((a for a, s in zip(i.axes, strides, strict=True) if a and s == 1), None)
-        if axis is None:
+        if axis is None or axis == i.joined:
             continue
         length = min(tiling.tile(axis), int(RUN_BYTES / element_bytes(dtype)))
         if length > 1 and tiling.block.split_size(axis) % tiling.tile(axis) == 0:
