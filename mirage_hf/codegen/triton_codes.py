@@ -18,10 +18,23 @@ class CodeWriter(TileWriter):
         """Return True if a word of the input's memory holds several of its elements."""
         return is_packed(self.tiling.dtype(i))
 
+    def hold_words(self, i: BlockInput) -> None:
+        """Load the words of an input before their codes are needed."""
+        pointer, shift = self.pointers[i.name][0], Coordinate()
+        if len(i.sources) > 1:
+            pointer, shift = (
+                f"{self.value[i.name]}_ptr",
+                Coordinate(i.joined, f"{self.value[i.name]}_at"),
+            )
+        for _ in self.each_lane(i.name):
+            if self.is_new(i.name, "words"):
+                words = self._load_words(i, pointer, None, shift)
+                self.line(f"{self.value[i.name]}_words = {words}")
+
     def read_packed(
         self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinate
     ) -> str:
-        """Return a load of one tile of uint4 codes, decoded to float32.
+        """Return one tile of uint4 codes, decoded to float32.
 
         Each thread loads words, and decodes the eight codes of a word itself.
 
@@ -31,26 +44,47 @@ class CodeWriter(TileWriter):
             policy: An eviction policy, or None.
             shift: An axis whose coordinate has another name here.
         """
+        has_lanes = self.layout.unrolled in self.block.carried[i.name]
+        held = ("words", i.name, self.lane if has_lanes else None) in self.written
+        words = f"{self.value[i.name]}_words"
+        if not held:
+            words = self._load_words(i, pointer, policy, shift)
+        zero = self.layout.zero_points.get(i.name, 0.0)
+        dims = self.layout.dims(self.block.input_axes(i))
+        words_last = self._words_last(i)
+        shape = [self.tiling.tile(a) for a in words_last]
+        text = f"tl.reshape(uint4_as_float32({words}, {zero!r}), {shape})"
+        if list(dims) == words_last:
+            return text
+        order = ", ".join(str(words_last.index(a)) for a in dims)
+        return f"tl.permute({text}, ({order}))"
+
+    def _packed_axis(self, i: BlockInput) -> str:
+        """Return the axis along which words hold codes."""
         operand = self.tiling.operands[i.sources[0]]
         axis = i.axes[packed_dim(operand.dims, operand.strides)]
         assert axis is not None
-        self._check_words(i, axis)
+        return axis
+
+    def _words_last(self, i: BlockInput) -> list[str]:
+        """Return the dims of a tile of codes with the packed axis last."""
+        packed = self._packed_axis(i)
         dims = self.layout.dims(self.block.input_axes(i))
-        words_last = [*(a for a in dims if a != axis), axis]
-        arguments = [self._word_address(i, pointer, axis, words_last, shift)]
-        mask = self.mask([a for a in self.block.input_axes(i) if a != axis], words_last)
+        return [*(a for a in dims if a != packed), packed]
+
+    def _load_words(
+        self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinate
+    ) -> str:
+        """Return a load of the words of one tile."""
+        packed, dims = self._packed_axis(i), self._words_last(i)
+        self._check_words(i, packed)
+        arguments = [self._word_address(i, pointer, packed, dims, shift)]
+        mask = self.mask([a for a in self.block.input_axes(i) if a != packed], dims)
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0"]
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
-        shape = [self.tiling.tile(a) for a in words_last]
-        zero = self.layout.zero_points.get(i.name, 0.0)
-        codes = f"uint4_as_float32(tl.load({', '.join(arguments)}), {zero!r})"
-        text = f"tl.reshape({codes}, {shape})"
-        if dims == tuple(words_last):
-            return text
-        order = ", ".join(str(words_last.index(a)) for a in dims)
-        return f"tl.permute({text}, ({order}))"
+        return f"tl.load({', '.join(arguments)})"
 
     def _check_words(self, i: BlockInput, axis: str) -> None:
         """Check that tiles of an input consist of whole words.

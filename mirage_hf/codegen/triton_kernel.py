@@ -14,6 +14,7 @@ from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import KernelPlan, stages
 from mirage_hf.codegen.triton_combine import CombineWriter
 from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: Inputs that the loop does not change are loaded before it if they have at most this size. Then
 #: the loop hides their latency.
@@ -61,14 +62,17 @@ class _KernelWriter(CombineWriter):
                 self.select(i)
         early = self._early_inputs()
         for i in early:
-            if self.tiling.is_constant(i):
+            if self.tiling.is_constant(i) and self.holds_packed(i):
+                self.hold_words(i)
+            elif self.tiling.is_constant(i):
                 self.load(i)
         self._load_readable_before_wait()
         self._wait()
         for i in self._loop_bounds():
             self.load_bounds(i)
         for i in (*early, *self._whole_inputs()):
-            self.load(i)
+            if not self.holds_packed(i):  # codes are decoded where they are needed
+                self.load(i)
         for number, stage in self.plan.stages:
             self.running = stages.running_maxima(stage)
             self._stage(number, stage)
@@ -107,9 +111,11 @@ class _KernelWriter(CombineWriter):
 
     # -- before the grid dependency wait ----------------------------------------------------------
 
-    def _elements_per_thread(self, i: BlockInput) -> float:
+    def _registers_per_thread(self, i: BlockInput) -> float:
+        """Return the registers that a thread needs to hold its elements, or words, of an input."""
         threads = _WARP * self.plan.schedule.num_warps
-        return self.tiling.numel(self.block.input_axes(i)) / threads
+        per_register = CODES_PER_WORD if self.holds_packed(i) else 1
+        return self.tiling.numel(self.block.input_axes(i)) / threads / per_register
 
     def _early_inputs(self) -> list[BlockInput]:
         """Return the inputs to load early, so that other work hides their latency.
@@ -119,7 +125,7 @@ class _KernelWriter(CombineWriter):
         """
         early, room = [], float(HELD_ELEMENTS_PER_THREAD)
         for i in self.block.inputs:
-            elements = self._elements_per_thread(i)
+            elements = self._registers_per_thread(i)
             if self.tiling.is_looped:
                 is_fixed = self.tiling.loop not in i.carried
                 if is_fixed and elements <= EARLY_ELEMENTS_PER_THREAD:
@@ -166,7 +172,7 @@ class _KernelWriter(CombineWriter):
             return []
         whole, room = [], float(HELD_ELEMENTS_PER_THREAD) * 2
         for i in self.block.inputs:
-            elements = self._elements_per_thread(i)
+            elements = self._registers_per_thread(i)
             if i.bounds is None and not self.tiling.is_constant(i) and elements <= room:
                 room -= elements
                 whole.append(i)

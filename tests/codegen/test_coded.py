@@ -63,6 +63,39 @@ def test_words_are_loaded_once_and_decoded_in_registers():
     assert "tl.arange(0, 16)" in text and "uint4_as_float32(tl.load(" in text
 
 
+def scaled_sums():
+    """Return a µGraph that multiplies the sum over a group of 128 codes by the group's scale."""
+    found, _ = search(coded_programs.int4_linear(1, 64, 512, 128), SearchOptions(threads=1))
+    for ranked in found:
+        block = ranked.ugraph.block_ops[0].block
+        sums = {op.out for op in block.ops() if op.over is not None}
+        if any(op.fn == "mul" and "scales" in op.args and sums & {*op.args} for op in block.ops()):
+            return ranked.ugraph
+    raise AssertionError("no µGraph scales sums")
+
+
+def test_threads_add_runs_of_codes_before_they_exchange_sums():
+    ugraph = scaled_sums()
+    axis = axes_by_size(ugraph)
+    schedule = Schedule({axis[64]: 16, axis[4]: 4, axis[128]: 128}, num_warps=1)
+    lines = triton.program_source(ugraph, [schedule]).splitlines()
+    runs = next(n for n, line in enumerate(lines) if "tl.sum(tl.reshape(" in line)
+    assert ", 4, 32]), axis=3)" in lines[runs], lines[runs]  # four runs of 32 codes stay apart
+    scaled = next(n for n, line in enumerate(lines) if "scales[" in line and " = tl.load" not in line)
+    whole = next(n for n, line in enumerate(lines) if n > runs and "tl.sum(" in line)
+    assert runs < scaled < whole, "\n".join(lines[runs : whole + 1])
+
+
+def test_zero_points_that_are_numbers_are_subtracted_by_the_decoding():
+    ugraph = group_loop(1)
+    axis = axes_by_size(ugraph)
+    schedule = Schedule({axis[64]: 4, axis[4]: 1, axis[128]: 128}, num_warps=1)
+    text = triton.program_source(ugraph, [schedule])
+    assert (
+        ", 8.0)" in text and "- 8.0" not in text.partition("def mirage_0")[2].partition("def ")[0]
+    )
+
+
 def test_a_tile_of_part_of_a_word_is_refused():
     found, _ = search(coded_programs.int4_linear(1, 64, 512, 128), SearchOptions(threads=1))
     ugraph = next(

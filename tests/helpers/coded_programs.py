@@ -49,6 +49,21 @@ def int4_linear(
     return g
 
 
+def int4_joined(rows: int, widths: tuple[int, ...], width: int, group: int) -> KernelGraph:
+    """Return RMSNorm and linears of one input side by side, as q, k and v are."""
+    g = mi.new_graph()
+    x = g.new_input((rows, width), name="x")
+    normed = g.rms_norm(x, g.new_input((1, width), name="weight", constant=True))
+    weights = []
+    for n in widths:
+        codes = g.new_input((n, width // group, group), "uint4", constant=True)
+        scales = g.new_input((n, width // group, 1), constant=True)
+        w = g.mul(g.sub(g.cast(codes, "float16"), 8.0), scales)
+        weights.append(g.permute(g.reshape(w, (n, width)), (1, 0)))
+    g.mark_output(g.matmul(normed, g.concat(weights, 1)))
+    return g
+
+
 def fp8_linear(rows: int, columns: int, width: int, block: int = 128) -> KernelGraph:
     """Return x · Wᵀ for W in float8 with a float32 scale for each square block."""
     g = mi.new_graph()
@@ -78,6 +93,8 @@ CASES = {
     "int4, 1 row": lambda: int4_linear(1, 16, 256, 64),
     "int4, 3 rows, zero points": lambda: int4_linear(3, 16, 128, 32, zeros=True),
     "int4, norm before": lambda: int4_linear(2, 16, 128, 32, norm=True),
+    "int4, four runs in a group": lambda: int4_linear(1, 16, 512, 128),
+    "int4, three linears joined": lambda: int4_joined(1, (32, 16, 16), 256, 128),
     "int4, 16 rows": lambda: int4_linear(16, 32, 64, 32),
     "int8": lambda: int8_linear(2, 16, 128),
     "fp8 blocks": lambda: fp8_linear(2, 32, 64, 16),

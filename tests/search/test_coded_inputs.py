@@ -10,7 +10,7 @@ from mirage_hf.search.lowering import lower
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.accept import accept, verify
 from mirage_hf.verify.verdict import Accepted
-from tests.helpers.coded_programs import CASES, fp8_linear, int4_linear
+from tests.helpers.coded_programs import CASES, fp8_linear, int4_joined, int4_linear
 
 SEARCH = SearchOptions(threads=1)
 
@@ -44,6 +44,23 @@ def test_scales_are_pulled_out_of_the_sum_within_a_group():
 
 def test_a_norm_fuses_with_a_linear_of_codes():
     assert any(len(b.inputs) == 4 for b in blocks_of(int4_linear(1, 64, 256, 64, norm=True)))
+
+
+def test_linears_side_by_side_are_one_kernel_that_reads_joined_codes():
+    blocks = blocks_of(int4_joined(1, (32, 16, 16), 256, 128))
+    joined = [[i.sizes for i in b.inputs if len(i.sources) > 1] for b in blocks]
+    assert [(32, 16, 16)] * 2 in joined
+
+
+def test_weights_that_are_decoded_in_different_ways_are_not_joined():
+    g = new_kernel_graph()
+    x = g.new_input((1, 16), name="x")
+    weights = []
+    for zero in (8.0, 7.0):
+        codes = g.cast(g.new_input((8, 16), "uint4"), "float16")
+        weights.append(g.permute(g.sub(codes, zero), (1, 0)))
+    g.mark_output(g.matmul(x, g.concat(weights, 1)))
+    assert "concat of computed tensors" in lower(g).reason
 
 
 def test_a_kernel_of_blocks_stores_rows_of_the_program():

@@ -285,8 +285,8 @@ class TensorLayout:
     def _weight(self, c: Contraction) -> str:
         """Return the factor with more data.
 
-        An input, or an input scaled by another, counts as more than a computed value. Of two such
-        factors, the larger one is returned.
+        An input, one scaled by another, or decoded codes count as more than a computed value. Of two
+        such factors, the larger one is returned.
         """
         inputs, block = self.tiling.inputs, self.tiling.block
 
@@ -294,7 +294,7 @@ class TensorLayout:
             op = self.tiling.ops.get(x)
             is_scaled = op is not None and op.fn == "mul" and all(a in inputs for a in op.args)
             size = math.prod(block.axis(a).size for a in block.carried[x])
-            return x in inputs or is_scaled, size
+            return x in inputs or is_scaled or x in self.decoded, size
 
         return max((c.a, c.b), key=weigh)
 
