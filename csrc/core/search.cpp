@@ -27,7 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kProgressSeconds = 0.05;  // between two calls of the progress callback
-constexpr int kKeptPerCount = 2;           // candidates kept for each number of kernels
+constexpr int kKeptPerKind = 2;            // candidates kept of each kind (see `kind_of`)
 
 // Writes a candidate down so that two are equal if their kernels, roles, stages and ops are, whatever
 // the numbers of their values.
@@ -110,19 +110,29 @@ std::vector<Candidate> without_duplicates(std::vector<std::vector<Candidate>> by
   return all;
 }
 
-// Returns the cheapest, and the best few for each number of kernels whatever they cost: the Pareto
-// set of cost and launches.
+// Tells candidates apart by their number of kernels. Single kernels are also told apart by the axis
+// that they loop over: which one suits tensor cores depends on the schedule.
+std::pair<std::size_t, AxisId> kind_of(const Candidate& candidate) {
+  AxisId loop;
+  if (candidate.kernels.size() == 1)
+    for (const FoundStage& stage : candidate.kernels[0].stages)
+      if (stage.loop.valid()) loop = stage.loop;
+  return {candidate.kernels.size(), loop};
+}
+
+// Returns the cheapest, and the best few of each kind whatever they cost: the Pareto set of cost and
+// launches.
 std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
   const auto cheaper = [](const auto& a, const auto& b) { return a.cost_us < b.cost_us; };
   std::stable_sort(all.begin(), all.end(), cheaper);
-  std::map<std::size_t, int> counts;
-  std::size_t room = most;  // for candidates that are not among the best of their number
+  std::map<std::pair<std::size_t, AxisId>, int> counts;
+  std::size_t room = most;  // for candidates that are not among the best of their kind
   for (const Candidate& candidate : all)
-    if (counts[candidate.kernels.size()]++ < kKeptPerCount && room > 0) --room;
+    if (counts[kind_of(candidate)]++ < kKeptPerKind && room > 0) --room;
   counts.clear();
   std::vector<Candidate> kept;
   for (Candidate& candidate : all) {
-    const bool is_among_best = counts[candidate.kernels.size()]++ < kKeptPerCount;
+    const bool is_among_best = counts[kind_of(candidate)]++ < kKeptPerKind;
     if (!is_among_best && room == 0) continue;
     if (!is_among_best) --room;
     kept.push_back(std::move(candidate));

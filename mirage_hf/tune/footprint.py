@@ -10,7 +10,7 @@ from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.graph.block import Stage
 from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.ops.dtypes import element_bytes
+from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
 
 #: Instructions that an element takes in a kernel whose products are multiply-adds. The second
 #: number holds if threads share sums in each step, as in scores of attention of several rows.
@@ -22,6 +22,10 @@ MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 #: Counted in machine code for sm_90: a code takes 4.2 to 5.3 instructions from its word to the sum.
 #: It is three elements: one decoded, one product and one addition.
 CODED = 1.5
+
+#: The elements that one element of another input counts for in such a kernel. It is converted, and
+#: moved to the threads whose codes it multiplies.
+BESIDE_CODES = 4
 
 
 def tensor_bytes(t: DTensor) -> int:
@@ -177,9 +181,19 @@ def _work(plan: KernelPlan, stage: Stage) -> int:
         tiling.numel(a.axes) for a in stage.accumulators if a.shift is not None and tiling.is_looped
     )
     loaded = sum(
-        tiling.numel(carried[i]) for i in _loads(plan, stage) if i not in layout.kept_as_stored
+        tiling.numel(carried[i]) * (BESIDE_CODES if _is_beside_codes(plan, i) else 1)
+        for i in _loads(plan, stage)
+        if i not in layout.kept_as_stored
     )
     return values + accumulated + rescaled + loaded
+
+
+def _is_beside_codes(plan: KernelPlan, name: str) -> bool:
+    """Return whether an input is multiplied with codes that threads add in runs."""
+    return (
+        bool(plan.layout.run_lengths)
+        and plan.tiling.dtype(plan.tiling.inputs[name]) not in CODE_DTYPES
+    )
 
 
 def _flops(plan: KernelPlan) -> tuple[float, float]:
@@ -221,10 +235,16 @@ def _accumulating(plan: KernelPlan, loops: Sequence[Stage]) -> int:
     return sum(a.out in plan.layout.dots for s in loops for a in s.accumulators)
 
 
+def adds_in_runs(plan: KernelPlan) -> bool:
+    """Return whether threads add runs of codes on their own."""
+    lengths = plan.layout.run_lengths
+    return any(plan.tiling.tile(axis) > length for axis, length in lengths.items())
+
+
 def _element_work(plan: KernelPlan) -> float:
     """Return the instructions that one element takes."""
     tiling = plan.tiling
-    if any(tiling.tile(axis) > length for axis, length in plan.layout.run_lengths.items()):
+    if adds_in_runs(plan):
         return CODED
     contractions = [c for c in tiling.block.contractions.values() if c.out not in plan.layout.dots]
     by_multiply_adds = {c.out for c in contractions}

@@ -10,6 +10,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.regroup import regrouped
@@ -78,8 +79,13 @@ class Acceptance:
 def kind_of(ugraph: UGraph) -> tuple[object, ...]:
     """Return the axes of each tensor that the kernels of a µGraph store for later ones.
 
-    Axes that number splits are left out, so a value and its partial results are one kind.
+    Axes that number splits are left out, so a value and its partial results are one kind. A single
+    kernel stores nothing for others. Its kind is the axis that it loops over, because some loops
+    suit tensor cores only, and others multiply-adds only.
     """
+    if ugraph.num_kernels == 1:
+        blocks = [op.block for op in ugraph.block_ops if op.block]
+        return tuple(a.name for block in blocks for a in block.named(Role.LOOP))
     return tuple(
         tuple(a for a in output.axes if a is not None and op.block.axis_split_by(a) is None)
         for op in ugraph.block_ops[:-1]

@@ -81,7 +81,9 @@ def test_threads_add_runs_of_codes_before_they_exchange_sums():
     lines = triton.program_source(ugraph, [schedule]).splitlines()
     runs = next(n for n, line in enumerate(lines) if "tl.sum(tl.reshape(" in line)
     assert ", 4, 32]), axis=3)" in lines[runs], lines[runs]  # four runs of 32 codes stay apart
-    scaled = next(n for n, line in enumerate(lines) if "scales[" in line and " = tl.load" not in line)
+    scaled = next(
+        n for n, line in enumerate(lines) if "scales[" in line and " = tl.load" not in line
+    )
     whole = next(n for n, line in enumerate(lines) if n > runs and "tl.sum(" in line)
     assert runs < scaled < whole, "\n".join(lines[runs : whole + 1])
 

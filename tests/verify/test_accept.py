@@ -209,11 +209,14 @@ def test_another_grouping_is_looked_for_only_if_tensor_cores_need_one() -> None:
 
 
 def test_a_kind_is_the_axes_that_kernels_store_for_each_other() -> None:
-    """Neither numbers of splits nor dims of size 1 count, nor what the last kernel stores."""
+    """Neither numbers of splits nor dims of size 1 count, nor what the last kernel stores.
+
+    The kind of a single kernel is its loop.
+    """
     split = multi_kernel_ugraphs.split_k()
     assert kind_of(split) == (("m", "n"),)
     assert kind_of(multi_kernel_ugraphs.norm_in_two()) == (("m",),)
-    assert kind_of(multi_kernel_ugraphs.flash()) == ()
+    assert kind_of(multi_kernel_ugraphs.flash()) == ("j",)
     first, second = (op.block for op in split.block_ops)
     first = replace(first, outputs=(replace(first.outputs[0], axes=("s", "m", "n", None)),))
     second = replace(second, inputs=(replace(second.inputs[0], axes=("s", "m", "n", None)),))

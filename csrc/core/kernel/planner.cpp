@@ -96,8 +96,10 @@ class Planner {
       task.outputs.insert(output);
       task.final.insert(output);
     }
-    for (const KernelChoice& choice : search_.choices(task, kSingleKernels)) {
+    std::size_t kept = 0;
+    for (const KernelChoice& choice : search_.choices(task, kMaxShapes)) {
       if (choice.shape.split.valid()) continue;  // outputs are whole, so the grid does as well
+      if (kept++ == kSingleKernels) break;
       ++stats_.plans;
       keep({{task}, {choice}, choice.cost_us}, kSingleKernels);
     }

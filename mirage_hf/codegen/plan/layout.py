@@ -285,8 +285,8 @@ class TensorLayout:
     def _weight(self, c: Contraction) -> str:
         """Return the factor with more data.
 
-        An input, one scaled by another, or decoded codes count as more than a computed value. Of two
-        such factors, the larger one is returned.
+        An input, one scaled by another, or decoded codes count as more than a computed value. Of
+        two such factors, the larger one is returned.
         """
         inputs, block = self.tiling.inputs, self.tiling.block
 
