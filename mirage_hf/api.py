@@ -143,7 +143,7 @@ def optimize(
             if wants_trace:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
             return optimization.plan()
-        with bar_unless(progress, "optimize") as note:
+        with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
             kernels = find_kernels(
                 optimization.wanted,
                 rows,
@@ -158,12 +158,14 @@ def optimize(
                 resolve = partial(
                     resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune
                 )
+                optimization.bind_codes(resolve)
                 traced, traced_rows, why = decoding.trace_steps(inner, rows, resolve, note)
                 optimization.add_traced(traced_rows, why)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)
             if handle is None:
+                optimization.undo()
                 optimization.nothing_done(on_unsupported, report)
                 return model
             attach(model, handle)
@@ -173,6 +175,16 @@ def optimize(
             _restore_stock(model)
             raise
     return model
+
+
+@contextmanager
+def _undone_if_it_fails(optimization: Optimization) -> Iterator[None]:
+    """Put back what was changed so far if the body raises."""
+    try:
+        yield
+    except BaseException:
+        optimization.undo()
+        raise
 
 
 def _install_decoding(

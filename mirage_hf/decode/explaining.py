@@ -13,7 +13,7 @@ import transformers
 
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.traced_step import record_step, rings_variants
-from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_path
+from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_bytes, weight_path
 from mirage_hf.errors import MirageError
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
@@ -104,7 +104,7 @@ def _group(plan: StepPlan, group: Group, paths: dict[int, str]) -> Explained:
     module, parts = common_module(names)
     program = plan.programs.get(group)
     ops = [] if program is None else [op.name for op in program.graph.ops if op.name != "concat"]
-    size = sum(p.operands[1].dims[0] * p.dims[1] * p.dtype.itemsize for p in group.products)
+    size = sum(map(weight_bytes, group.products))
     why = "" if program is not None else plan.reasons[group]
     module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module)
     return Explained(module, parts, ", ".join(dict.fromkeys(ops)), 1, size, why)

@@ -22,6 +22,7 @@ from mirage_hf.decode.model_obstacles import (
     model_obstacle,
     why_no_graph,
 )
+from mirage_hf.formats import holds_codes
 from mirage_hf.layers.rope import LengthRope, length_rope
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.plain import foreign_hook
@@ -130,7 +131,8 @@ def take_fingerprint(model: nn.Module) -> ModelFingerprint:
     settings = [v for config in configs.values() for v in config.values() if type(v) in _SETTINGS]
     versions = [None if b.is_inference() else b._version for b in buffers]
     graph_facts = (facts, device, tuple(settings), tuple(versions), *_global_switches())
-    unusual = next((type(p).__name__ for p in parameters if type(p) not in _PLAIN), None)
+    unusual_kinds = {type(p) for p in parameters} - _PLAIN
+    unusual = next((kind.__name__ for kind in unusual_kinds if not holds_codes(kind)), None)
     obstacle = model_obstacle(
         kinds, states, training, [modules[n] for n in hooked], unusual, devices
     )

@@ -207,7 +207,7 @@ def rejected_model(model: Any, *, is_traced: bool = False) -> str | None:
     rejected_attention = _rejected_attention(text_config._attn_implementation)
     if rejected_attention is not None:
         return rejected_attention
-    if getattr(model, "hf_quantizer", None) is not None:
+    if not is_traced and getattr(model, "hf_quantizer", None) is not None:
         return "quantized model"
     return _rejected_processes()
 

@@ -121,7 +121,8 @@ class DecodeRunner:
             return
         self._compared_facts = facts
         present = set(map(id, model.parameters()))
-        if not all(id(weight) in present for weight in kernels.weights):
+        replaced = not all(id(weight) in present for weight in kernels.weights)
+        if replaced or (isinstance(kernels, TracedSteps) and kernels.reads_replaced_codes()):
             self.model_kernels, self.made_for, self.no_kernels = None, None, CHANGED
             self.traced = self.traced_for = None
             self.pool.drop_idle()

@@ -34,6 +34,7 @@ from mirage_hf.decode.sources import (
 from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
+from mirage_hf.trace.coded_linear import CODED_LINEAR, coded_linears_as_one_node, is_replaced
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, host_reads_named, record
@@ -95,6 +96,16 @@ class TracedSteps:
     def reach(self) -> float:
         """The greatest length of a text for which a step runs the recorded ops."""
         return min(plan.recording.reach for plan in self.plans.values())
+
+    def reads_replaced_codes(self) -> bool:
+        """Return whether some linear has other codes now than those that the steps read."""
+        linears = {
+            node.args[-1]
+            for plan in self.plans.values()
+            for node in plan.recording.nodes
+            if node.name == CODED_LINEAR
+        }
+        return any(map(is_replaced, linears))
 
     @property
     def weights(self) -> Iterator[Tensor]:
@@ -259,7 +270,12 @@ def record_step(
         TraceError: The step cannot be recorded.
     """
     mode = FakeOnceMode()
-    with _quiet(), attention_as_one_node(), experts_of_fixed_shape(model):
+    with (
+        _quiet(),
+        attention_as_one_node(),
+        coded_linears_as_one_node(model),
+        experts_of_fixed_shape(model),
+    ):
         with _errors_named(), mode, torch.no_grad(), host_reads_named():
             prompt = _fake_prompt(model, batch)
         with_source = prompt.source is not None

@@ -269,6 +269,8 @@ def axes_of_positions(model: Any) -> int:
 def weight_path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
     """Return the name of the parameter that a weight is, or is a view of."""
     assert weight.weight is not None
+    if weight.weight.coded is not None:
+        return weight.weight.coded.path
     source = weight.weight.source
     while isinstance(source, Value):
         (source,) = plan.recording.nodes[source.node].operands()
@@ -290,10 +292,14 @@ def _bytes_read(plan: StepPlan) -> tuple[int, int]:
     """Return the bytes of products' weights that kernels read in a step, and of all products."""
     run = {id(unit.program) for unit in plan.units if unit.program is not None}
     by_kernels = [g for g in plan.groups if id(plan.programs.get(g)) in run]
-    read = sum(_bytes(p) for g in by_kernels for p in g.products)
-    return read, sum(_bytes(p) for g in plan.groups for p in g.products)
+    read = sum(weight_bytes(p) for g in by_kernels for p in g.products)
+    return read, sum(weight_bytes(p) for g in plan.groups for p in g.products)
 
 
-def _bytes(product: Term) -> int:
-    rows, columns = product.operands[1].dims
-    return rows * columns * product.dtype.itemsize
+def weight_bytes(product: Term) -> int:
+    """Return the bytes that a product's weight has in memory."""
+    term = product.operands[1]
+    if term.weight.codes:
+        return sum(c.tensor.nbytes for c in term.weight.codes)
+    rows, columns = term.dims
+    return rows * columns * product.dtype.itemsize  # type: ignore[no-any-return]

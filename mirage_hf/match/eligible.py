@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
-from mirage_hf.errors import OptimizeError
+from mirage_hf.errors import OptimizeError, Rejected
+from mirage_hf.formats import CodedWeight, coded_weight
 
 
 def check_model(model: Any) -> None:
@@ -70,10 +71,24 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _check_quantized(model: nn.Module, name: str) -> None:
+    """Check that the weights of a model are plain, or codes that kernels can read.
+
+    Raises:
+        OptimizeError: No linear of a quantized model has codes that kernels can read. Or another
+            module has weights that are not floating-point numbers.
+    """
+    readings = {path: coded_weight(module) for path, module in model.named_modules()}
+    if any(isinstance(weight, CodedWeight) for weight in readings.values()):
+        return
     way_out = (
-        "kernels read float16, bfloat16 or float32 weights: "
-        "load the model without quantization_config"
+        "kernels read float16, bfloat16 and float32 weights, and codes of the formats in "
+        "docs/quantized.md: load the model without quantization_config, or in such a format"
     )
+    for path, weight in readings.items():
+        if isinstance(weight, Rejected):
+            raise OptimizeError(
+                f"optimize: {name} is quantized, and {path} {weight.reason}; {way_out}"
+            )
     quantizer = getattr(model, "hf_quantizer", None)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantizer is not None or config is not None or getattr(model, "is_quantized", False) is True:

@@ -5,7 +5,7 @@ Only a module's class and one entry of its instance dictionary change. Children 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -22,6 +22,8 @@ class Ledger:
 
     #: (module, its stock class), in the order of the swaps.
     entries: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
+    #: What puts back other changes, in the order in which they were made.
+    undos: list[Callable[[], None]] = field(default_factory=list)
 
     def swap(self, match: Match, resolved: Mapping[int, Mapping[str, Resolved]]) -> Binding:
         """Make a matched module run kernels, by number of rows and role."""
@@ -48,6 +50,8 @@ class Ledger:
             if module is None or entry[0] is module:
                 put_back(*entry)
                 self.entries.remove(entry)
+        while module is None and self.undos:
+            self.undos.pop()()
 
 
 def put_back(module: nn.Module, stock: type[nn.Module]) -> None:

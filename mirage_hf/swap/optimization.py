@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
+from mirage_hf.errors import (
+    CodegenError,
+    OptimizeError,
+    OptimizeWarning,
+    Rejected,
+    SearchError,
+    VerificationError,
+)
+from mirage_hf.formats import CodedWeight, Coding, coded_weight, suspend_decoding
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, adapter_role
 from mirage_hf.match.matches import CausalMatch, Match, Matches
@@ -16,6 +24,7 @@ from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.assemble import assemble_model_kernels
 from mirage_hf.swap.check import Checked, check, check_head, check_step
+from mirage_hf.swap.coded_forward import CodedBinding, Run, bind_codes, decoding_program
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
@@ -63,6 +72,30 @@ class Optimization:
         """The parts that need kernels: one tuple for each matched module, and one for the head."""
         head = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
         return [*(match.parts for match in self.matches), *head]
+
+    def bind_codes(self, resolve: Callable[..., Resolved]) -> None:
+        """Let each linear whose weight is codes decode its own weight in calls without a kernel.
+
+        Args:
+            resolve: Finds the kernel of a program, as `resolver.resolve`.
+
+        Raises:
+            OptimizeError: A weight cannot be decoded.
+        """
+        found: dict[Coding, Run] = {}
+        weights = [(path, m, coded_weight(m)) for path, m in self.model.named_modules()]
+        self.ledger.undos.append(suspend_decoding(self.model))
+        for path, module, weight in weights:
+            if not isinstance(weight, CodedWeight):
+                continue
+            coding = weight.coding
+            if coding not in found:
+                try:
+                    found[coding] = resolve(decoding_program(coding), pattern="decoding").run
+                except (SearchError, VerificationError, CodegenError) as error:
+                    raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None
+            binding = CodedBinding(weight, found[coding])
+            self.ledger.undos.append(bind_codes(module, binding))
 
     def add_traced(self, report_rows: Sequence[ReportRow], note: str) -> None:
         """Add the rows of traced steps, or why there are none."""

@@ -9,7 +9,7 @@ import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.groups import Group, is_bias
-from mirage_hf.trace.terms import Term
+from mirage_hf.trace.terms import Term, Weight
 
 
 @dataclass(eq=False)
@@ -127,11 +127,24 @@ class _Writer:
             self._compute(term)
             return self.tensors[term]
         key = term.weight.key if term.weight is not None else term
+        if key not in self.tensors and term.weight is not None and term.weight.coded is not None:
+            self.tensors[key] = self._decoded(term.weight)
         if key not in self.tensors:
             self.tensors[key] = self._input(term)
             self.program.inputs.append(term)
         self.tensors[term] = self.tensors[key]
         return self.tensors[term]
+
+    def _decoded(self, weight: Weight) -> DTensor:
+        """Write a weight that is stored in codes. Each tensor of codes becomes an input."""
+        assert weight.coded is not None
+        inputs, decoded = weight.coded.weight.coding.write(self.graph)
+        for t, codes in zip(inputs, weight.codes, strict=True):
+            given = codes.tensor
+            part = Weight(codes, tuple(given.shape), tuple(given.stride()))
+            dims = (given.shape[0], given.shape[-1])
+            self.program.inputs.append(Term("weight", (), {}, dims, t.dtype, weight=part))
+        return decoded
 
     def _input(self, term: Term) -> DTensor:
         if term.weight is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mirage_hf.trace.coded_linear import CODED_LINEAR, CodedLinear, linear_of
 from mirage_hf.trace.record import VIEWS, Held, Input, Meta, Node, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
 
@@ -29,12 +30,16 @@ class Weight:
         shape: Its shape.
         strides: Its strides.
         columns: The columns [start, stop) that are meant, None for all.
+        coded: The linear whose codes it is decoded from, None for a plain weight.
+        codes: The tensors of codes, zero points and scales, in the order of its coding.
     """
 
     source: Tensorlike
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     columns: tuple[int, int] | None = None
+    coded: CodedLinear | None = None
+    codes: tuple[Held, ...] = ()
 
     def narrowed(self, start: int, stop: int) -> Weight:
         """Return some of the columns."""
@@ -235,7 +240,7 @@ class Terms:
         if not isinstance(source, Value):
             return
         term = self.of_value.get(source)
-        if term is None or not _is_product(term):
+        if term is None or not _is_product(term) or _is_coded(term):
             return
         shape = fixed_shape(self.recording.meta(source))
         if shape is None:
@@ -280,6 +285,16 @@ class Terms:
         return Term("matmul", operands, {}, dims, term.dtype, term.node)
 
     # -- who reads what
+
+    def coded_matrix(self, linear: CodedLinear, codes: Sequence[Held]) -> Term:
+        """Return the term of a weight (k, n) that is stored in codes."""
+        coding = linear.weight.coding
+        shape = coding.columns, coding.rows
+        weight = Weight(codes[0], shape, (1, shape[0]), coded=linear, codes=tuple(codes))
+        return self._cached(
+            ("coded", codes[0]),
+            lambda: Term("weight", (), {}, shape, coding.dtype, weight=weight),
+        )
 
     def _link(self) -> None:
         """Find out which terms are needed, and who reads them."""
@@ -340,6 +355,14 @@ def _is_product(term: Term) -> bool:
     return term.op == "matmul"
 
 
+def _is_coded(product: Term) -> bool:
+    """Return whether the weight of a product, or of one plus a bias, is stored in codes."""
+    if product.op == "add":
+        product = product.operands[0]
+    weight = product.operands[1].weight
+    return weight is not None and weight.coded is not None
+
+
 #: Ops that return the same elements in the same order.
 SAME_TENSOR = frozenset(
     f"aten.{name}"
@@ -381,7 +404,7 @@ _LOWERINGS: dict[str, Callable[[Terms, Node], Term | None]] = {}
 
 def _lowering(*names: str) -> Callable[[Any], Any]:
     def add(function: Any) -> Any:
-        _LOWERINGS.update((f"aten.{name}", function) for name in names)
+        _LOWERINGS.update((name if "." in name else f"aten.{name}", function) for name in names)
         return function
 
     return add
@@ -512,6 +535,24 @@ def _addmm(terms: Terms, node: Node) -> Term | None:
         return None
     product, added = _matmul(terms, x, weight), terms.operand(bias)
     if product is None or added is None or added.op != "weight":
+        return None
+    return Term("add", (product, added), {}, product.dims, product.dtype)
+
+
+@_lowering(CODED_LINEAR)
+def _coded_linear(terms: Terms, node: Node) -> Term | None:
+    x, codes, bias, number = node.args
+    left = terms.operand(x)
+    if left is None or left.is_constant or not all(isinstance(c, Held) for c in codes):
+        return None
+    right = terms.coded_matrix(linear_of(number), codes)
+    if left.dims[1] != right.dims[0] or terms.recording.meta(x).dtype != right.dtype:
+        return None
+    product = Term("matmul", (left, right), {}, (terms.rows, right.dims[1]), right.dtype)
+    if bias is None:
+        return product
+    added = terms.operand(bias)
+    if added is None or added.op != "weight":
         return None
     return Term("add", (product, added), {}, product.dims, product.dtype)
 

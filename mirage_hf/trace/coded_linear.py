@@ -1,0 +1,141 @@
+"""Linears whose weights are codes, each as one recorded node.
+
+While a step is recorded, such a linear calls the op `mirage_hf::coded_linear` in place of the code
+of its library. The op names the linear by a number. Run as it is, it runs the linear's own forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.errors import Rejected
+from mirage_hf.formats import CodedWeight, coded_weight
+
+#: The op's name as nodes have it.
+CODED_LINEAR = "mirage_hf.coded_linear"
+
+torch.library.define(
+    "mirage_hf::coded_linear",
+    "(Tensor x, Tensor[] codes, Tensor? bias, int number) -> Tensor",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLinear:
+    """A linear that is recorded as one node.
+
+    Attributes:
+        path: Its name in the model.
+        weight: Its weight.
+        module: The module, whose forward runs if no kernel does.
+    """
+
+    path: str
+    weight: CodedWeight
+    module: weakref.ref[nn.Module]
+
+
+_linears: dict[int, CodedLinear] = {}
+_numbers = itertools.count()
+
+
+def linear_of(number: int) -> CodedLinear:
+    """Return the linear that a node names."""
+    return _linears[number]
+
+
+def is_replaced(number: int) -> bool:
+    """Return whether the linear that a node names is gone, or has other codes now."""
+    linear = _linears.get(number)
+    module = None if linear is None else linear.module()
+    if linear is None or module is None:
+        return True
+    now = coded_weight(module)
+    return not isinstance(now, CodedWeight) or not _is_same(linear.weight, now)
+
+
+def _run(x: Tensor, codes: list[Tensor], bias: Tensor | None, number: int) -> Tensor:
+    module = _linears[number].module()
+    assert module is not None, "the linear of a recorded step is gone"
+    return module.forward(x)  # type: ignore[no-any-return]
+
+
+torch.library.impl("mirage_hf::coded_linear", "CompositeExplicitAutograd", _run)
+
+
+@torch.library.register_fake("mirage_hf::coded_linear")
+def _fake(x: Tensor, codes: list[Tensor], bias: Tensor | None, number: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _linears[number].weight.coding.rows))
+
+
+def coded_linears(model: nn.Module) -> tuple[dict[str, CodedWeight], dict[str, str]]:
+    """Return the weights in codes of a model's linears, and why others cannot be read, by name."""
+    found: dict[str, CodedWeight] = {}
+    rejected: dict[str, str] = {}
+    for path, module in model.named_modules():
+        weight = coded_weight(module)
+        if isinstance(weight, CodedWeight):
+            found[path] = weight
+        elif isinstance(weight, Rejected):
+            rejected[path] = weight.reason
+    return found, rejected
+
+
+@contextmanager
+def coded_linears_as_one_node(model: nn.Module) -> Iterator[None]:
+    """Let linears whose weights are codes be one op each while a step is recorded."""
+    replaced: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for path, weight in coded_linears(model)[0].items():
+            module = model.get_submodule(path)
+            own = module.__dict__
+            replaced.append((own, own.get("forward")))
+            own["forward"] = _OneNode(_number_of(path, weight, module))
+        yield
+    finally:
+        for own, before in replaced:
+            if before is None:
+                own.pop("forward", None)
+            else:
+                own["forward"] = before
+
+
+class _OneNode:
+    """A forward that calls the op."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weight = _linears[self.number].weight
+        return torch.ops.mirage_hf.coded_linear(  # type: ignore[no-any-return]
+            x, list(weight.tensors), weight.bias, self.number
+        )
+
+
+def _number_of(path: str, weight: CodedWeight, module: nn.Module) -> int:
+    """Return a linear's number. A linear whose memory is the same keeps its number."""
+    for number, known in _linears.items():
+        if known.module() is module and _is_same(known.weight, weight):
+            return number
+    number = next(_numbers)
+    _linears[number] = CodedLinear(path, weight, weakref.ref(module, lambda _: _drop(number)))
+    return number
+
+
+def _drop(number: int) -> None:
+    _linears.pop(number, None)
+
+
+def _is_same(a: CodedWeight, b: CodedWeight) -> bool:
+    return a.coding == b.coding and all(
+        x.data_ptr() == y.data_ptr() for x, y in zip(a.tensors, b.tensors, strict=True)
+    )
