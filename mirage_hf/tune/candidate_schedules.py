@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
+from mirage_hf.graph.coded import is_packed, packed_dim
 from mirage_hf.graph.kernel import DTensor, KernelOp
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: Most rows that multiply-adds are tried for.
 FMA_ROWS = 8
@@ -73,6 +75,12 @@ class _TileChoices:
             block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources)
         )
         self._largest_axes = set(largest.axes)
+        self._packed_axes = {
+            i.axes[packed_dim(operands[s].dims, operands[s].strides)]
+            for i in block.inputs
+            for s in i.sources
+            if is_packed(operands[s].dtype)
+        }
         self._summed = {c.over for c in block.contractions.values()}
         self._sides: list[set[str]] = []
         for c in block.contractions.values():
@@ -81,7 +89,7 @@ class _TileChoices:
 
     def all(self) -> Iterator[dict[str, int]]:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
-        choices = [self._tiles(a) for a in self._block.axes]
+        choices = [self._whole_words(a, self._tiles(a)) for a in self._block.axes]
         names = [a.name for a in self._block.axes]
         for sizes in itertools.product(*choices):
             tiles = dict(zip(names, sizes, strict=True))
@@ -103,6 +111,12 @@ class _TileChoices:
         if is_batch:  # on both sides of every product, or on none
             return (1,)
         return self._tensor_core_grid_tiles(a, whole) if self._mma else self._grid_tiles(a, whole)
+
+    def _whole_words(self, a: Axis, tiles: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tiles that consist of whole words, if words hold codes along the axis."""
+        if a.name not in self._packed_axes:
+            return tiles
+        return tuple(t for t in tiles if t >= CODES_PER_WORD)
 
     def _is_batch(self, a: Axis) -> bool:
         """Return whether both factors of a product carry an axis that it does not sum over.
