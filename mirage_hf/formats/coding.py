@@ -178,13 +178,13 @@ def view_as(coding: Coding, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Args:
         coding: The coding.
-        held: The container's tensors, in the order of the program's inputs. Tensors of another
-            dtype of the same bytes are viewed as the program's dtype.
+        held: The container's row-major tensors, in the order of the program's inputs. Words of
+            codes are viewed as the dtype that the program reads.
     """
     inputs, _ = coding.write(new_kernel_graph())
     stored = [coded.storage(t) for t in inputs]
     return tuple(
-        t.detach().view(s.dtype).as_strided(s.dims, s.strides)
+        t.detach().view(-1).view(s.dtype).as_strided(s.dims, s.strides)
         for t, s in zip(held, stored, strict=True)
     )
 

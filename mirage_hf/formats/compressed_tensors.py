@@ -36,7 +36,7 @@ _PACKED_CODES = {4: torch.uint4, 8: torch.uint8}
 
 def recognizes(module: nn.Module) -> bool:
     """Return whether a module is a linear of this library with a quantized weight."""
-    scheme = getattr(module, "quantization_scheme", None)
+    scheme: Any = getattr(module, "quantization_scheme", None)
     return (
         isinstance(module, nn.Linear)
         and containers.qualified_name(scheme) == _SCHEME
@@ -136,10 +136,8 @@ def _read(module: Any, args: Any, packed: bool) -> CodedWeight | str:
         zeros = split.packed_along_rows(code, per_word) if packed else stored(dtype)
     middle = {torch.uint4: 8.0, torch.uint8: 128.0}.get(code, 0.0)
     zero = middle if zeros is None else 0.0
-    coding = Coding(
-        rows, columns, scale.dtype, split.codes(code), stored(scale.dtype), zeros, zero
-    )
-    held = (module.weight_packed if packed else module.weight, scale)
+    coding = Coding(rows, columns, scale.dtype, split.codes(code), stored(scale.dtype), zeros, zero)
+    held: tuple[Tensor, ...] = (module.weight_packed if packed else module.weight, scale)
     if zeros is not None:
         held += (module.weight_zero_point,)
     return CodedWeight(coding, view_as(coding, held), module.bias)

@@ -20,9 +20,6 @@ _CODES = {
     "Float8Tensor": torch.float8_e4m3fn,
 }
 
-#: Fields that change what a linear computes, if they are set.
-_UNREAD = {"act_pre_scale": "it scales its input"}
-
 #: Fields that say that the input is rounded to codes.
 _ROUNDS_INPUT = ("act_quant_kwargs", "activation_quantization")
 
@@ -55,9 +52,8 @@ def _wrong_module(module: Any) -> str | None:
     name = type(weight).__name__
     if name not in _CODES:
         return f"the packing of {name} is not read"
-    for field, why in _UNREAD.items():
-        if getattr(weight, field, None) is not None:
-            return why
+    if getattr(weight, "act_pre_scale", None) is not None:
+        return "it scales its input"
     why = containers.changed_module(module)
     if why or tuple(weight.shape) != (module.out_features, module.in_features):
         return why or f"its weight has shape {tuple(weight.shape)}"
