@@ -1,7 +1,7 @@
 """Read the linears of transformers that hold float8 codes.
 
-`FP8Linear` has a scale for each square block, or one scale. `CompressedTensorsFP8Linear` has one for
-each row. Both round their input to float8.
+`FP8Linear` has a scale for each square block, or one scale. `CompressedTensorsFP8Linear` has one
+for each row. Both round their input to float8.
 """
 
 from __future__ import annotations

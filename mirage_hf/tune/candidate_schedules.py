@@ -42,6 +42,18 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
             yield from schedules_with(tiles, _walks_loop(op.block, tiles))
 
 
+def packed_axes(op: KernelOp) -> set[str | None]:
+    """Return the axes of a block graph along which words hold codes. Tiles need whole words."""
+    assert op.block is not None
+    operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
+    return {
+        i.axes[packed_dim(operands[s].dims, operands[s].strides)]
+        for i in op.block.inputs
+        for s in i.sources
+        if is_packed(operands[s].dtype)
+    }
+
+
 def _walks_loop(block: BlockGraph, tiles: Mapping[str, int]) -> bool:
     """Return whether a loop takes more than one step."""
     return any(tiles[a.name] < block.split_size(a.name) for a in block.named(Role.LOOP))
@@ -75,12 +87,7 @@ class _TileChoices:
             block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources)
         )
         self._largest_axes = set(largest.axes)
-        self._packed_axes = {
-            i.axes[packed_dim(operands[s].dims, operands[s].strides)]
-            for i in block.inputs
-            for s in i.sources
-            if is_packed(operands[s].dtype)
-        }
+        self._packed_axes = packed_axes(op)
         self._summed = {c.over for c in block.contractions.values()}
         self._sides: list[set[str]] = []
         for c in block.contractions.values():
