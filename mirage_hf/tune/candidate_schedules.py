@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
+from mirage_hf.graph.coded import is_packed, packed_dim
 from mirage_hf.graph.kernel import DTensor, KernelOp
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: Most rows that multiply-adds are tried for.
 FMA_ROWS = 8
@@ -38,6 +40,18 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
         schedules_with = _tensor_core_schedules if mma else _multiply_add_schedules
         for tiles in _TileChoices(op, op.block, mma).all():
             yield from schedules_with(tiles, _walks_loop(op.block, tiles))
+
+
+def packed_axes(op: KernelOp) -> set[str | None]:
+    """Return the axes of a block graph along which words hold codes. Tiles need whole words."""
+    assert op.block is not None
+    operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
+    return {
+        i.axes[packed_dim(operands[s].dims, operands[s].strides)]
+        for i in op.block.inputs
+        for s in i.sources
+        if is_packed(operands[s].dtype)
+    }
 
 
 def _walks_loop(block: BlockGraph, tiles: Mapping[str, int]) -> bool:
@@ -73,6 +87,7 @@ class _TileChoices:
             block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources)
         )
         self._largest_axes = set(largest.axes)
+        self._packed_axes = packed_axes(op)
         self._summed = {c.over for c in block.contractions.values()}
         self._sides: list[set[str]] = []
         for c in block.contractions.values():
@@ -81,7 +96,7 @@ class _TileChoices:
 
     def all(self) -> Iterator[dict[str, int]]:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
-        choices = [self._tiles(a) for a in self._block.axes]
+        choices = [self._whole_words(a, self._tiles(a)) for a in self._block.axes]
         names = [a.name for a in self._block.axes]
         for sizes in itertools.product(*choices):
             tiles = dict(zip(names, sizes, strict=True))
@@ -103,6 +118,12 @@ class _TileChoices:
         if is_batch:  # on both sides of every product, or on none
             return (1,)
         return self._tensor_core_grid_tiles(a, whole) if self._mma else self._grid_tiles(a, whole)
+
+    def _whole_words(self, a: Axis, tiles: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tiles that consist of whole words, if words hold codes along the axis."""
+        if a.name not in self._packed_axes:
+            return tiles
+        return tuple(t for t in tiles if t >= CODES_PER_WORD)
 
     def _is_batch(self, a: Axis) -> bool:
         """Return whether both factors of a product carry an axis that it does not sum over.

@@ -1,0 +1,50 @@
+"""Read how modules store quantized weights, without copying them.
+
+`coded_weight` reads one module. Each library has a file here. None of these files imports its
+library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.errors import Rejected
+from mirage_hf.formats import compressed_tensors, fp8, hqq, torchao, unread
+from mirage_hf.formats.coding import CodedWeight, Coding
+
+__all__ = ["CodedWeight", "Coding", "coded_weight", "held_tensors"]
+
+#: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
+_READERS = (compressed_tensors, fp8, torchao, hqq, unread)
+
+
+def coded_weight(
+    module: nn.Module, dtype: torch.dtype = torch.bfloat16
+) -> CodedWeight | Rejected | None:
+    """Return how a linear stores its weight in codes.
+
+    Args:
+        module: The module. It is not changed, and no number is copied.
+        dtype: The dtype of the activations. It matters only for containers that do not tell in
+            which dtype they compute, such as `FP8Linear`.
+
+    Returns:
+        The weight, or why it cannot be read. None if it is no quantized linear that we know, such
+        as a plain nn.Linear.
+    """
+    for reader in _READERS:
+        if reader.recognizes(module):
+            return reader.read(module, dtype)
+    return None
+
+
+def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
+    """Return the tensors on which `coded_weight(module)` depends, without the bias.
+
+    A guard must notice if one is replaced or written. Empty if no reader recognizes the module.
+    """
+    for reader in _READERS:
+        if reader.recognizes(module):
+            return tuple(t for t in reader.tensors(module) if isinstance(t, Tensor))
+    return ()

@@ -1,0 +1,200 @@
+"""How the codes of a container become a weight, as inputs and ops of a tensor program."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.graph import coded
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.graph.tensors import DTensor
+from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, dtype_name
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a container, as a program reads it. Dims and strides of uint4 are in codes."""
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows and columns of a weight are split into blocks, one for each scale.
+
+    Attributes:
+        rows: The rows of the weight: outputs of the linear.
+        columns: Its columns: inputs of the linear.
+        row_block: How many rows one block has. 1 does not split the rows.
+        group: How many columns one block has. All columns do not split them.
+    """
+
+    rows: int
+    columns: int
+    row_block: int = 1
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", self.group or self.columns)
+
+    @property
+    def groups(self) -> int:
+        """The groups of a row."""
+        return self.columns // self.group
+
+    def codes(self, dtype: torch.dtype) -> Stored:
+        """Return codes that are stored row by row."""
+        return self._row_major(self._rows() + self._columns(self.group), dtype)
+
+    def per_row(self, dtype: torch.dtype) -> Stored:
+        """Return one value for each group of each row, stored row by row."""
+        return self._row_major(self._rows() + self._columns(1), dtype)
+
+    def per_block(self, dtype: torch.dtype) -> Stored:
+        """Return one value for each block of rows and columns, stored row by row."""
+        dims = self._rows()[:-1] + (1,) + self._columns(1)
+        return self._row_major(dims, dtype)
+
+    def per_tensor(self, dtype: torch.dtype) -> Stored:
+        """Return one value for the whole weight."""
+        return self._row_major((1,) * (len(self._rows()) + len(self._columns(1))), dtype)
+
+    def packed_along_rows(self, dtype: torch.dtype, per_word: int) -> Stored:
+        """Return one code for each group of each row, where words hold codes of successive rows.
+
+        The words are stored as a row-major tensor (rows / per_word, groups), and `row_block` is
+        `per_word`.
+        """
+        dims = self._rows() + self._columns(1)
+        strides = (self.groups * per_word, 1, per_word, 1)[: len(dims)]
+        return Stored(dims, strides, dtype)
+
+    def _rows(self) -> tuple[int, ...]:
+        if self.row_block == 1:
+            return (self.rows,)
+        return (self.rows // self.row_block, self.row_block)
+
+    def _columns(self, group: int) -> tuple[int, ...]:
+        if self.group == self.columns:
+            return (group,)
+        return (self.groups, group)
+
+    def _row_major(self, dims: tuple[int, ...], dtype: torch.dtype) -> Stored:
+        strides = tuple(math.prod(dims[d + 1 :]) for d in range(len(dims)))
+        return Stored(dims, strides, dtype)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How codes become a weight: (codes − zeros − zero) · scales. Hashable, without tensors.
+
+    The weight is decoded in the dtype of the scales, then cast to `dtype`.
+
+    Attributes:
+        rows: The rows of the weight: outputs of the linear.
+        columns: Its columns: inputs of the linear.
+        dtype: The dtype of the decoded weight, in which the module computes.
+        codes: The codes. Their dims, in row-major order, are those of the weight (rows, columns).
+        scales: The scales. Their dims broadcast to those of the codes.
+        zeros: The zero points, as codes or floats. None if all are equal.
+        zero: A zero point of all codes.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    codes: Stored
+    scales: Stored
+    zeros: Stored | None = None
+    zero: float = 0.0
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """The inputs of a program, in order."""
+        every = (self.codes, self.scales, self.zeros)
+        return tuple(s for s in every if s is not None)
+
+    def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
+        """Add the inputs that hold the weight, and the ops that decode it.
+
+        Returns:
+            The inputs in order, and the decoded weight as a tensor (columns, rows).
+        """
+        inputs = [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in self.stored]
+        compute = self.scales.dtype
+        w = graph.cast(inputs[0], compute)
+        if self.zeros is not None:
+            w = graph.sub(w, _as(graph, inputs[2], compute))
+        if self.zero:
+            zero: Any = self.zero
+            w = graph.sub(w, zero)
+        w = _as(graph, graph.mul(w, inputs[1]), self.dtype)
+        if w.dims != (self.rows, self.columns):
+            w = graph.reshape(w, (self.rows, self.columns))
+        return inputs, graph.permute(w, (1, 0))
+
+    def describe(self) -> str:
+        """Return a short text for reports, such as "uint4 in groups of 128, zero points"."""
+        shared = math.prod(self.codes.dims) // math.prod(self.scales.dims)
+        if self.scales.dims.count(1) == len(self.scales.dims):
+            where = "one scale"
+        elif shared == self.columns:
+            where = "a scale for each row"
+        elif math.prod(self.scales.dims) % self.rows == 0:
+            where = f"groups of {shared}"
+        else:
+            where = f"blocks of {shared} codes"
+        zeros = ", zero points" if self.zeros is not None else ""
+        return f"{dtype_name(self.codes.dtype)}, {where}{zeros}"
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight in codes.
+
+    Attributes:
+        coding: How the codes become the weight.
+        tensors: What the inputs of `coding.write` read, in their order. They are views of the
+            module's own memory.
+        bias: The module's bias.
+        quantizes_activations: True if the module also rounds its input to codes. Programs of
+            `coding` do not, so they are closer to the product with the decoded weight.
+    """
+
+    coding: Coding
+    tensors: tuple[Tensor, ...]
+    bias: Tensor | None = None
+    quantizes_activations: bool = False
+
+
+def view_as(coding: Coding, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return views of the tensors of a container with the dims and strides that programs read.
+
+    Args:
+        coding: The coding.
+        held: The container's row-major tensors, in the order of the program's inputs. Words of
+            codes are viewed as the dtype that the program reads.
+    """
+    inputs, _ = coding.write(new_kernel_graph())
+    stored = [coded.storage(t) for t in inputs]
+    return tuple(
+        t.detach().view(-1).view(s.dtype).as_strided(s.dims, s.strides)
+        for t, s in zip(held, stored, strict=True)
+    )
+
+
+def words_of(dtype: torch.dtype) -> int:
+    """Return how many codes of a dtype an int32 word holds."""
+    return CODES_PER_WORD if coded.is_packed(dtype) else 4 // dtype.itemsize
+
+
+def _as(graph: KernelGraph, x: DTensor, dtype: torch.dtype) -> DTensor:
+    """Return x in a dtype. No op is added if it has that dtype."""
+    assert dtype not in CODE_DTYPES
+    return x if x.dtype is dtype else graph.cast(x, dtype)

@@ -1,0 +1,80 @@
+"""Checks that readers of containers share. Each returns what is wrong, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf import errors
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES, dtype_name
+
+#: The Python types of tensors that hold numbers in their own memory.
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def qualified_name(x: Any) -> str:
+    """Return the module and name of an object's class. It identifies a class without an import."""
+    cls = type(x)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def text_of(x: Any) -> str:
+    """Return the text of a setting that may be an enum."""
+    return str(getattr(x, "value", x))
+
+
+def wrong_tensor(
+    name: str, t: Any, dims: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> str | None:
+    """Return why `t` is not a row-major tensor of these dims and one of these dtypes."""
+    if t is None:
+        return f"{name} is missing"
+    if type(t) not in PLAIN_TENSORS:
+        return f"{name} is a {type(t).__name__}, not a plain tensor"
+    if tuple(t.shape) != tuple(dims):
+        return f"{name} has shape {errors.shape(t.shape)}, expected {errors.shape(dims)}"
+    if t.dtype not in dtypes:
+        expected = " or ".join(map(dtype_name, dtypes))
+        return f"{name} holds {dtype_name(t.dtype)}, expected {expected}"
+    if t.layout is not torch.strided or not t.is_contiguous():
+        return f"{name} is not stored row by row"
+    return None
+
+
+def wrong_bias(bias: Any, rows: int) -> str | None:
+    """Return why a bias cannot be added to the outputs."""
+    return None if bias is None else wrong_tensor("bias", bias, (rows,), COMPUTE_DTYPES)
+
+
+def wrong_sizes(rows: Any, columns: Any) -> str | None:
+    """Return why a weight cannot have these sizes."""
+    sizes = {"outputs": rows, "inputs": columns}
+    for name, n in sizes.items():
+        if type(n) is not int or n <= 0:
+            return f"the number of {name} is {n!r}"
+    return None
+
+
+def uneven(name: str, n: int, block: int) -> str | None:
+    """Return a reason if blocks do not divide a size."""
+    if type(block) is not int or block <= 0:
+        return f"{name} come in blocks of {block!r}"
+    return f"blocks of {block} do not divide {n} {name}" if n % block else None
+
+
+def other_device(*held: Tensor | None) -> str | None:
+    """Return a reason if tensors of a container lie on several devices."""
+    devices = {str(t.device) for t in held if t is not None}
+    return f"its tensors lie on {' and '.join(sorted(devices))}" if len(devices) > 1 else None
+
+
+def changed_module(module: nn.Module) -> str | None:
+    """Return why a module may compute something else than its class does."""
+    if module._modules:
+        return f"it has submodules ({', '.join(module._modules)})"
+    if type(module._parameters) is not dict:
+        return f"its parameters lie in a {type(module._parameters).__name__} (offloaded?)"
+    return None

@@ -1,0 +1,81 @@
+"""Read the `HQQLinear` of HQQ: 8-bit codes in groups along the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.errors import Rejected
+from mirage_hf.formats import containers
+from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as
+from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
+
+_CLASS = "hqq.core.quantize.HQQLinear"
+
+
+def recognizes(module: nn.Module) -> bool:
+    """Return whether a module is an HQQLinear."""
+    return containers.qualified_name(module) == _CLASS
+
+
+def tensors(module: Any) -> tuple[Tensor | None, ...]:
+    """Return the tensors that hold the weight."""
+    meta = module.meta or {}
+    return (module.W_q, meta.get("scale"), meta.get("zero"))
+
+
+def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
+    """Return the weight of a module that `recognizes` accepts."""
+    found = _read(module)
+    return Rejected(f"HQQ: {found}") if isinstance(found, str) else found
+
+
+def _read(module: Any) -> CodedWeight | str:
+    meta = module.meta
+    if module.W_q is None or not meta:
+        return "it is not initialized"
+    why = containers.changed_module(module) or _wrong_meta(meta)
+    if "forward" in module.__dict__:
+        why = why or "its forward was replaced"
+    if why:
+        return why
+    rows, columns = meta["shape"]
+    group = meta["group_size"]
+    why = containers.wrong_sizes(rows, columns) or uneven("inputs", columns, group)
+    if why:
+        return why
+    split = Split(rows, columns, group=group)
+    computes = meta.get("compute_dtype", torch.float16)
+    if computes not in COMPUTE_DTYPES:
+        return f"it computes in {computes}"
+    values = (rows * split.groups, 1)
+    scale, zeros = meta["scale"], meta["zero"]
+    why = (
+        wrong_tensor("W_q", module.W_q, (values[0], group), (torch.uint8,))
+        or wrong_tensor("scale", scale, values, (computes,))
+        or wrong_tensor("zero", zeros, values, (computes,))
+        or containers.wrong_bias(module.bias, rows)
+        or containers.other_device(module.W_q, scale, zeros, module.bias)
+    )
+    if why:
+        return why
+    codes, per_row = split.codes(torch.uint8), split.per_row(computes)
+    coding = Coding(rows, columns, computes, codes, per_row, per_row)
+    return CodedWeight(coding, view_as(coding, (module.W_q, scale, zeros)), module.bias)
+
+
+def _wrong_meta(meta: dict[str, Any]) -> str | None:
+    """Return why the settings of a container are not read."""
+    missing = [name for name in ("shape", "group_size", "scale", "zero") if name not in meta]
+    if missing:
+        return f"{' and '.join(missing)} missing"
+    if meta.get("axis") != 1:
+        return f"groups along axis {meta.get('axis')} are not read, only along axis 1"
+    if meta.get("packing") != "8bit_u8":
+        return f"packing {meta.get('packing')} is not read"
+    if meta.get("view_as_float") or meta.get("quant_scale") or meta.get("quant_zero"):
+        return "its codes or scales are stored in another form"
+    return None

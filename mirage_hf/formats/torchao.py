@@ -1,0 +1,104 @@
+"""Read linears whose weight is a tensor subclass of torchao."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.errors import Rejected
+from mirage_hf.formats import containers
+from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as
+from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
+
+#: The dtype of the codes of each class that is read.
+_CODES = {
+    "Int8Tensor": torch.int8,
+    "IntxUnpackedToInt8Tensor": torch.int8,
+    "Float8Tensor": torch.float8_e4m3fn,
+}
+
+#: Fields that say that the input is rounded to codes.
+_ROUNDS_INPUT = ("act_quant_kwargs", "activation_quantization")
+
+_TENSORS = ("qdata", "scale", "zero_point")
+
+
+def recognizes(module: nn.Module) -> bool:
+    """Return whether a module is a linear with a weight of torchao."""
+    weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+    return type(weight).__module__.partition(".")[0] == "torchao"
+
+
+def tensors(module: Any) -> tuple[Tensor | None, ...]:
+    """Return the tensors that hold the weight."""
+    return tuple(getattr(module.weight, name, None) for name in _TENSORS)
+
+
+def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
+    """Return the weight of a module that `recognizes` accepts."""
+    found = _wrong_module(module) or _read(module)
+    return Rejected(f"torchao: {found}") if isinstance(found, str) else found
+
+
+def _wrong_module(module: Any) -> str | None:
+    if type(module) is not nn.Linear:
+        return f"its class is {type(module).__name__}"
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    weight = module.weight
+    name = type(weight).__name__
+    if name not in _CODES:
+        return f"the packing of {name} is not read"
+    if getattr(weight, "act_pre_scale", None) is not None:
+        return "it scales its input"
+    why = containers.changed_module(module)
+    if why or tuple(weight.shape) != (module.out_features, module.in_features):
+        return why or f"its weight has shape {tuple(weight.shape)}"
+    if weight.dtype not in COMPUTE_DTYPES:
+        return f"its weight decodes to {weight.dtype}"
+    return None
+
+
+def _read(module: Any) -> CodedWeight | str:
+    weight = module.weight
+    rows, columns = module.out_features, module.in_features
+    block = tuple(weight.block_size)
+    if len(block) != 2:
+        return f"blocks of {block} are not read"
+    height, width = block
+    why = uneven("outputs", rows, height) or uneven("inputs", columns, width)
+    if why:
+        return why
+    whole = height == rows
+    split = Split(rows, columns, 1 if whole else height, width)
+    if whole and width != columns:
+        return f"blocks of {block} are not read"
+    code, scale, zeros = _CODES[type(weight).__name__], weight.scale, tensors(module)[2]
+    dims = (rows // height, columns // width)
+    why = (
+        wrong_tensor("qdata", weight.qdata, (rows, columns), (code,))
+        or _wrong_scale(scale, dims)
+        or (None if zeros is None else wrong_tensor("zero_point", zeros, dims, (torch.int8,)))
+        or containers.wrong_bias(module.bias, rows)
+        or containers.other_device(weight.qdata, scale, zeros, module.bias)
+    )
+    if why:
+        return why
+    stored = split.per_tensor if whole else split.per_block if height > 1 else split.per_row
+    # symmetric quantization stores zero points too
+    has_zeros = zeros is not None and (zeros.is_meta or bool(zeros.any()))
+    stored_zeros = stored(torch.int8) if has_zeros else None
+    coding = Coding(
+        rows, columns, weight.dtype, split.codes(code), stored(scale.dtype), stored_zeros
+    )
+    held = (weight.qdata, scale) + ((zeros,) if has_zeros else ())
+    rounds = any(getattr(weight, field, None) is not None for field in _ROUNDS_INPUT)
+    return CodedWeight(coding, view_as(coding, held), module.bias, rounds)
+
+
+def _wrong_scale(scale: Any, dims: tuple[int, int]) -> str | None:
+    one = dims == (1, 1) and isinstance(scale, Tensor) and scale.numel() == 1
+    return wrong_tensor("scale", scale, scale.shape if one else dims, COMPUTE_DTYPES)

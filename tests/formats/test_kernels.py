@@ -1,0 +1,112 @@
+"""Kernels that decode containers: their numbers through Triton's interpreter, and for sm_90."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.graph.block import Role
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune.space import schedules, smallest
+from tests.helpers import coded_modules, coded_programs
+from tests.helpers.triton_interpreter import run
+
+pytest.importorskip("triton")
+
+
+def codings(
+    rows: int, columns: int, group: int, block: int, dtype: torch.dtype = torch.float16
+) -> dict[str, Coding]:
+    """Return a coding of each kind that readers give."""
+    u4, u8, i8, f8 = torch.uint4, torch.uint8, torch.int8, torch.float8_e4m3fn
+    whole, groups = Split(rows, columns), Split(rows, columns, group=group)
+    words_of_4 = Split(rows, columns, 8, group)
+    words_of_8 = Split(rows, columns, 4, group)
+    blocks = Split(rows, columns, block, block)
+
+    def coding(split: Split, codes: torch.dtype, scales, zeros=None, zero: float = 0.0) -> Coding:
+        return Coding(rows, columns, dtype, split.codes(codes), scales, zeros, zero)
+
+    packed_4 = words_of_4.packed_along_rows(u4, 8)
+    packed_8 = words_of_8.packed_along_rows(u8, 4)
+    f32 = torch.float32
+    return {
+        "int4 groups": coding(groups, u4, groups.per_row(dtype), zero=8.0),
+        "int4 zero points in words": coding(words_of_4, u4, words_of_4.per_row(dtype), packed_4),
+        "int4 rows": coding(whole, u4, whole.per_row(dtype), zero=8.0),
+        "uint8 zero points in words": coding(words_of_8, u8, words_of_8.per_row(dtype), packed_8),
+        "uint8 float zero points": coding(groups, u8, groups.per_row(dtype), groups.per_row(dtype)),
+        "int8 rows": coding(whole, i8, whole.per_row(f32)),
+        "int8 groups": coding(groups, i8, groups.per_row(f32), groups.per_row(i8)),
+        "fp8 blocks": coding(blocks, f8, blocks.per_block(f32)),
+        "fp8 one scale": coding(whole, f8, whole.per_tensor(f32)),
+    }
+
+
+NAMES = tuple(codings(32, 64, 32, 32))
+
+
+def main() -> None:
+    """Print the errors of kernels as JSON."""
+    results = {}
+    for name, coding in codings(32, 64, 32, 32).items():
+        for rows, norm in ((2, True), (16, False)):
+            program = coded_modules.linear(coding, rows, norm)
+            results[f"{name}, {rows} rows"] = coded_programs.errors_of(program)
+    print(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict:
+    """Return what Triton's interpreter computed."""
+    return run("from tests.formats import test_kernels; test_kernels.main()")
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_are_as_close_to_float64_as_torch(interpreted, name, rows):
+    errors = interpreted[f"{name}, {rows} rows"]
+    assert errors
+    for mma, error, eager in errors:
+        assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
+
+
+def block_ops(coding: Coding, rows: int):
+    """Yield a µGraph of one kernel and its op."""
+    found, _ = search(coded_modules.linear(coding, rows, False), SearchOptions(threads=1))
+    for ranked in found:
+        ops = place_kernels(ranked.ugraph)
+        if ranked.ugraph.num_kernels == 1 and len(ops) == 1:
+            yield ranked.ugraph, ops[0]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_compile_for_a_gpu(name, rows):
+    coding = codings(1024, 1024, 128, 128, torch.bfloat16)[name]
+    for ugraph, op in block_ops(coding, rows):
+        listed = [s for s in schedules(op) if s.mma == (rows > 1)]
+        if listed:
+            program = triton.generate(ugraph, listed[:1])
+            assert compiler.ahead_of_time(program, 90)
+            return
+    raise AssertionError("no µGraph has such a schedule")
+
+
+def test_tiles_along_packed_zero_points_are_whole_words():
+    coding = codings(1024, 1024, 128, 128)["int4 zero points in words"]
+    for _, op in list(block_ops(coding, 1))[:3]:
+        for schedule in (*schedules(op), smallest(op)):
+            assert schedule.tiles[word_axis(op)] == 8
+
+
+def word_axis(op) -> str:
+    """Return the axis of the eight zero points of a word."""
+    return next(a.name for a in op.block.axes if a.size == 8 and a.role is Role.GRID)
