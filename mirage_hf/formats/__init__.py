@@ -6,6 +6,8 @@ library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,14 @@ from mirage_hf.errors import Rejected
 from mirage_hf.formats import compressed_tensors, fp8, hqq, torchao, unread
 from mirage_hf.formats.coding import CodedWeight, Coding
 
-__all__ = ["CodedWeight", "Coding", "coded_weight", "held_tensors"]
+__all__ = [
+    "CodedWeight",
+    "Coding",
+    "coded_weight",
+    "held_tensors",
+    "holds_codes",
+    "suspend_decoding",
+]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
 _READERS = (compressed_tensors, fp8, torchao, hqq, unread)
@@ -37,6 +46,20 @@ def coded_weight(
         if reader.recognizes(module):
             return reader.read(module, dtype)
     return None
+
+
+def holds_codes(kind: type) -> bool:
+    """Return whether a class of parameters holds codes. Its parameters are read by a reader."""
+    return kind.__module__.partition(".")[0] == "torchao"
+
+
+def suspend_decoding(model: nn.Module) -> Callable[[], None]:
+    """Keep a library from decoding all weights of a model at its first forward.
+
+    Returns:
+        What puts the model back as it was.
+    """
+    return compressed_tensors.suspend_decoding(model)
 
 
 def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ whole model, so a model must be read before it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,24 @@ _TENSORS = (
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
 _PACKED_CODES = {4: torch.uint4, 8: torch.uint8}
+
+
+def suspend_decoding(model: nn.Module) -> Callable[[], None]:
+    """Take away the hook that decompresses a model at its first forward.
+
+    Returns:
+        What puts the hook back.
+    """
+    handle = getattr(model, "ct_decompress_hook", None)
+    hooks = model._forward_pre_hooks
+    if handle is None or handle.id not in hooks:
+        return lambda: None
+    number, hook = handle.id, hooks.pop(handle.id)
+
+    def undo() -> None:
+        hooks[number] = hook
+
+    return undo
 
 
 def recognizes(module: nn.Module) -> bool:
@@ -62,7 +81,7 @@ def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
 
 
 def _wrong_module(module: Any) -> str | None:
-    if type(module) is not nn.Linear:
+    if containers.stock_class(module) is not nn.Linear:
         return f"its class is {type(module).__name__}"
     status = text_of(getattr(module, "quantization_status", None))
     if status == "decompressed":
@@ -70,7 +89,8 @@ def _wrong_module(module: Any) -> str | None:
     if status != "compressed":
         return f"its status is {status}, not compressed"
     forward = getattr(module.__dict__.get("forward"), "__func__", None)
-    if getattr(forward, "__globals__", {}).get("__name__") != _FORWARD:
+    written_in = getattr(forward, "__globals__", {}).get("__name__")
+    if written_in != _FORWARD and not containers.is_optimized(module):
         return "its forward was replaced"
     if getattr(module, "quantization_enabled", True) is not True:
         return "its quantization is switched off"

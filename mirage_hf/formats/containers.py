@@ -21,6 +21,21 @@ def qualified_name(x: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+#: The attribute of a class that `optimize()` gives a module: the class that the module had.
+STOCK_CLASS = "_mirage_hf_stock_class"
+
+
+def stock_class(module: nn.Module) -> type:
+    """Return the class of a module as its library made it."""
+    kind: type = getattr(type(module), STOCK_CLASS, type(module))
+    return kind
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Return whether `optimize()` has given a module another class, which hides its forward."""
+    return hasattr(type(module), STOCK_CLASS)
+
+
 def text_of(x: Any) -> str:
     """Return the text of a setting that may be an enum."""
     return str(getattr(x, "value", x))

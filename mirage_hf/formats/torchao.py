@@ -44,7 +44,7 @@ def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
 
 
 def _wrong_module(module: Any) -> str | None:
-    if type(module) is not nn.Linear:
+    if containers.stock_class(module) is not nn.Linear:
         return f"its class is {type(module).__name__}"
     if "forward" in module.__dict__:
         return "its forward was replaced"

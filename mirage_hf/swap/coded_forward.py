@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirage_hf.formats import CodedWeight, Coding, coded_weight
+from mirage_hf.formats.containers import STOCK_CLASS
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 
 #: The entry of a module's dictionary that holds its binding.
@@ -50,7 +51,7 @@ class CodedBinding:
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return what the linear makes of `x`, with the codes that it has now."""
-        now = coded_weight(module)
+        now = coded_weight(module, self.weight.coding.dtype)
         if not isinstance(now, CodedWeight) or now.coding != self.weight.coding:
             raise RuntimeError(
                 f"the codes of this {type(module).__name__} were replaced by another format after "
@@ -107,6 +108,7 @@ def decoding_class(stock: Any) -> Any:
         "__doc__": stock.__doc__,
         "forward": forward,
         "__reduce_ex__": reduce_as_stock,
+        STOCK_CLASS: stock,
     }
     decoding: Any = type(stock.__name__, (stock,), members)
     return decoding

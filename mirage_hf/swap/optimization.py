@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from mirage_hf.errors import (
@@ -20,6 +21,7 @@ from mirage_hf.formats import CodedWeight, Coding, coded_weight, suspend_decodin
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, adapter_role
 from mirage_hf.match.matches import CausalMatch, Match, Matches
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.assemble import assemble_model_kernels
@@ -83,7 +85,8 @@ class Optimization:
             OptimizeError: A weight cannot be decoded.
         """
         found: dict[Coding, Run] = {}
-        weights = [(path, m, coded_weight(m)) for path, m in self.model.named_modules()]
+        dtype = dtype_of(self.model)
+        weights = [(path, m, coded_weight(m, dtype)) for path, m in self.model.named_modules()]
         self.ledger.undos.append(suspend_decoding(self.model))
         for path, module, weight in weights:
             if not isinstance(weight, CodedWeight):
@@ -291,6 +294,15 @@ class Optimization:
     def undo(self) -> None:
         """Take every swap back."""
         self.ledger.undo()
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which a model computes: its own, or that of its first float weight."""
+    own = getattr(model, "dtype", None)
+    if isinstance(own, torch.dtype) and own in COMPUTE_DTYPES:
+        return own
+    floats = (p.dtype for p in model.parameters() if p.dtype in COMPUTE_DTYPES)
+    return next(floats, torch.bfloat16)
 
 
 def _step_rejected(name: str, no: Rejected) -> Rejected:

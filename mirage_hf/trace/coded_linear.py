@@ -76,12 +76,12 @@ def _fake(x: Tensor, codes: list[Tensor], bias: Tensor | None, number: int) -> T
     return x.new_empty((*x.shape[:-1], _linears[number].weight.coding.rows))
 
 
-def coded_linears(model: nn.Module) -> tuple[dict[str, CodedWeight], dict[str, str]]:
+def coded_linears(model: Any) -> tuple[dict[str, CodedWeight], dict[str, str]]:
     """Return the weights in codes of a model's linears, and why others cannot be read, by name."""
     found: dict[str, CodedWeight] = {}
     rejected: dict[str, str] = {}
     for path, module in model.named_modules():
-        weight = coded_weight(module)
+        weight = coded_weight(module, model.dtype)
         if isinstance(weight, CodedWeight):
             found[path] = weight
         elif isinstance(weight, Rejected):
@@ -90,7 +90,7 @@ def coded_linears(model: nn.Module) -> tuple[dict[str, CodedWeight], dict[str, s
 
 
 @contextmanager
-def coded_linears_as_one_node(model: nn.Module) -> Iterator[None]:
+def coded_linears_as_one_node(model: Any) -> Iterator[None]:
     """Let linears whose weights are codes be one op each while a step is recorded."""
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
