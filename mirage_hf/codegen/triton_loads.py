@@ -15,6 +15,17 @@ from mirage_hf.graph.block import BlockInput, BlockOutput, Role
 
 _NO_SHIFT = Coordinate()
 
+#: Functions that convert integers of 8 bits, because the instruction for it is slow.
+_FROM_BYTES = {torch.int8: "int8_as_float32", torch.uint8: "uint8_as_float32"}
+
+
+def as_float32(text: str, dtype: torch.dtype) -> str:
+    """Return an expression of this dtype in float32."""
+    if dtype is torch.float32:
+        return text
+    function = _FROM_BYTES.get(dtype)
+    return f"{text}.to(tl.float32)" if function is None else f"{function}({text})"
+
 
 class LoadWriter(CodeWriter):
     """Writes the code that moves tiles between memory and registers."""
@@ -36,25 +47,24 @@ class LoadWriter(CodeWriter):
                 self.load_bounds(i)
             self.line(f"{value} = {self._bounds_as_number(i)}")
             return
-        wide = self._to_float32(i)
         if len(i.sources) == 1:
-            self.line(f"{value} = {self.read(i, self.pointers[i.name][0])}{wide}")
+            loaded = self.read(i, self.pointers[i.name][0])
+            self.line(f"{value} = {self._to_float32(i, loaded)}")
         elif self.is_selected(i):
             if self.block.role(str(i.joined)) is Role.LOOP:
                 self.select(i)
-            self.line(f"{value} = {self._read_selected(i)}{wide}")
+            self.line(f"{value} = {self._to_float32(i, self._read_selected(i))}")
         else:
             self._load_from_each_source(i, value)
-            if wide:
-                self.line(f"{value} = {value}{wide}")
+            converted = self._to_float32(i, value)
+            if converted != value:
+                self.line(f"{value} = {converted}")
 
-    def _to_float32(self, i: BlockInput) -> str:
-        """Return the suffix that converts a loaded input to float32, "" if it stays as stored."""
-        if self.holds_packed(i):
-            return ""
-        is_kept = i.name in self.layout.kept_as_stored
-        is_float32 = self.tiling.dtype(i) is torch.float32
-        return "" if is_kept or is_float32 else ".to(tl.float32)"
+    def _to_float32(self, i: BlockInput, loaded: str) -> str:
+        """Return a loaded input in float32, or as it is stored if the kernel keeps it so."""
+        if self.holds_packed(i) or i.name in self.layout.kept_as_stored:
+            return loaded
+        return as_float32(loaded, self.tiling.dtype(i))
 
     def load_ahead(self, inputs: Sequence[BlockInput], first: bool) -> None:
         """Load inputs one loop step ahead.
@@ -84,7 +94,7 @@ class LoadWriter(CodeWriter):
             if i.name in self.pipelining.loaded_twice:
                 self.line(f"{value}_again = {load}")
             else:
-                self.line(f"{value}_next = {load}{self._to_float32(i)}")
+                self.line(f"{value}_next = {self._to_float32(i, load)}")
 
     def second_load(self, i: BlockInput) -> str:
         """Return a second load of a factor of an asynchronous product, for other code to read.

@@ -10,6 +10,7 @@ import torch
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.plan.layout import Dot, runs_of
+from mirage_hf.codegen.triton_loads import as_float32
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_prefetches import PrefetchWriter
 from mirage_hf.codegen.triton_tiles import triton_dtype
@@ -89,7 +90,8 @@ class ValueWriter(PrefetchWriter):
         if self.is_new(value, "wide"):
             is_asynchronous = value in self.pipelining.read_asynchronously
             source = self._second_name(value) if is_asynchronous else name
-            self.line(f"{name}_f32 = {source}.to(tl.float32)")
+            converted = as_float32(source, self.tiling.dtype(self.tiling.inputs[value]))
+            self.line(f"{name}_f32 = {converted}")
         return f"{name}_f32"
 
     def _second_name(self, value: str) -> str:
@@ -351,6 +353,8 @@ class ValueWriter(PrefetchWriter):
         if value in self.layout.kept_as_stored:
             stored = self.tiling.dtype(self.tiling.inputs[value])
         text = self._inside(text, value, over, "sum")
+        if stored in (torch.int8, torch.uint8):
+            text, stored = as_float32(text, stored), torch.float32
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
         if len(self.layout.value_dims(value)) > 2:
             is_left = value == dot.left
