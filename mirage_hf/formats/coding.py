@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,18 +126,18 @@ class Coding:
         Returns:
             The inputs in order, and the decoded weight as a tensor (columns, rows).
         """
-        inputs = [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in self.stored]
-        compute = self.scales.dtype
-        w = graph.cast(inputs[0], compute)
-        if self.zeros is not None:
-            w = graph.sub(w, _as(graph, inputs[2], compute))
-        if self.zero:
-            zero: Any = self.zero
-            w = graph.sub(w, zero)
-        w = _as(graph, graph.mul(w, inputs[1]), self.dtype)
-        if w.dims != (self.rows, self.columns):
-            w = graph.reshape(w, (self.rows, self.columns))
-        return inputs, graph.permute(w, (1, 0))
+        return write_joined([self], graph)
+
+    def joins(self, other: Coding) -> bool:
+        """Return whether the rows of another weight may follow those of this one in one tensor."""
+        if (self.columns, self.dtype, self.zero) != (other.columns, other.dtype, other.zero):
+            return False
+        if len(self.stored) != len(other.stored):
+            return False
+        return all(
+            x.dtype is y.dtype and x.dims[0] > 1 and y.dims[0] > 1 and x.dims[1:] == y.dims[1:]
+            for x, y in zip(self.stored, other.stored, strict=True)
+        )
 
     def describe(self) -> str:
         """Return a short text for reports, such as "uint4 in groups of 128, zero points"."""
@@ -152,6 +152,39 @@ class Coding:
             where = f"blocks of {shared} codes"
         zeros = ", zero points" if self.zeros is not None else ""
         return f"{dtype_name(self.codes.dtype)}, {where}{zeros}"
+
+
+def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
+    """Add the inputs of weights that join, and the ops that decode them as one weight.
+
+    Args:
+        codings: The codings, each of which `joins` the first.
+        graph: The program.
+
+    Returns:
+        The inputs of each coding in order, and the decoded weight as a tensor (columns, all rows).
+    """
+    first = codings[0]
+    inputs = [
+        [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in coding.stored]
+        for coding in codings
+    ]
+    compute = first.scales.dtype
+    parts = [[_as(graph, x, compute) for x in each] for each in inputs]
+    codes, scales, *zeros = (
+        same[0] if len(same) == 1 else graph.concat(same, 0)
+        for same in map(list, zip(*parts, strict=True))
+    )
+    w = codes
+    for z in zeros:
+        w = graph.sub(w, z)
+    if first.zero:
+        w = graph.sub(w, first.zero)
+    w = _as(graph, graph.mul(w, scales), first.dtype)
+    shape = sum(coding.rows for coding in codings), first.columns
+    if w.dims != shape:
+        w = graph.reshape(w, shape)
+    return [x for each in inputs for x in each], graph.permute(w, (1, 0))
 
 
 @dataclass(frozen=True, eq=False)

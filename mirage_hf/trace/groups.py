@@ -116,7 +116,13 @@ class _Cutter:
         """Return the group of products of one tensor that nothing but biases follows."""
         first = alike[0]
         biases = {p: self._after([p]) for p in alike}
-        same = [p for p in alike if p.dtype == first.dtype and len(biases[p]) == len(biases[first])]
+        same = [
+            p
+            for p in alike
+            if p.dtype == first.dtype
+            and len(biases[p]) == len(biases[first])
+            and (p is first or _join(first, p))
+        ]
         # a product that depends on another one cannot run beside it
         same = [p for p in same if not any(self._needs(p, q) for q in same if q is not p)] or [
             first
@@ -191,6 +197,13 @@ class _Cutter:
                 found[term] = None
                 waiting += term.terms
         return sorted(found, key=lambda t: t.node)
+
+
+def _join(product: Term, other: Term) -> bool:
+    """Return whether the weights of two products may be read as one."""
+    weights = [p.operands[1].weight for p in (product, other)]
+    codings = [w.coded.weight.coding for w in weights if w.coded is not None]
+    return not codings or (len(codings) == 2 and codings[0].joins(codings[1]))
 
 
 def _only_products_read(term: Term) -> bool:

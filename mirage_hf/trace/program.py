@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mirage_hf.formats.coding import write_joined
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.groups import Group, is_bias
 from mirage_hf.trace.terms import Term, Weight
@@ -81,8 +83,12 @@ class _Writer:
     def _write_packed(self, x: DTensor) -> None:
         """Write products side by side as one, whose output holds all results."""
         group, graph = self.group, self.graph
-        weights = [self._tensor(p.operands[1]) for p in group.products]
-        y = graph.matmul(x, graph.concat(weights, dim=1))
+        weights = [p.operands[1] for p in group.products]
+        if weights[0].weight.coded is None:
+            weight = graph.concat([self._tensor(w) for w in weights], dim=1)
+        else:
+            weight = self._decoded([w.weight for w in weights])
+        y = graph.matmul(x, weight)
         if group.after:
             of = {t.operands[0]: t for t in group.after}
             biases = [self._tensor(of[p].operands[1]) for p in group.products]
@@ -128,18 +134,19 @@ class _Writer:
             return self.tensors[term]
         key = term.weight.key if term.weight is not None else term
         if key not in self.tensors and term.weight is not None and term.weight.coded is not None:
-            self.tensors[key] = self._decoded(term.weight)
+            self.tensors[key] = self._decoded([term.weight])
         if key not in self.tensors:
             self.tensors[key] = self._input(term)
             self.program.inputs.append(term)
         self.tensors[term] = self.tensors[key]
         return self.tensors[term]
 
-    def _decoded(self, weight: Weight) -> DTensor:
-        """Write a weight that is stored in codes. Each tensor of codes becomes an input."""
-        assert weight.coded is not None
-        inputs, decoded = weight.coded.weight.coding.write(self.graph)
-        for t, codes in zip(inputs, weight.codes, strict=True):
+    def _decoded(self, weights: Sequence[Weight]) -> DTensor:
+        """Write weights in codes side by side. Each tensor of codes becomes an input."""
+        codings = [w.coded.weight.coding for w in weights if w.coded is not None]
+        inputs, decoded = write_joined(codings, self.graph)
+        held = [codes for w in weights for codes in w.codes]
+        for t, codes in zip(inputs, held, strict=True):
             given = codes.tensor
             part = Weight(codes, tuple(given.shape), tuple(given.stride()))
             dims = (given.shape[0], given.shape[-1])
