@@ -1,0 +1,178 @@
+"""Models whose linears hold codes: whole steps by kernels, right tokens, and exact restores."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mirage_hf as mi
+from mirage_hf.errors import OptimizeError
+from mirage_hf.formats import CodedWeight, coded_weight
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.swap.coded_forward import decoding_program
+from scripts.coded_models import FORMATS, linears, with_codes
+
+pytestmark = pytest.mark.models
+
+LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
+NEW = 12
+
+
+def small_llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=200,
+        max_position_embeddings=128,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def coded(kind: str) -> LlamaForCausalLM:
+    pytest.importorskip(LIBRARIES[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return with_codes(small_llama(), kind)
+
+
+def decoded_twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return a stock model whose plain weights are what the codes of another model decode to."""
+    plain = small_llama()
+    for path, module in model.named_modules():
+        weight = coded_weight(module, torch.float32)
+        if isinstance(weight, CodedWeight):
+            w = run_kernel_graph(decoding_program(weight.coding), list(weight.tensors))[0]
+            plain.get_submodule(path).weight.data.copy_(w)
+    return plain
+
+
+def generated(model: Any, rows: int) -> Tensor:
+    ids = torch.arange(1, 1 + 7 * rows).view(rows, 7) % 199 + 1
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        ids[0, :2], mask[0, :2] = 0, 0
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+
+
+def snapshot(model: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield what must be as before after `restore()`."""
+    for name, module in model.named_modules():
+        state = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers")}
+        tensors = {**module._parameters, **module._buffers}
+        yield (
+            name,
+            type(module),
+            sorted(state),
+            state.get("forward"),
+            {k: id(v) for k, v in tensors.items()},
+        )
+        yield name, list(module._forward_pre_hooks.items())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> None:
+    model = coded(kind)
+    plain = decoded_twin(model)
+    before = list(snapshot(model))
+    mi.optimize(model, batch_sizes=(1, 3))
+    report = model.mirage.report
+    assert "searched kernels read 100% of the bytes" in str(report), report
+    products = [row for row in report.rows if row.pattern == "traced"]
+    assert products and all(row.status == "swapped" for row in products), report
+    for rows in (1, 3):
+        assert torch.equal(generated(model, rows), generated(plain, rows)), rows
+    assert model.mirage.report.decode["step: traced"] == 2
+    mi.restore(model)
+    assert list(snapshot(model)) == before
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
+    model = coded(kind)
+    kinds = [type(m) for m in model.modules()]
+    mi.optimize(model)
+    twin = copy.deepcopy(model)
+    assert [type(m) for m in twin.modules()] == kinds
+    assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
+    mi.restore(model)
+
+
+def test_no_library_decodes_the_whole_model_at_its_first_forward() -> None:
+    model = coded("int4")
+    mi.optimize(model)
+    generated(model, 1)
+    assert all(
+        hasattr(linear, "weight_packed")
+        for linear in model.model.layers[0].mlp.children()
+        if isinstance(linear, nn.Linear)
+    )
+    mi.restore(model)
+    assert len(model._forward_pre_hooks) == 1
+
+
+def test_codes_that_are_replaced_after_optimize_are_read_from_then_on() -> None:
+    model = coded("int8")
+    mi.optimize(model)
+    generated(model, 1)
+    other = with_codes(small_llama(seed=1), "int8")
+    for name, parameter in other.named_parameters():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, parameter)
+    assert torch.equal(generated(model, 1), generated(decoded_twin_of(other), 1))
+    mi.restore(model)
+
+
+def decoded_twin_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return the decoded twin of a model of seed 1, whose embeddings and norms differ, too."""
+    plain = decoded_twin(model)
+    own = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in own and parameter.dtype == torch.float32 and type(parameter) is nn.Parameter:
+            own[name].data.copy_(parameter)
+    return plain
+
+
+def test_linears_of_several_formats_and_plain_ones_share_a_step() -> None:
+    pytest.importorskip("torchao")
+    model = small_llama()
+    fp8 = with_codes(small_llama(), "fp8")
+    int8 = with_codes(small_llama(), "int8")
+    for layer, a, b in zip(model.model.layers, fp8.model.layers, int8.model.layers, strict=True):
+        layer.self_attn.q_proj, layer.self_attn.o_proj = a.self_attn.q_proj, a.self_attn.o_proj
+        layer.mlp.up_proj, layer.mlp.gate_proj = b.mlp.up_proj, b.mlp.gate_proj
+    plain = decoded_twin(model)
+    mi.optimize(model)
+    assert "searched kernels read 100% of the bytes" in str(model.mirage.report)
+    assert torch.equal(generated(model, 1), generated(plain, 1))
+    mi.restore(model)
+
+
+def test_a_format_that_is_not_read_is_an_error_with_its_name() -> None:
+    model = coded("int4")
+    for _, _, linear in linears(model):
+        linear.weight_g_idx = nn.Parameter(torch.zeros(256, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(OptimizeError, match="act-order"):
+        mi.optimize(model)
+
+
+def test_a_model_that_a_library_has_decoded_is_plain() -> None:
+    """compressed-tensors leaves plain weights behind, and its settings on each linear."""
+    model = coded("int4")
+    generated(model, 1)
+    with pytest.raises(OptimizeError, match="optimize the model before it runs"):
+        mi.optimize(model)
