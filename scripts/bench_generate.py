@@ -9,6 +9,8 @@ spread.
     $bench --batch 4 --prompt 128,2048 --side-by-side --json m4.json
     $bench --model llama-3.1-8b --lora 16 --peers bare,ours --json lora.json
     $bench --batch 4 --prompt 512 --padded --peers static,ours --json padded.json
+    $bench --model llama-3.1-8b --weights int4 --peers static,product,plain,ours --json int4.json
+    $bench --model gemma-3-4b --images 1 --batch 1,4,16 --times-only --json images.json
 
 Each model, batch size and prompt length is a row of the JSON file, written as soon as it is
 measured. Peers:
@@ -20,6 +22,8 @@ measured. Peers:
     liger      HF's generate with Liger's norms and MLPs, if Liger is installed (RoPE left out)
     ours       generate after mirage_hf.optimize()
     bare       with --lora: ours, for the same model without adapters
+    plain      with --weights: ours, for the same model with bfloat16 weights
+    product    with --weights int4: static, with torch's own int4 product in each linear
 
 The floor is the bytes that a step must read, divided by 4.47 TB/s. These are the weights, and the
 keys and values of the prompt and half of the new tokens. The embedding table does not count, and a
@@ -28,8 +32,11 @@ tied head counts once.
 `ms_per_token` is the whole call divided by its new tokens, prefill included. `step_ms` is the time
 between later tokens as a streamer sees them. `first_token_ms` is the time to the first one. Weights
 are random. The prompt of an encoder-decoder model is the text of its encoder, or 30 s of sound for
-Whisper. If the prompts are short, kernels are profiled, and logits of causal models are compared
-with float32.
+Whisper. With --images, each prompt also has images. Their tokens come on top of those of --prompt,
+and the vision model's weights do not count for the floor. If the prompts are short, kernels are
+profiled, and logits of causal models are compared with float32 if there are no images. --times-only
+leaves both out. With --weights, linears hold codes of the format's own library (coded_models.py),
+and eager and static run them as transformers does: it decodes int4 at the first forward.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import inspect
 import math
 import sys
 import time
@@ -49,7 +57,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from mirage_hf.attention_interface import AttentionReport, attention_report
@@ -66,14 +74,18 @@ from scripts.benching import (
     spread,
     within,
 )
-from scripts.configs import floor_bytes, names, random_model, with_adapters
+from scripts.coded_models import FORMATS, coded_bytes, with_codes, with_int4_products
+from scripts.configs import config_of, floor_bytes, names, random_model, with_adapters
+from scripts.survey_images import IMAGES, random_images, with_images
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
-BARE, ATTENTION = "bare", "attention"
+BARE, ATTENTION, PLAIN, PRODUCT = "bare", "attention", "plain", "product"
 #: The padding token; no prompt holds it elsewhere.
 PADDING = 0
 #: Logits are compared and kernels profiled only if a batch of prompts has at most this many tokens.
 FEW_TOKENS = 4096
+#: The width of images in pixels, for models that take any width.
+IMAGE_WIDTH = 448
 
 
 @dataclass
@@ -120,7 +132,7 @@ def random_ids(
     generator = torch.Generator(model.device).manual_seed(seed)
     ids = torch.randint(
         PADDING + 1,
-        model.config.get_text_config(decoder=True).vocab_size,
+        text_vocab(model.config),
         (batch, length),
         device=model.device,
         generator=generator,
@@ -131,13 +143,31 @@ def random_ids(
     return ids
 
 
+def text_vocab(config: PretrainedConfig) -> int:
+    """Return how many tokens of the vocabulary come before those that stand for images."""
+    special: list[int] = [
+        token
+        for name, token in vars(config).items()
+        if name.startswith(("image_", "video_", "vision_", "boi_", "eoi_"))
+        and name.endswith(("_token_id", "_token_index"))
+    ]
+    return min([config.get_text_config(decoder=True).vocab_size, *special])
+
+
 def mask_of(ids: torch.Tensor) -> torch.Tensor:
     """Return the attention mask of prompts."""
     return (ids != PADDING).long()
 
 
-def inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what generate takes: the prompts, or as many recordings of 30 s for Whisper."""
+def inputs_of(
+    model: PreTrainedModel, ids: torch.Tensor, images: int = 0
+) -> dict[str, torch.Tensor]:
+    """Return what generate takes: the prompts, or as many recordings of 30 s for Whisper.
+
+    Each prompt gets `images` images.
+    """
+    if images:
+        return image_inputs_of(model, ids, images)
     if model.main_input_name == "input_ids":
         return {"input_ids": ids, "attention_mask": mask_of(ids)}
     c = model.config
@@ -150,6 +180,48 @@ def inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tens
         generator=generator,
     )
     return {model.main_input_name: features.to(model.dtype)}
+
+
+def image_inputs_of(
+    model: PreTrainedModel, ids: torch.Tensor, images: int
+) -> dict[str, torch.Tensor]:
+    """Return what generate takes for prompts with images between their parts."""
+    config = model.config
+    patches = IMAGE_WIDTH // config.vision_config.patch_size
+    with torch.device(ids.device):
+        torch.manual_seed(0)
+        pixels = random_images(model, config.model_type, images * len(ids), patches)
+    given = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in pixels.items()}
+    return with_images(model, config.model_type, ids, given, images)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a row.
+
+    Attributes:
+        ids: Their text (batch, length).
+        inputs: What generate takes.
+        images: How many images each has.
+    """
+
+    ids: torch.Tensor
+    inputs: dict[str, torch.Tensor]
+    images: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, those of images included."""
+        mask = self.inputs.get("attention_mask", mask_of(self.ids))
+        return mask.sum(-1).tolist()  # type: ignore[no-any-return]
+
+
+def prompts_of(
+    model: PreTrainedModel, batch: int, length: int, args: argparse.Namespace
+) -> Prompts:
+    """Return the prompts of a row, the same for all peers."""
+    ids = random_ids(model, batch, length, seed=0, padded=args.padded)
+    return Prompts(ids, inputs_of(model, ids, args.images), args.images)
 
 
 def sync(device: torch.device) -> None:
@@ -167,14 +239,13 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def generate_with(
-    model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any
+    model: PreTrainedModel, prompts: Prompts, new: int, **options: Any
 ) -> Callable[..., torch.Tensor]:
     """Return a call that generates greedily with these options."""
-    inputs = inputs_of(model, ids)
 
     def call(streamer: BaseStreamer | None = None) -> torch.Tensor:
         return model.generate(
-            **inputs,
+            **prompts.inputs,
             max_new_tokens=new,
             do_sample=False,
             streamer=streamer,
@@ -184,13 +255,16 @@ def generate_with(
     return call
 
 
-def compiled_step(model: PreTrainedModel, ids: torch.Tensor, new: int) -> Callable[[], None]:
+def compiled_step(model: PreTrainedModel, prompts: Prompts, new: int) -> Callable[[], None]:
     """Return replays of one captured step at growing lengths.
 
     Every call starts after the prompt.
     """
     if model.config.is_encoder_decoder:
         raise RuntimeError("the step alone is timed for causal models")
+    if prompts.images:
+        raise RuntimeError("the step alone is not timed after images")
+    ids = prompts.ids
     if not mask_of(ids).all():
         raise RuntimeError("the step alone is not timed after padding")
     prompt = ids.shape[1]
@@ -252,13 +326,13 @@ def with_liger(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def ours(
-    model: PreTrainedModel, ids: torch.Tensor, new: int, batch: int, tune: str
+    model: PreTrainedModel, prompts: Prompts, new: int, tune: str
 ) -> tuple[Callable[..., torch.Tensor], PreTrainedModel]:
     """Return a call of an optimized twin, and the twin."""
     import mirage_hf as mi
 
-    fast = mi.optimize(twin(model), batch_sizes=(batch,), tune=tune)
-    return generate_with(fast, ids, new), fast
+    fast = mi.optimize(twin(model), batch_sizes=(len(prompts.ids),), tune=tune)
+    return generate_with(fast, prompts, new), fast
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -351,19 +425,18 @@ def closeness(
     )
     mine = torch.stack([x.float() for x in out.logits], 1)
 
+    takes_states = "cache_params" in inspect.signature(model.forward).parameters
+    cache_name = "cache_params" if takes_states else "past_key_values"
+
     def logits(m: PreTrainedModel) -> torch.Tensor:
-        cache = DynamicCache(config=m.config)
+        cache = {cache_name: DynamicCache(config=m.config)}
         fed, found = [ids, *out.sequences[:, ids.shape[1] : -1].split(1, 1)], []
         seen = mask.new_empty(ids.shape[0], 0)
         for x in fed:
             seen = torch.cat([seen, mask if x is ids else torch.ones_like(x)], 1)
             positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -x.shape[1] :]
             given = {} if seen.all() else {"attention_mask": seen, "position_ids": positions}
-            found.append(
-                m(input_ids=x, past_key_values=cache, use_cache=True, **given)
-                .logits[:, -1:]
-                .float()
-            )
+            found.append(m(input_ids=x, **cache, use_cache=True, **given).logits[:, -1:].float())
         return torch.cat(found, 1)
 
     stock = logits(model)
@@ -395,10 +468,11 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
 
 
 def titled(name: str, args: argparse.Namespace) -> str:
-    """Return the row's name for a model: with its adapters and padding."""
-    return (
-        name + (f" + LoRA {args.lora}" if args.lora else "") + (", padded" if args.padded else "")
-    )
+    """Return the row's name for a model: with its adapters, images and padding."""
+    adapters = f" + LoRA {args.lora}" if args.lora else ""
+    adapters += f", {args.weights}" if args.weights else ""
+    images = f" + {args.images} image{'s' * (args.images > 1)}" if args.images else ""
+    return name + adapters + images + (", padded" if args.padded else "")
 
 
 def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
@@ -431,25 +505,26 @@ def set_up(
     peer: str,
     model: PreTrainedModel,
     bare: PreTrainedModel,
-    ids: torch.Tensor,
+    prompts: Prompts,
     args: argparse.Namespace,
 ) -> tuple[Callable[..., Any], Any]:
     """Return a peer's call, and the optimized model if the peer is ours."""
-    if peer == BARE:
-        return ours(bare, ids, args.new, ids.shape[0], args.tune)[0], None
+    if peer in (BARE, PLAIN):
+        return ours(bare, prompts, args.new, args.tune)[0], None
     if peer == "ours":
-        return ours(model, ids, args.new, ids.shape[0], args.tune)
+        return ours(model, prompts, args.new, args.tune)
     if peer == "compile":
-        if ids.device.type != "cuda":
+        if prompts.ids.device.type != "cuda":
             raise RuntimeError("needs a GPU")
-        return compiled_step(twin(model), ids, args.new), None
+        return compiled_step(twin(model), prompts, args.new), None
     if peer == "liger":
-        return generate_with(with_liger(model), ids, args.new), None
-    stock = twin(model)
+        return generate_with(with_liger(model), prompts, args.new), None
+    stock = with_int4_products(twin(bare)) if peer == PRODUCT else twin(model)
     if peer == ATTENTION:
         stock.set_attn_implementation("mirage")
-    options = {"cache_implementation": "static"} if peer in ("static", ATTENTION) else {}
-    return generate_with(stock, ids, args.new, **options), None
+    is_static = peer in ("static", ATTENTION, PRODUCT)
+    options = {"cache_implementation": "static"} if is_static else {}
+    return generate_with(stock, prompts, args.new, **options), None
 
 
 def attention_since(before: AttentionReport) -> AttentionReport:
@@ -479,9 +554,11 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     device = torch.device(args.device)
     bare = weights_of(name, device, args.layers)
     model = with_adapters(twin(bare), args.lora) if args.lora else bare
-    ids = random_ids(model, batch, prompt, seed=0, padded=args.padded)
-    floor = floor_bytes(model)
-    cached = cache_bytes(model, [n + args.new // 2 for n in mask_of(ids).sum(-1).tolist()])
+    if args.weights:
+        model = with_codes(twin(bare), args.weights)
+    prompts = prompts_of(model, batch, prompt, args)
+    floor = coded_bytes(model) if args.weights else floor_bytes(model)
+    cached = cache_bytes(model, [n + args.new // 2 for n in prompts.lengths])
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
         "model": titled(name, args),
@@ -495,8 +572,10 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
         "cache_bytes": cached,
         "peers": {},
     } | {how: True for how in ("apart", "side_by_side", "long_calls") if getattr(args, how)}
+    if args.images:
+        row |= {"images": args.images, "image_tokens": prompts.lengths[0] - prompt}
     for group in [[peer] for peer in peers] if args.apart else [peers]:
-        measured = bench_peers(group, name, model, bare, ids, args, row)
+        measured = bench_peers(group, name, model, bare, prompts, args, row)
         row["peers"] |= {peer: asdict(r) for peer, r in measured.items()}
         free()
     return row
@@ -507,12 +586,12 @@ def bench_peers(
     name: str,
     model: PreTrainedModel,
     bare: PreTrainedModel,
-    ids: torch.Tensor,
+    prompts: Prompts,
     args: argparse.Namespace,
     row: dict[str, Any],
 ) -> dict[str, Measured]:
     """Measure some peers in turns. Facts about ours other than times go into the row."""
-    device, (batch, prompt) = ids.device, ids.shape
+    device, (batch, prompt) = prompts.ids.device, prompts.ids.shape
     weights = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     results = {peer: Measured() for peer in peers}
     calls: dict[str, Callable[..., Any]] = {}
@@ -524,7 +603,7 @@ def bench_peers(
             torch.cuda.reset_peak_memory_stats()
         try:
             with within(args.cap):
-                calls[peer], found = set_up(peer, model, bare, ids, args)
+                calls[peer], found = set_up(peer, model, bare, prompts, args)
                 if found is not None:
                     fast = found
                     row["optimize_s"] = time.perf_counter() - started
@@ -560,7 +639,7 @@ def bench_peers(
         if ATTENTION in calls:
             row["attention_report"] = str(attention_since(attended)).splitlines()
         if "ours" in calls and fast is not None:
-            row |= beyond_times(calls, model, fast, ids, args)
+            row |= beyond_times(calls, model, fast, prompts, args)
     return results
 
 
@@ -568,20 +647,21 @@ def beyond_times(
     calls: dict[str, Callable[..., Any]],
     model: PreTrainedModel,
     fast: PreTrainedModel,
-    ids: torch.Tensor,
+    prompts: Prompts,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return facts about ours other than its times: report, equal tokens, profile, logits."""
+    ids = prompts.ids
     row: dict[str, Any] = {"report": str(fast.mirage.report).splitlines()}
     if "eager" in calls and not args.long_calls:
         a, b = calls["eager"](), calls["ours"]()
         row["same_tokens_as_eager"] = int((a == b)[:, -args.new :].all(0).long().cumprod(0).sum())
-    if ids.numel() <= FEW_TOKENS:
+    if sum(prompts.lengths) <= FEW_TOKENS and not args.times_only:
         if ids.device.type == "cuda":
             row["searched"] = share_in_searched_kernels(
                 calls["ours"], tuple(args.kernel_names), args.new
             )
-        if not model.config.is_encoder_decoder:
+        if not (model.config.is_encoder_decoder or prompts.images or args.weights):
             say("comparing logits with float32")
             row["logits"] = closeness(model, fast, ids)
     return row
@@ -633,6 +713,19 @@ def numbers(text: str) -> tuple[int, ...]:
     return given
 
 
+def why_no_images(args: argparse.Namespace) -> str:
+    """Return why prompts cannot have the images that they should have, or an empty text."""
+    for name in args.model.split(","):
+        config = config_of(name)
+        if config.model_type not in IMAGES or not hasattr(config, "vision_config"):
+            return f"--images: {name} takes no images here"
+    if args.padded:
+        return "--images: prompts with images are not padded"
+    if min(args.prompt) <= args.images:
+        return f"--images: {args.images} images need {args.images + 1} or more tokens of text"
+    return ""
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
@@ -671,6 +764,24 @@ def main() -> None:
         action="store_true",
         help="prompts from the whole length down to half of it, with padding on the left",
     )
+    parser.add_argument(
+        "--weights",
+        default="",
+        choices=("", *FORMATS),
+        help="the linears of the layers hold codes of this format",
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=0,
+        metavar="N",
+        help="each prompt has so many random images besides its tokens of text",
+    )
+    parser.add_argument(
+        "--times-only",
+        action="store_true",
+        help="profile no kernels, and compare no logits with float32",
+    )
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
     parser.add_argument(
@@ -704,13 +815,21 @@ def main() -> None:
             "bench_generate: no GPU here; run it on the GPU whose times you want, or give --device "
             "cpu"
         )
-    known = (*PEERS, ATTENTION, *([BARE] if args.lora else []))
+    known = (
+        *PEERS,
+        ATTENTION,
+        *([BARE] if args.lora else []),
+        *([PLAIN] if args.weights else []),
+        *([PRODUCT] if args.weights == "int4" else []),
+    )
     unknown = set(args.peers) - set(known)
     if args.side_by_side and (args.apart or args.seconds < math.inf):
         parser.error(
             "--side-by-side needs memory for all at once and ends when it ends: without --apart "
             "and --seconds"
         )
+    if args.images and (why := why_no_images(args)):
+        parser.error(why)
     if unknown or args.new < 2:
         parser.error(
             f"unknown peers {', '.join(unknown)}; there are {', '.join(known)}"

@@ -175,6 +175,58 @@ def ntrans(rows: int, n: int = 4096) -> KernelGraph:
     return g
 
 
+# A step of a recurrence has the form in which a traced step has it: the state is the first input,
+# the next state the first output. Other inputs are those that the libraries' kernels take.
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def gated_delta(
+    rows: int, key_heads: int = 16, group: int = 2, key: int = 128, value: int = 128
+) -> KernelGraph:
+    """Build one token's gated delta rule, with a state (key, value) for each value head.
+
+    `group` value heads share a query and a key. Both are normed before.
+    """
+    g = mi.new_kernel_graph()
+
+    def given(name: str, *dims: int) -> DTensor:
+        return g.cast(g.new_input((rows * key_heads, *dims), BF16, name=name), FP32)
+
+    state = g.new_input((rows * key_heads, group, key, value), FP32, name="state")
+    log_decay = g.new_input((rows * key_heads, group, 1, 1), FP32, name="log_decay")
+    q, k = given("q", 1, key, 1), given("k", 1, key, 1)
+    v, beta = given("v", group, 1, value), given("beta", group, 1, 1)
+    faded = g.mul(state, g.exp(log_decay))
+    delta = g.mul(g.sub(v, g.reduction(g.mul(faded, k), 2)), beta)
+    new = g.add(faded, g.mul(k, delta))
+    out = g.reduction(g.mul(new, g.mul(q, 1 / math.sqrt(key))), 2)
+    g.mark_output(new, g.cast(out, BF16))
+    return g
+
+
+def mamba2(rows: int, heads: int = 64, head_dim: int = 64, state: int = 128) -> KernelGraph:
+    """Build one token's scan of Mamba-2, with a state (head_dim, state) for each head.
+
+    All heads share b and c. The result is gated by z.
+    """
+    g = mi.new_kernel_graph()
+
+    def given(name: str, *dims: int, constant: bool = False) -> DTensor:
+        return g.cast(g.new_input(dims, BF16, name=name, constant=constant), FP32)
+
+    old = g.new_input((rows, heads, head_dim, state), FP32, name="state")
+    x, z = (given(name, rows, heads, head_dim, 1) for name in "xz")
+    dt = given("dt", rows, heads, 1, 1)
+    b, c = (given(name, rows, 1, 1, state) for name in "bc")
+    a_log, d = (given(name, 1, heads, 1, 1, constant=True) for name in ("a_log", "d"))
+    decay = g.exp(g.mul(dt, g.neg(g.exp(a_log))))
+    new = g.add(g.mul(old, decay), g.mul(g.mul(dt, b), x))
+    y = g.add(g.reduction(g.mul(new, c), 3), g.mul(x, d))
+    g.mark_output(new, g.cast(g.mul(y, g.silu(z)), BF16))
+    return g
+
+
 # -- rows -----------------------------------------------------------------------------------------
 
 
@@ -234,6 +286,23 @@ def _rows(
     ]
 
 
+#: The target of a row that mostly moves bytes: a share of the read bandwidth. A short kernel may
+#: take START_US beyond its floor, to launch and to join partial results.
+LONG_SHARE, START_US = 0.75, 5.0
+
+
+def _at_bandwidth(row: Row) -> Row:
+    """Return the row with the target of rows that mostly move bytes."""
+    floor = row.floor_us(row.program())
+    return replace(row, target_us=max(floor / LONG_SHARE, floor + START_US))
+
+
+def _recurrence(
+    block: str, build: Callable[..., KernelGraph], against: tuple[Rival, ...]
+) -> list[Row]:
+    return [_at_bandwidth(Row(block, rows, build, 0.0, against)) for rows in (1, 16, 64)]
+
+
 ROWS: dict[str, Row] = {
     row.name: row
     for row in (
@@ -260,28 +329,26 @@ ROWS: dict[str, Row] = {
         *_rows("qk_norm_attention", qk_norm_attention, rivals.qk_norm(), {1: 16.0, 8: 78.0}),
         *_rows("mla_decode", mla_decode, rivals.MLA, {1: 15.0, 16: 40.0}),
         *_rows("ntrans", ntrans, rivals.NTRANS, {1: 2.8, 8: 2.8, 16: 2.8}),
+        *_recurrence("gated_delta", gated_delta, rivals.gated_delta()),
+        *_recurrence("mamba2", mamba2, rivals.MAMBA2),
     )
 }
 
 
 def _long(d: int, keys: int, rows: int, kv_heads: int = 8) -> Row:
     sizes = {"kv_heads": kv_heads, "keys": keys, "d": d, "dtype": torch.bfloat16}
-    row = Row(
-        f"attention_d{d}_{keys >> 10}k",
-        rows,
-        gqa_decode,
-        0.0,
-        rivals.gqa_decode(kv_heads),
-        tuple(sizes.items()),
-        tuned_at=(("keys", LONG_SLOTS),),
+    return _at_bandwidth(
+        Row(
+            f"attention_d{d}_{keys >> 10}k",
+            rows,
+            gqa_decode,
+            0.0,
+            rivals.gqa_decode(kv_heads),
+            tuple(sizes.items()),
+            tuned_at=(("keys", LONG_SLOTS),),
+        )
     )
-    floor = row.floor_us(row.program())
-    return replace(row, target_us=max(floor / LONG_SHARE, floor + START_US))
 
-
-#: The target of attention over long caches: a share of the read bandwidth. A short kernel may take
-#: START_US beyond its floor, to launch and to join partial results.
-LONG_SHARE, START_US = 0.75, 5.0
 
 #: One token's attention over long caches: 32 query heads, 8 key heads.
 LONG: dict[str, Row] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +142,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                     "mrope_section": [24, 20, 20],
                     "mrope_interleaved": True,
                 },
+                "max_position_embeddings": 262144,
             },
-            "vision_config": {"depth": 24, "hidden_size": 1024, "out_hidden_size": 2048},
+            "vision_config": {
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "out_hidden_size": 2048,
+                "deepstack_visual_indexes": [5, 11, 17],
+            },
             "tie_word_embeddings": True,
         },
     ),
@@ -158,7 +166,21 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                 "head_dim": 256,
                 "vocab_size": 262208,
                 "sliding_window": 1024,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
             },
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 896,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+            "mm_tokens_per_image": 256,
         },
     ),
     "qwen3.5-4b": (
@@ -176,8 +198,21 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                 "linear_key_head_dim": 128,
                 "linear_value_head_dim": 128,
                 "vocab_size": 248320,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e7,
+                    "mrope_section": [11, 11, 10],
+                    "mrope_interleaved": True,
+                    "partial_rotary_factor": 0.25,
+                },
+                "max_position_embeddings": 262144,
             },
-            "vision_config": {"depth": 24, "hidden_size": 1024, "out_hidden_size": 2560},
+            "vision_config": {
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "out_hidden_size": 2560,
+            },
             "tie_word_embeddings": True,
         },
     ),
@@ -185,16 +220,20 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {
             "hidden_size": 2048,
-            "intermediate_size": 4096,
+            "intermediate_size": 4608,
             "num_hidden_layers": 24,
             "num_attention_heads": 8,
             "num_key_value_heads": 2,
             "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+            "max_position_embeddings": 131072,
             "mamba_d_ssm": 3072,
             "mamba_n_heads": 48,
             "mamba_d_head": 64,
             "mamba_d_state": 256,
             "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
             "vocab_size": 65536,
         },
     ),
@@ -275,10 +314,27 @@ def _other_config(name: str, layers: int | None) -> PretrainedConfig:
     if layers is not None:
         text.num_hidden_layers = layers
         if "layer_types" in vars(text) and text.layer_types:
-            text.layer_types = text.layer_types[:layers]
+            text.layer_types = _first_kinds(text.layer_types, layers)
+        if hasattr(config, "vision_config"):
+            _cut_vision(config.vision_config, layers)
     for each in (config, text):
         each.bos_token_id = each.eos_token_id = each.pad_token_id = None
     return config  # type: ignore[no-any-return]
+
+
+def _first_kinds(kinds: Sequence[str], layers: int) -> list[str]:
+    """Return the kinds of the first layers. Kinds that they lack replace the last of them."""
+    first = list(kinds[:layers])
+    missing = [kind for kind in dict.fromkeys(kinds) if kind not in first][:layers]
+    return first[: layers - len(missing)] + missing
+
+
+def _cut_vision(config: PretrainedConfig, layers: int) -> None:
+    """Cut a vision config down to so many layers. Features come from one of those left."""
+    config.update({"depth" if hasattr(config, "depth") else "num_hidden_layers": layers})
+    if hasattr(config, "deepstack_visual_indexes"):
+        indexes = {min(n, layers - 1) for n in config.deepstack_visual_indexes}
+        config.deepstack_visual_indexes = sorted(indexes)
 
 
 def _kind_of(config: PretrainedConfig) -> Any:
@@ -307,11 +363,11 @@ def random_model(
         model = _kind_of(config).from_config(config, dtype=dtype).eval()
         for key, parameter in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
-                # Gemma adds one to these weights. If all were one, a forgotten weight would not
-                # show.
-                parameter.normal_(0.0 if "gemma" in name else 1.0, 0.1)
-            elif key.endswith("bias"):
-                parameter.normal_(0.0, 0.02)
+                # They begin as one, or as zero if the model adds one. If all stayed so, a
+                # forgotten weight would not show.
+                parameter.copy_(parameter.mean() + 0.1 * torch.randn_like(parameter))
+            elif key.endswith(("bias", "mm_input_projection_weight")):
+                parameter.normal_(0.0, 0.02)  # Gemma's projection begins as zero and hides images
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -1,7 +1,8 @@
 """Hold what users can run today for the blocks of block_rows.py.
 
-Rivals are torch code as users write it, library calls, Liger and FlashInfer kernels. A rival takes
-a program's inputs in order. Weights come as (K, N) views of (N, K) memory, so `w.t()` is what
+Rivals are torch code as users write it, library calls, and kernels of Liger, FlashInfer,
+flash-linear-attention and mamba_ssm. A rival takes a program's inputs in order, and gives its
+outputs in order. Weights come as (K, N) views of (N, K) memory, so `w.t()` is what
 nn.Linear holds.
 """
 
@@ -36,7 +37,7 @@ class Rival:
     """
 
     name: str
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor | tuple[Tensor, ...]]
     prepare: Callable[..., Sequence[Tensor]] | None = None
     whole: bool = True
     compiled: bool = False
@@ -367,3 +368,121 @@ def ntrans(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
 
 
 NTRANS = (Rival("eager", ntrans, compiled=True),)
+
+
+# -- steps of recurrences -------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor in float32, or in float64 if it has it already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def gated_delta_step(
+    state: Tensor, log_decay: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute a step of the gated delta rule in torch."""
+    q, k, v, beta = (_wide(x) for x in (q, k, v, beta))
+    faded = state * log_decay.exp()
+    delta = (v - (faded * k).sum(-2, keepdim=True)) * beta
+    new = faded + k * delta
+    out = (new * (q * q.shape[-2] ** -0.5)).sum(-2, keepdim=True)
+    return new, out.to(_result_dtype(out))
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """Return bfloat16, in which layers go on, or float64 for results in float64."""
+    return x.dtype if x.dtype == torch.float64 else torch.bfloat16
+
+
+def fla_gated_delta(
+    state: Tensor,
+    log_decay: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    key_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """Call the kernel of flash-linear-attention for a text of one token."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    group, key, value = state.shape[1:]
+    heads = key_heads * group
+    out, new = fused_recurrent_gated_delta_rule(
+        q.view(-1, 1, key_heads, key),
+        k.view(-1, 1, key_heads, key),
+        v.view(-1, 1, heads, value),
+        g=log_decay.view(-1, 1, heads),
+        beta=beta.view(-1, 1, heads),
+        initial_state=state.view(-1, heads, key, value),
+        output_final_state=True,
+    )
+    return new.view_as(state), out.view_as(v)
+
+
+def gated_delta(key_heads: int = 16) -> tuple[Rival, ...]:
+    """Return the rivals of a step of the gated delta rule."""
+    return (
+        Rival("eager", gated_delta_step, compiled=True),
+        Rival("fla", partial(fla_gated_delta, key_heads=key_heads), needs="fla"),
+    )
+
+
+def mamba2_step(
+    state: Tensor,
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute a step of Mamba-2 in torch."""
+    x, z, dt, b, c, a_log, d = (_wide(t) for t in (x, z, dt, b, c, a_log, d))
+    new = state * (dt * -a_log.exp()).exp() + dt * b * x
+    y = (new * c).sum(-1, keepdim=True) + x * d
+    y = y * F.silu(z)
+    return new, y.to(_result_dtype(y))
+
+
+def _as_mamba_ssm_takes_it(
+    state: Tensor,
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+) -> list[Tensor]:
+    """Return the kernel's arguments. It updates the state in place, so it gets one of its own.
+
+    Numbers of a head are expanded, which tells the kernel that they are equal.
+    """
+    rows, heads, head_dim, size = state.shape
+    decay = -_wide(a_log).exp()
+    return [
+        state.clone(),
+        x.view(rows, heads, head_dim),
+        dt.view(rows, heads, 1).expand(rows, heads, head_dim),
+        decay.view(heads, 1, 1).expand(heads, head_dim, size),
+        b.view(rows, 1, size),
+        c.view(rows, 1, size),
+        d.view(heads, 1).expand(heads, head_dim),
+        z.view(rows, heads, head_dim),
+    ]
+
+
+def mamba_ssm_step(state: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+    """Call the kernel of mamba_ssm."""
+    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+
+    return state, selective_state_update(state, *given)[..., None]
+
+
+MAMBA2 = (
+    Rival("eager", mamba2_step, compiled=True),
+    Rival("mamba_ssm", mamba_ssm_step, _as_mamba_ssm_takes_it, needs="mamba_ssm"),
+)

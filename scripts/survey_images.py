@@ -1,4 +1,4 @@
-"""Small random images for the types of `survey_models` that take them.
+"""Random images for the types of `survey_models` that take them, and for `bench_generate`.
 
 `IMAGES` names the types that also get a text with an image. The model says how many features the
 image has, and the text has as many image tokens. `NEEDED` names the types that never generate from
@@ -17,8 +17,11 @@ from scripts.survey_configs import SPECIAL_TOKENS
 
 Inputs = dict[str, Tensor]
 
+#: The width of a small image in patches.
+FEW_PATCHES = 4
 
-def _square(model: Any) -> Inputs:
+
+def _square(model: Any, _: int = FEW_PATCHES) -> Inputs:
     """Return an image, as wide as the config says."""
     vision = model.config.vision_config
     size = vision.image_size
@@ -26,27 +29,29 @@ def _square(model: Any) -> Inputs:
     return {"pixel_values": torch.rand(1, 3, size, size)}
 
 
-def _sized(model: Any) -> Inputs:
+def _sized(model: Any, _: int = FEW_PATCHES) -> Inputs:
     """Return an image and its size."""
     inputs = _square(model)
     return inputs | {"image_sizes": torch.tensor([inputs["pixel_values"].shape[-2:]])}
 
 
-def _tiled(model: Any) -> Inputs:
+def _tiled(model: Any, _: int = FEW_PATCHES) -> Inputs:
     """Return a list of images with one image."""
     return {"pixel_values": _square(model)["pixel_values"][None]}
 
 
-def _patches(model: Any) -> Inputs:
-    """Return an image as a row for each patch, four by four of them."""
+def _patches(model: Any, patches: int = FEW_PATCHES) -> Inputs:
+    """Return an image as a row for each patch, as many patches high as wide."""
     vision = model.config.vision_config
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
-    return {"pixel_values": torch.rand(16, width), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    grid = torch.tensor([[1, patches, patches]])
+    return {"pixel_values": torch.rand(patches**2, width), "image_grid_thw": grid}
 
 
-#: How a type takes an image besides its text.
-IMAGES: Mapping[str, Callable[[Any], Inputs]] = {
+#: How a type takes an image besides its text: from the model and the width in patches. The width
+#: counts only if the type takes images of any size.
+IMAGES: Mapping[str, Callable[[Any, int], Inputs]] = {
     "gemma3": _square,
     "idefics3": _tiled,
     "internvl": _square,
@@ -55,6 +60,7 @@ IMAGES: Mapping[str, Callable[[Any], Inputs]] = {
     "paligemma": _square,
     "qwen2_5_vl": _patches,
     "qwen2_vl": _patches,
+    "qwen3_5": _patches,
     "qwen3_vl": _patches,
     "smolvlm": _tiled,
 }
@@ -65,6 +71,7 @@ _MARKED = {
     "paligemma": "token_type_ids",
     "qwen2_5_vl": "mm_token_type_ids",
     "qwen2_vl": "mm_token_type_ids",
+    "qwen3_5": "mm_token_type_ids",
     "qwen3_vl": "mm_token_type_ids",
 }
 
@@ -138,18 +145,43 @@ NEEDED: Mapping[str, Callable[[Any, int], Inputs]] = {
 
 
 def image_inputs(model: Any, model_type: str) -> Inputs:
-    """Return the arguments of generate for a text with an image."""
+    """Return the arguments of generate for a text with a small image."""
     torch.manual_seed(4)
-    image = IMAGES[model_type](model)
+    images = random_images(model, model_type)
+    text = torch.randint(5, SPECIAL_TOKENS, (1, 8))
+    return with_images(model, model_type, text, images)
+
+
+def random_images(
+    model: Any, model_type: str, count: int = 1, patches: int = FEW_PATCHES
+) -> Inputs:
+    """Return several images as a type takes them."""
+    images = [IMAGES[model_type](model, patches) for _ in range(count)]
+    return {name: torch.cat([image[name] for image in images]) for name in images[0]}
+
+
+def with_images(
+    model: Any, model_type: str, text: Tensor, images: Inputs, count: int = 1
+) -> Inputs:
+    """Return the arguments of generate for texts with images between their parts.
+
+    Args:
+        model: The model, which says how many tokens an image has.
+        model_type: Its type.
+        text: Tokens of the texts without images (batch, length).
+        images: The images of all texts.
+        count: How many images each text has.
+    """
     config = model.config
     token = getattr(config, "image_token_id", None)
     token = config.image_token_index if token is None else token
     with torch.no_grad():
-        features = model.get_image_features(**image).pooler_output
-    count = sum(f.reshape(-1, f.shape[-1]).shape[0] for f in features)
-    before, after = torch.randint(5, SPECIAL_TOKENS, (2, 1, 4))
-    ids = torch.cat([before, torch.full((1, count), token), after], dim=1)
-    inputs = image | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        features = model.get_image_features(**images).pooler_output
+    tokens = sum(f.reshape(-1, f.shape[-1]).shape[0] for f in features) // (count * len(text))
+    image = torch.full((len(text), tokens), token, device=text.device)
+    first, *others = text.tensor_split(count + 1, dim=1)
+    ids = torch.cat([first, *(x for part in others for x in (image, part))], dim=1)
+    inputs = images | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model_type in _MARKED:
         inputs[_MARKED[model_type]] = (ids == token).long()
     return inputs

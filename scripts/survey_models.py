@@ -195,7 +195,7 @@ def sound_inputs(model: Any, batch: int) -> dict[str, Tensor]:
 def calls_of(model: Any, model_type: str) -> list[Call]:
     """Return the calls of a type."""
     calls = text_calls(model, model_type)
-    if model_type in IMAGES:
+    if model_type in IMAGES and hasattr(model.config, "vision_config"):
         calls.append(Call("image", image_inputs(model, model_type)))
     return calls
 

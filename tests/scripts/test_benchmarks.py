@@ -58,6 +58,8 @@ SMALL = {
     "qk_norm_attention": dict(keys=24, d=16),
     "mla_decode": dict(heads=2, keys=24, latent=16, nope=8, rope=4, value=8),
     "ntrans": dict(n=40),
+    "gated_delta": dict(key_heads=16, key=8, value=16),
+    "mamba2": dict(heads=4, head_dim=8, state=16),
 }
 
 TINY = configs.Sizes("llama", 32, 64, 2, 4, 2, 8, 48, 1e4, True, 1e-5, 64)
@@ -74,14 +76,11 @@ def test_every_row_is_a_program_that_can_be_searched(row):
 
 
 def test_rows_that_read_weights_say_that_they_are_constant():
+    counts = {"norm_linear": 1, "gated_mlp": 2, "lora": 3, "mla": 2}
     for row in block_rows.ROWS.values():
         weights = [t for t in row.program().inputs if t.strides and t.strides[-1] != 1]
-        assert all(t.constant for t in weights) and len(weights) == {
-            "norm": 1,
-            "gate": 2,
-            "lora": 3,
-            "mla_": 2,
-        }.get(row.block[:4], 0)
+        wanted = sum(count for name, count in counts.items() if row.block.startswith(name))
+        assert all(t.constant for t in weights) and len(weights) == wanted
 
 
 @pytest.mark.parametrize(
@@ -93,15 +92,16 @@ def test_rivals_compute_what_the_program_does(row):
     program = row.program(rows=min(row.rows, 2), **SMALL[row.block])
     drawn = make_inputs(program, Case("random"))
     inputs = [x.double() if x.is_floating_point() else x for x in drawn]
-    (exact,) = run_kernel_graph(program, inputs, torch.float64)
+    exact = run_kernel_graph(program, inputs, torch.float64)
     for rival in row.rivals:
         if rival.needs:
             assert rival.absent == (f"{rival.needs} is not installed" if rival.absent else "")
             continue
-        got = rival.run(*rival.arguments(inputs))
+        (entrant,) = bench_blocks.entrants_of(rival, compiled=False)
+        got = entrant.run(entrant.prepare(inputs))
         if rival.whole:
             torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
-        assert torch.isfinite(got).all()
+        assert all(torch.isfinite(y).all() for y in got)
 
 
 def test_long_rows_ask_for_their_part_of_the_bandwidth_and_are_checked_batch_by_batch(monkeypatch):
@@ -228,7 +228,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(script, "captured", captured, raising=False)
 
 
-@pytest.mark.parametrize("name", ["norm_linear:1", "mla_decode:1"])
+@pytest.mark.parametrize("name", ["norm_linear:1", "mla_decode:1", "gated_delta:1"])
 def test_a_block_is_benchmarked_to_the_end(on_cpu, name):
     row = replace(block_rows.ROWS[name], sizes=tuple(SMALL[name.split(":")[0]].items()))
     args = argparse.Namespace(
@@ -570,6 +570,9 @@ def test_attention_by_name_that_torch_runs_is_no_peer():
         device="cpu",
         layers=1,
         lora=0,
+        images=0,
+        weights="",
+        times_only=False,
         new=3,
         peers=("attention",),
         apart=False,
@@ -693,6 +696,9 @@ def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(
         device="cpu",
         layers=1,
         lora=0,
+        images=0,
+        weights="",
+        times_only=False,
         new=3,
         peers=("eager", "static"),
         apart=apart,
@@ -728,11 +734,54 @@ def test_a_step_reads_no_more_of_a_sliding_layer_than_its_window():
     assert bases == [1e4, 1e6] and read == 2 * (5 * (100 + 512) + 2100) * 256 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("falcon-h1-1.5b", 1_554_859_392),
+        ("gemma-3-4b", 4_300_079_472),
+        ("gpt2-xl", 1_557_611_200),
+        ("lfm2-1.2b", 1_170_340_608),
+        ("opt-1.3b", 1_315_758_080),
+        ("qwen3-vl-2b", 2_127_532_032),
+        ("whisper-large-v3", 1_543_490_560),
+    ],
+)
+def test_models_have_as_many_weights_as_the_published_ones(name, published):
+    model = configs.random_model(name, "meta")
+    assert sum(p.numel() for p in model.parameters()) == published
+
+
+def test_a_model_that_is_cut_down_keeps_layers_of_each_kind_and_little_of_its_vision():
+    config = configs.config_of("qwen3.5-4b", layers=2)
+    assert config.text_config.layer_types == ["linear_attention", "full_attention"]
+    assert config.text_config.num_hidden_layers == config.vision_config.depth == 2
+    assert configs.config_of("lfm2-1.2b", layers=2).layer_types == ["conv", "full_attention"]
+    assert configs.config_of("lfm2-1.2b", layers=4).layer_types[2:] == ["full_attention", "conv"]
+    assert configs.config_of("gemma-3-4b", layers=2).vision_config.num_hidden_layers == 2
+    vision = configs.config_of("qwen3-vl-2b", layers=2).vision_config
+    assert vision.depth == 2 and vision.deepstack_visual_indexes == [1]
+
+
+def test_a_step_reads_no_weights_of_images():
+    for name in ("gemma-3-4b", "qwen3-vl-2b", "qwen3.5-4b"):
+        model = configs.random_model(name, "meta", layers=1)
+        of_images = ("vision_tower", "visual", "multi_modal_projector")
+        read = sum(
+            p.nbytes
+            for key, p in model.named_parameters()
+            if not any(part in key for part in of_images)
+        )
+        assert configs.floor_bytes(model) == read
+
+
 def test_padded_prompts_of_bench_generate():
     args = argparse.Namespace(
         device="cpu",
         layers=1,
         lora=0,
+        images=0,
+        weights="",
+        times_only=False,
         new=3,
         peers=("eager", "static", "compile"),
         apart=False,
@@ -789,5 +838,6 @@ def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is
     ids = torch.arange(5)[None]
     assert not torch.allclose(model(ids).logits, bare(ids).logits)
     assert (
-        bench_generate.titled("m", argparse.Namespace(lora=4, padded=True)) == "m + LoRA 4, padded"
+        bench_generate.titled("m", argparse.Namespace(lora=4, images=0, weights="", padded=True))
+        == "m + LoRA 4, padded"
     )
