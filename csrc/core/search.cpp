@@ -27,7 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kProgressSeconds = 0.05;  // between two calls of the progress callback
-constexpr int kKeptPerKind = 2;            // candidates kept of each kind (see `kind_of`)
+constexpr int kKeptPerCount = 2;           // candidates kept for each number of kernels
 
 // Writes a candidate down so that two are equal if their kernels, roles, stages and ops are, whatever
 // the numbers of their values.
@@ -110,34 +110,40 @@ std::vector<Candidate> without_duplicates(std::vector<std::vector<Candidate>> by
   return all;
 }
 
-// Tells candidates apart by their number of kernels. Single kernels are also told apart by the axis
-// that they loop over: which one suits tensor cores depends on the schedule.
-std::pair<std::size_t, AxisId> kind_of(const Candidate& candidate) {
+// Returns the axis that a candidate of one kernel loops over; none if it has no loop.
+AxisId loop_of(const Candidate& candidate) {
   AxisId loop;
-  if (candidate.kernels.size() == 1)
-    for (const FoundStage& stage : candidate.kernels[0].stages)
-      if (stage.loop.valid()) loop = stage.loop;
-  return {candidate.kernels.size(), loop};
+  for (const FoundStage& stage : candidate.kernels[0].stages)
+    if (stage.loop.valid()) loop = stage.loop;
+  return loop;
 }
 
-// Returns the cheapest, and the best few of each kind whatever they cost: the Pareto set of cost and
-// launches.
+// Returns the cheapest, and the best few for each number of kernels whatever they cost: the Pareto
+// set of cost and launches. For each axis that a single kernel may loop over, the best is kept as
+// well, beyond `most`: the schedule decides which loop suits tensor cores.
 std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
   const auto cheaper = [](const auto& a, const auto& b) { return a.cost_us < b.cost_us; };
   std::stable_sort(all.begin(), all.end(), cheaper);
-  std::map<std::pair<std::size_t, AxisId>, int> counts;
-  std::size_t room = most;  // for candidates that are not among the best of their kind
+  std::map<std::size_t, int> counts;
+  std::size_t room = most;  // for candidates that are not among the best of their number
   for (const Candidate& candidate : all)
-    if (counts[kind_of(candidate)]++ < kKeptPerKind && room > 0) --room;
+    if (counts[candidate.kernels.size()]++ < kKeptPerCount && room > 0) --room;
   counts.clear();
+  std::set<AxisId> loops;
   std::vector<Candidate> kept;
+  std::size_t taken = 0;
   for (Candidate& candidate : all) {
-    const bool is_among_best = counts[kind_of(candidate)]++ < kKeptPerKind;
-    if (!is_among_best && room == 0) continue;
-    if (!is_among_best) --room;
+    const bool is_among_best = counts[candidate.kernels.size()]++ < kKeptPerCount;
+    const bool is_new_loop = candidate.kernels.size() == 1 && !loops.contains(loop_of(candidate));
+    if (taken < most && (is_among_best || room > 0)) {
+      if (!is_among_best) --room;
+      ++taken;
+    } else if (!is_new_loop) {
+      continue;
+    }
+    if (candidate.kernels.size() == 1) loops.insert(loop_of(candidate));
     kept.push_back(std::move(candidate));
   }
-  if (kept.size() > most) kept.resize(most);
   return kept;
 }
 
