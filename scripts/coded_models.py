@@ -62,6 +62,7 @@ def _int4(model: PreTrainedModel) -> None:
         groups = linear.weight.unflatten(1, (-1, GROUP))
         linear.weight_scale.copy_(groups.abs().amax(-1) / 7)
     ModelCompressor(config).compress_model(model)
+    model.to(model.device)  # it leaves shapes on the CPU
 
 
 def _int8(model: PreTrainedModel) -> None:

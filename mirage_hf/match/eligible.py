@@ -16,6 +16,10 @@ from transformers import GenerationMixin
 from mirage_hf.errors import OptimizeError, Rejected
 from mirage_hf.formats import CodedWeight, coded_weight
 
+#: The most integers of a parameter that only notes sizes, as containers of codes do. It may lie on
+#: any device.
+_SIZES = 8
+
 
 def check_model(model: Any) -> None:
     """Check that a model can be optimized.
@@ -114,7 +118,8 @@ def single_device(model: nn.Module) -> torch.device:
     """
     first_path: dict[torch.device, str] = {}
     for path, p in model.named_parameters():
-        first_path.setdefault(p.device, path)
+        if p.is_floating_point() or p.numel() > _SIZES:
+            first_path.setdefault(p.device, path)
     name = type(model).__name__
     if not first_path:
         return torch.device("cpu")

@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirage_hf.formats import CodedWeight, Coding, coded_weight
+from mirage_hf.formats import CodedWeight, Coding, coded_weight, held_tensors
 from mirage_hf.formats.containers import STOCK_CLASS
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 
@@ -43,21 +43,32 @@ class CodedBinding:
         weight: Its codes.
         decode: Runs its decoding program.
         own: The forward on the instance that ours hides, None if there is none.
+        facts: What tells whether the module still has these codes.
     """
 
     weight: CodedWeight
     decode: Run
     own: Any = None
+    facts: tuple[Any, ...] = ()
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return what the linear makes of `x`, with the codes that it has now."""
-        now = coded_weight(module, self.weight.coding.dtype)
-        if not isinstance(now, CodedWeight) or now.coding != self.weight.coding:
-            raise RuntimeError(
-                f"the codes of this {type(module).__name__} were replaced by another format after "
-                "optimize(); call optimize() again"
-            )
-        return F.linear(x, self.decode(list(now.tensors))[0], now.bias)
+        facts = _facts(module)
+        if facts != self.facts:
+            now = coded_weight(module, self.weight.coding.dtype)
+            if not isinstance(now, CodedWeight) or now.coding != self.weight.coding:
+                raise RuntimeError(
+                    f"the codes of this {type(module).__name__} were replaced by another format "
+                    "after optimize(); call optimize() again"
+                )
+            self.weight, self.facts = now, facts
+        return F.linear(x, self.decode(list(self.weight.tensors))[0], self.weight.bias)
+
+
+def _facts(module: nn.Module) -> tuple[Any, ...]:
+    """Return which memory holds a linear's codes and bias. To read a container takes longer."""
+    held = (*held_tensors(module), module._parameters.get("bias"))
+    return tuple([(id(t), t.data_ptr()) for t in held if t is not None])
 
 
 def bind_codes(module: nn.Module, binding: CodedBinding) -> Callable[[], None]:
