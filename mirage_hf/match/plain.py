@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mirage_hf.errors import Rejected
+from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.ops import table
 
 #: The module of HF's output capture. Its hooks stay installed and do nothing while unused.
@@ -54,6 +55,13 @@ def _hooked(m: nn.Module) -> str | None:
 
 def _training(m: nn.Module) -> str | None:
     return "is in training mode; call eval() on it" if m.training else None
+
+
+def _coded(m: nn.Module) -> str | None:
+    weight = coded_weight(m)
+    if isinstance(weight, CodedWeight):
+        return f"has a weight in codes ({weight.coding.describe()}), which traced steps read"
+    return None if weight is None else f"has a weight in codes ({weight.reason})"
 
 
 def _exact_linear(m: nn.Module) -> str | None:
@@ -112,7 +120,7 @@ def _no_state(m: nn.Module) -> str | None:
 ModuleRule = Callable[[nn.Module], "str | None"]
 
 CONTAINER: tuple[ModuleRule, ...] = (_own_forward, _hooked, _training)
-LINEAR: tuple[ModuleRule, ...] = (_exact_linear, *CONTAINER, _plain_weights)
+LINEAR: tuple[ModuleRule, ...] = (_coded, _exact_linear, *CONTAINER, _plain_weights)
 NORM: tuple[ModuleRule, ...] = (*CONTAINER, _norm_weights, _plain_weights)
 HEAD_NORM: tuple[ModuleRule, ...] = (*CONTAINER, _head_norm_weights, _plain_weights)
 EMBEDDING: tuple[ModuleRule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)

@@ -18,7 +18,7 @@ from torch import nn
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.errors import MirageError, OptimizeError, OptimizeWarning, ZooError
-from mirage_hf.match.eligible import check_model
+from mirage_hf.match.eligible import check_model, single_device
 from tests.helpers.tiny_models import SIZES, same, snapshot, tiny
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("resolved")]
@@ -114,6 +114,14 @@ def test_models_that_must_not_be_touched(case: str) -> None:
     with pytest.raises(OptimizeError, match=text):
         optimize(model)
     assert same(before, snapshot(model))
+
+
+def test_a_note_of_sizes_may_lie_on_another_device() -> None:
+    """Containers of codes keep the shape of the weight as a parameter."""
+    model = tiny("llama")
+    shape = nn.Parameter(torch.zeros(2, dtype=torch.int64, device="meta"), requires_grad=False)
+    model.model.layers[0].mlp.up_proj.weight_shape = shape
+    assert single_device(model) == torch.device("cpu")
 
 
 def test_a_forward_that_is_kept_from_being_compiled_is_no_compiled_one() -> None:
