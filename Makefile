@@ -31,7 +31,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MAKEFLAGS += --no-print-directory
 # every process would compile torch and transformers anew
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test thorough lint unit docs report prose sanitize tidy compat $(COMPAT:%=compat-%) setup clean
+.PHONY: demo test thorough lint unit docs formats report prose sanitize tidy compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
@@ -39,7 +39,7 @@ demo: .venv/run.stamp
 # everything runs even if an early part fails; parts of one process each side by side, the whole suite last
 test: .venv/dev.stamp
 	@failed=0; \
-	$(MAKE) -j4 --output-sync=target -k $(COMPAT:%=compat-%) sanitize lint docs || failed=1; \
+	$(MAKE) -j4 --output-sync=target -k $(COMPAT:%=compat-%) formats sanitize lint docs || failed=1; \
 	$(MAKE) unit || failed=1; \
 	exit $$failed
 
@@ -98,6 +98,13 @@ $(COMPAT:%=compat-%): compat-%: .compat/%.stamp
 	  PYTHONPATH=.compat/$* $(PYTEST) -m "models and not slow"; \
 	fi
 
+# quantized models, with the libraries that make their containers
+formats: .compat/formats.stamp
+	@if [ -e .compat/formats/.ready ]; then \
+	  echo "libraries of formats:"; \
+	  PYTHONPATH=.compat/formats $(PYTEST) tests/formats tests/decode/test_coded_models.py tests/docs; \
+	fi
+
 setup: .venv/dev.stamp
 
 .venv/run.stamp: $(SOURCES)
@@ -107,6 +114,10 @@ setup: .venv/dev.stamp
 .venv/dev.stamp: $(SOURCES) .ci/constraints.txt
 	@$(SETUP) dev
 	@touch $@ .venv/run.stamp
+
+.compat/formats.stamp: scripts/setup_env.py .ci/constraints.txt | .venv/dev.stamp
+	@$(SETUP) formats
+	@mkdir -p .compat && touch $@
 
 .compat/%.stamp: | .venv/dev.stamp
 	@$(SETUP) compat $*

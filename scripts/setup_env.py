@@ -3,6 +3,7 @@
     python3 scripts/setup_env.py run             the package, built in place, and its requirements
     python3 scripts/setup_env.py dev             the same, and the tools of the tests
     python3 scripts/setup_env.py compat 5.4.0    another transformers, in .compat/5.4.0
+    python3 scripts/setup_env.py formats         libraries of quantized weights, in .compat/formats
 
 The script needs only the standard library of Python 3.10 or newer. It chooses torch once, when it
 makes the environment, in this order:
@@ -41,6 +42,12 @@ CPU_TRITON = "triton==3.6.*"
 #: The build requirements of pyproject.toml and of scikit-build-core. They stay installed, so builds
 #: are incremental.
 BUILD_TOOLS = ("scikit-build-core>=0.10,<2", "pybind11>=2.13,<4", "cmake>=3.20", "ninja>=1.5")
+
+
+#: The libraries whose containers of weights are tested, as in pyproject.toml, and what they need
+#: besides torch and transformers.
+FORMATS = ("compressed-tensors>=0.20,<1", "torchao>=0.18,<1", "hqq>=0.2.8,<1")
+FORMATS_NEED = ("loguru", "pydantic>=2", "psutil", "einops", "termcolor")
 
 
 def say(text: str) -> None:
@@ -286,12 +293,31 @@ def add_transformers(version: str, plan: str) -> None:
     )
 
 
+def add_formats(plan: str) -> None:
+    """Install the libraries of quantized weights into .compat/formats.
+
+    In .venv they would make each import of transformers seconds slower.
+    """
+    folder = ROOT / ".compat" / "formats"
+    shutil.rmtree(folder, ignore_errors=True)
+    target = ("--target", str(folder))
+    quiet = plan == "system"
+    # with their requirements they would bring another torch
+    if not install("--no-deps", *CONSTRAINTS, *target, *FORMATS, quiet=quiet) or not install(
+        *target, *FORMATS_NEED, quiet=quiet
+    ):
+        if quiet:
+            return say("no package index can be reached: libraries of formats are not tested")
+        stop("could not fetch the libraries of formats; see pip's message above")
+    (folder / ".ready").write_text("".join(f"{name}\n" for name in FORMATS))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "dev", "compat"))
+    parser.add_argument("what", choices=("run", "dev", "compat", "formats"))
     parser.add_argument("version", nargs="?", help="for compat: the version of transformers")
     parser.add_argument(
         "--system", default="auto", choices=("auto", "0", "1"), help="use this Python's own torch"
@@ -306,6 +332,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.version:
             stop("compat needs a version of transformers, such as 5.4.0")
         add_transformers(args.version, plan)
+    elif args.what == "formats":
+        add_formats(plan)
     else:
         build("dev" if args.what == "dev" else "", plan)
 

@@ -33,6 +33,10 @@ if not torch.cuda.is_available():
     STAND_INS |= {'"cuda"': '"cpu"', "torch.bfloat16": "torch.float32"}
 
 
+#: Pages whose code needs a library that `make formats` installs.
+NEED = {"quantized.md": "torchao"}
+
+
 @dataclass(frozen=True)
 class CodeBlock:
     """A fenced block of a page."""
@@ -82,6 +86,8 @@ def namespace() -> dict[str, Any]:
     "page", {str(b.page): b.page for b in code_blocks("python")}.values(), ids=lambda p: p.name
 )
 def test_python_of_a_page_runs_from_top_to_bottom(page, namespace, tmp_path, monkeypatch):
+    if page.name in NEED:
+        pytest.importorskip(NEED[page.name])
     monkeypatch.chdir(tmp_path)
     names = dict(namespace, model=namespace["load"]())
     names |= {
