@@ -188,6 +188,11 @@ def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat(y) for y in zip(*found, strict=True)]
 
 
+def keeps_results(program: KernelGraph) -> bool:
+    """Return whether the results of all captured calls are kept."""
+    return sum(map(tensor_bytes, program.outputs)) > KEPT_BYTES
+
+
 def keeping(run: Run, kept: list[list[torch.Tensor]]) -> Run:
     """Return a function that also puts its results into `kept`."""
 
@@ -233,14 +238,13 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     entrants = find_ours(row, args, record)
     entrants += [e for r in row.rivals if not r.absent for e in entrants_of(r, args.compile)]
     sets = measure.cold_inputs(program, benching.DEVICE)
-    written = sum(map(tensor_bytes, program.outputs))
     kept: list[list[torch.Tensor]] = []
     contenders: dict[str, Contender] = {}
     for e in entrants:
         try:
             with within(args.cap):
                 results[e.name] = {"whole": e.whole, "error": checked_error(e, row)}
-                run = keeping(e.run, kept) if written > KEPT_BYTES else e.run
+                run = keeping(e.run, kept) if keeps_results(program) else e.run
                 contenders[e.name] = captured(run, [e.prepare(s) for s in sets])
         except Exception as error:  # the other contenders' numbers must not be lost
             results[e.name] = {"failed": explained(error)}

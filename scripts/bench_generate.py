@@ -145,11 +145,12 @@ def random_ids(
 
 def text_vocab(config: PretrainedConfig) -> int:
     """Return how many tokens of the vocabulary come before those that stand for images."""
-    special: list[int] = [
+    special = [
         token
         for name, token in vars(config).items()
         if name.startswith(("image_", "video_", "vision_", "boi_", "eoi_"))
         and name.endswith(("_token_id", "_token_index"))
+        and isinstance(token, int)
     ]
     return min([config.get_text_config(decoder=True).vocab_size, *special])
 

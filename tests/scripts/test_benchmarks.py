@@ -16,8 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import H200
@@ -44,6 +51,7 @@ from scripts import (
     configs,
     rivals,
 )
+from scripts.survey_configs import small_config
 from tests.helpers import ugraphs
 
 SMALL = {
@@ -146,6 +154,39 @@ def test_a_rival_that_is_wrong_is_not_timed():
             benching.error_of([wrong], [exact])
     with pytest.raises(ValueError, match="2 results"):
         benching.error_of([exact.half()] * 2, [exact])
+
+
+def test_a_float32_state_is_held_to_more_than_the_bfloat16_result_beside_it():
+    exact = torch.randn(8, 8)
+    result = exact.bfloat16()
+    assert 1e-4 < benching.error_of([exact, result], [exact, exact]) < 0.01
+    for wrong in ([exact * 1.001, result], [exact, result * 1.1]):
+        with pytest.raises(ValueError, match="wrong result"):
+            benching.error_of(wrong, [exact, exact])
+
+
+@pytest.mark.parametrize("block", ["gated_delta", "mamba2"])
+def test_a_step_of_a_recurrence_is_one_kernel_that_may_write_its_state_in_place(block):
+    program = block_rows.ROWS[f"{block}:1"].program(**SMALL[block])
+    state, new = program.inputs[0], program.outputs[0]
+    assert (state.dims, state.dtype) == (new.dims, new.dtype) and state.dtype == torch.float32
+    assert [t.dims for t in program.inputs].count(state.dims) == 1
+    found = bench_blocks.search_and_verify(program, bench_blocks.SearchOptions(time_limit=60))
+    first = bench_blocks.promising(found.candidates)[0].ugraph
+    ranked = rank_by_estimate([first], H200, per_graph=12)
+    best = next(c for c in ranked if not c.is_library)
+    generated = triton.generate(best.ugraph, best.schedules)
+    assert len(compiler.ahead_of_time(generated, 90)) == first.num_kernels == 1
+    assert (0, 0) in generated.in_place
+
+
+def test_large_results_of_all_calls_are_kept():
+    kept = []
+    call = bench_blocks.keeping(lambda inputs: [inputs[0] + 1], kept)
+    results = [call([torch.zeros(2)]) for _ in range(3)]
+    assert all(a is b for a, b in zip(results, kept, strict=True))
+    large = [r.name for r in block_rows.ROWS.values() if bench_blocks.keeps_results(r.program())]
+    assert large == [f"{block}:{n}" for block in ("gated_delta", "mamba2") for n in (1, 16, 64)]
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -561,12 +602,9 @@ def test_rows_of_other_numbers_of_tokens_are_not_resumed(tmp_path, monkeypatch):
             bench_generate.main()
 
 
-def test_attention_by_name_that_torch_runs_is_no_peer():
-    """Otherwise HF's static cache would be timed under our name.
-
-    That happens on a CPU, and beyond the lengths of compiled graphs.
-    """
-    args = argparse.Namespace(
+def generate_options(**changes):
+    """Return options of bench_generate for a CPU."""
+    options = dict(
         device="cpu",
         layers=1,
         lora=0,
@@ -574,15 +612,24 @@ def test_attention_by_name_that_torch_runs_is_no_peer():
         weights="",
         times_only=False,
         new=3,
-        peers=("attention",),
+        peers=("eager", "static"),
         apart=False,
         cap=60,
         rounds=1,
-        strict=False,
+        strict=True,
         side_by_side=False,
         long_calls=False,
         padded=False,
     )
+    return argparse.Namespace(**(options | changes))
+
+
+def test_attention_by_name_that_torch_runs_is_no_peer():
+    """Otherwise HF's static cache would be timed under our name.
+
+    That happens on a CPU, and beyond the lengths of compiled graphs.
+    """
+    args = generate_options(peers=("attention",), strict=False)
     row = bench_generate.bench("smoke", 1, 4, args)
     assert (
         "no kernel of ours ran" in row["peers"]["attention"]["failed"]
@@ -623,6 +670,12 @@ def test_without_a_gpu_a_script_says_so(script, monkeypatch):
     [
         (["--batch", "0"], "argument --batch: '0': give numbers of 1 and more, as 1 or 1,8"),
         (["--prompt", "8,x"], "argument --prompt: '8,x'"),
+        (["--images", "1"], "--images: smoke takes no images here"),
+        (["--model", "gemma-3-4b", "--images", "1", "--padded"], "images are not padded"),
+        (
+            ["--model", "gemma-3-4b", "--images", "2", "--prompt", "2"],
+            "2 images need 3 or more tokens of text",
+        ),
     ],
     ids=str,
 )
@@ -692,23 +745,7 @@ def test_peers_of_bench_generate_that_are_measured_apart_leave_nothing_behind(
         return counted, found
 
     monkeypatch.setattr(bench_generate, "set_up", watched)
-    args = argparse.Namespace(
-        device="cpu",
-        layers=1,
-        lora=0,
-        images=0,
-        weights="",
-        times_only=False,
-        new=3,
-        peers=("eager", "static"),
-        apart=apart,
-        cap=60,
-        rounds=1,
-        strict=True,
-        side_by_side=False,
-        long_calls=long_calls,
-        padded=False,
-    )
+    args = generate_options(apart=apart, long_calls=long_calls)
     row = bench_generate.bench("smoke", 1, 4, args)
     assert (
         rounds == [[], [not apart]]
@@ -775,23 +812,7 @@ def test_a_step_reads_no_weights_of_images():
 
 
 def test_padded_prompts_of_bench_generate():
-    args = argparse.Namespace(
-        device="cpu",
-        layers=1,
-        lora=0,
-        images=0,
-        weights="",
-        times_only=False,
-        new=3,
-        peers=("eager", "static", "compile"),
-        apart=False,
-        cap=60,
-        rounds=1,
-        strict=False,
-        side_by_side=False,
-        long_calls=False,
-        padded=True,
-    )
+    args = generate_options(peers=("eager", "static", "compile"), strict=False, padded=True)
     row = bench_generate.bench("smoke", 3, 12, args)
     assert (
         row["model"] == "smoke, padded"
@@ -817,6 +838,79 @@ def test_padded_prompts_of_bench_generate():
     assert far["steps_ours_max"] < 1e-4 and far["first_ours_max"] < 1e-4
 
 
+@pytest.fixture(params=["gemma3", "qwen3_vl", "qwen3_5"])
+def model_of_images(request, monkeypatch):
+    """Return a small random model that takes images, and images 8 patches wide."""
+    config = small_config(request.param)
+    for each in (config, config.text_config):
+        each.bos_token_id = each.eos_token_id = each.pad_token_id = None
+    torch.manual_seed(1)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    monkeypatch.setattr(bench_generate, "IMAGE_WIDTH", 8 * config.vision_config.patch_size)
+    return model
+
+
+@pytest.mark.parametrize("images, batch", [(1, 1), (2, 3)])
+def test_prompts_have_images_between_parts_of_their_text(model_of_images, images, batch):
+    model, args = model_of_images, generate_options(images=images)
+    prompts = bench_generate.prompts_of(model, batch, 6, args)
+    token = model.config.image_token_id
+    is_image = prompts.inputs["input_ids"] == token
+    assert prompts.ids.shape == (batch, 6) and not bool((prompts.ids == token).any())
+    assert torch.equal(prompts.inputs["input_ids"][~is_image].view(batch, 6), prompts.ids)
+    # an image begins where a text token is before an image token
+    begins = (is_image[:, 1:] & ~is_image[:, :-1]).sum(-1)
+    assert begins.tolist() == [images] * batch
+    assert prompts.lengths == [6 + int(is_image[0].sum())] * batch
+    marks = prompts.inputs.get("mm_token_type_ids", prompts.inputs.get("token_type_ids"))
+    assert torch.equal(marks, is_image.long())
+    pixels = prompts.inputs["pixel_values"]
+    assert len(pixels) == 1 or not torch.equal(pixels[0], pixels[-1])
+    if "image_grid_thw" in prompts.inputs:
+        assert prompts.inputs["image_grid_thw"].tolist() == [[1, 8, 8]] * (batch * images)
+        assert len(pixels) == batch * images * 64
+    else:
+        assert len(pixels) == batch * images
+
+
+def test_images_of_bench_generate(model_of_images, monkeypatch):
+    model, args = model_of_images, generate_options(images=1)
+    monkeypatch.setattr(bench_generate, "weights_of", lambda *_: model)
+    row = bench_generate.bench("x", 2, 6, args)
+    assert row["model"] == "x + 1 image" and row["images"] == 1 and row["image_tokens"] > 1
+    assert all(peer["ms_per_token"]["runs"] == 1 for peer in row["peers"].values())
+    prompts = bench_generate.prompts_of(model, 2, 6, args)
+    read = [n + args.new // 2 for n in prompts.lengths]
+    assert row["cache_bytes"] == bench_generate.cache_bytes(model, read)
+    call, _ = bench_generate.set_up("eager", model, model, prompts, args)
+    model.mirage = SimpleNamespace(report="no kernels")
+    told = bench_generate.beyond_times({"eager": call, "ours": call}, model, model, prompts, args)
+    assert told == {"report": ["no kernels"], "same_tokens_as_eager": args.new}
+
+
+@pytest.mark.parametrize("times_only", [False, True])
+def test_times_only_compares_no_logits(times_only):
+    model = bench_generate.weights_of("smoke", torch.device("cpu"), 1)
+    args = generate_options(times_only=times_only)
+    prompts = bench_generate.prompts_of(model, 1, 6, args)
+    call, _ = bench_generate.set_up("eager", model, model, prompts, args)
+    fast = bench_generate.twin(model)
+    fast.mirage = SimpleNamespace(report="no kernels")
+    told = bench_generate.beyond_times({"eager": call, "ours": call}, model, fast, prompts, args)
+    assert told["same_tokens_as_eager"] == args.new and ("logits" in told) == (not times_only)
+
+
+def test_states_of_stock_and_float32_are_fed_from_step_to_step():
+    """Mamba takes its cache by another name than other models. Without it, steps have no state."""
+    model = AutoModelForCausalLM.from_config(small_config("mamba2")).eval().bfloat16()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    wide = copy.deepcopy(model).float()
+    ids = bench_generate.random_ids(model, 2, 6, seed=0)
+    far = bench_generate.closeness(model, wide, ids, 6)
+    assert far["steps_ours_max"] < 1e-4
+
+
 def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is():
     pytest.importorskip("peft")
     sizes = dict(
@@ -837,7 +931,12 @@ def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is
     )
     ids = torch.arange(5)[None]
     assert not torch.allclose(model(ids).logits, bare(ids).logits)
-    assert (
-        bench_generate.titled("m", argparse.Namespace(lora=4, images=0, weights="", padded=True))
-        == "m + LoRA 4, padded"
-    )
+    named = partial(bench_generate.titled, "m")
+    plain = {"lora": 0, "images": 0, "weights": "", "padded": False}
+    for options, name in (
+        ({"lora": 4, "padded": True}, "m + LoRA 4, padded"),
+        ({"images": 1}, "m + 1 image"),
+        ({"images": 2}, "m + 2 images"),
+        ({"weights": "int4"}, "m, int4"),
+    ):
+        assert named(argparse.Namespace(**{**plain, **options})) == name
