@@ -122,10 +122,15 @@ class _OneNode:
 
 
 def _number_of(path: str, weight: CodedWeight, module: nn.Module) -> int:
-    """Return a linear's number. A linear whose memory is the same keeps its number."""
-    for number, known in _linears.items():
-        if known.module() is module and _is_same(known.weight, weight):
-            return number
+    """Return a linear's number. A linear whose memory is the same keeps its number.
+
+    Codes that were replaced are forgotten, so that their memory is freed.
+    """
+    for number, known in list(_linears.items()):
+        if known.module() is module:
+            if _is_same(known.weight, weight):
+                return number
+            _drop(number)
     number = next(_numbers)
     _linears[number] = CodedLinear(path, weight, weakref.ref(module, lambda _: _drop(number)))
     return number

@@ -50,7 +50,7 @@ class _Writer:
         own = set(group.terms)
         given = [x for t in group.terms for x in t.terms if x not in own]
         for term in given:
-            if term.dtype != self.dtype and not term.is_constant:
+            if term.dtype not in (self.dtype, torch.float32) and not term.is_constant:
                 return f"an input of {term.dtype} beside weights of {self.dtype}"
         if any(p.dtype != self.dtype for p in group.products):
             return "weights of several dtypes"
@@ -59,7 +59,7 @@ class _Writer:
         self._tensor(source)
         for term in group.before:
             self._compute(term)
-        x = self._tensor(first)
+        x = self._in(self.dtype, self._tensor(first))
         packed = len(group.products) > 1 and len(group.results) > 1
         if packed:
             self._write_packed(x)
@@ -74,11 +74,17 @@ class _Writer:
                 if term not in self.tensors:
                     self._compute(term)
             for number, term in enumerate(group.results):
-                graph.mark_output(self.tensors[term])
+                if term.dtype not in (self.dtype, torch.float32):
+                    return "a result of another dtype than the weights"
+                graph.mark_output(self._in(term.dtype, self.tensors[term]))
                 self.program.results.append((term, number, (0, term.dims[1])))
-        if any(t.dtype != self.dtype for t, _, _ in self.program.results):
-            return "a result of another dtype than the weights"
+        if packed and any(t.dtype != self.dtype for t, _, _ in self.program.results):
+            return "results of another dtype than the weights"
         return self.program
+
+    def _in(self, dtype: torch.dtype, x: DTensor) -> DTensor:
+        """Return a tensor in a dtype. No op is added if it has that dtype."""
+        return x if x.dtype == dtype else self.graph.cast(x, dtype)
 
     def _write_packed(self, x: DTensor) -> None:
         """Write products side by side as one, whose output holds all results."""
@@ -109,6 +115,11 @@ class _Writer:
         if term.op in ("add", "mul") and self._is_given(operands[0]):
             operands.reverse()  # as patterns write sums: what the group computes comes first
         operands = [self._tensor(x) if isinstance(x, Term) else x for x in operands]
+        if len({x.dtype for x in operands if isinstance(x, DTensor)}) > 1:
+            # a residual in float32 beside narrower results, as Mamba keeps it
+            operands = [
+                self._in(torch.float32, x) if isinstance(x, DTensor) else x for x in operands
+            ]
         self.tensors[term] = self.graph.apply(term.op, operands, dict(term.attrs))
 
     def _is_given(self, x: Any) -> bool:
@@ -118,12 +129,10 @@ class _Writer:
         """Write RMSNorm with a weight plus a number in float32, as `parts.normed` does."""
         graph, (x, scale) = self.graph, term.operands
         weight, offset = scale.operands
-        tensors = [self._tensor(x), self._tensor(weight)]
-        narrow = self.dtype.itemsize < 4
-        if narrow:
-            tensors = [graph.cast(t, torch.float32) for t in tensors]
+        wide = torch.float32 if self.dtype.itemsize < 4 else self.dtype
+        tensors = [self._in(wide, self._tensor(t)) for t in (x, weight)]
         y = graph.rms_norm(tensors[0], graph.add(tensors[1], offset), term.attrs["eps"])
-        return graph.cast(y, self.dtype) if narrow else y
+        return self._in(self.dtype, y)
 
     def _tensor(self, term: Term) -> DTensor:
         """Return the tensor of a term. What the group does not compute becomes an input."""

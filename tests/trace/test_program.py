@@ -21,7 +21,16 @@ from mirage_hf.patterns import gated_mlp, linear_residual, mlp_up, rms_norm_line
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.zoo.key import key_of
 from tests.helpers.tiny_models import tiny
-from tests.helpers.traced_functions import ROWS, WIDE, WIDTH, normal, plan_of
+from tests.helpers.traced_functions import (
+    ROWS,
+    WIDE,
+    WIDTH,
+    normal,
+    outputs_of,
+    plan_of,
+    program_kernels,
+    results_of,
+)
 
 pytestmark = pytest.mark.models
 
@@ -112,13 +121,53 @@ def reason(function: Callable[..., Any], **inputs: Tensor) -> str:
     return found
 
 
-def test_groups_of_several_dtypes_have_no_program() -> None:
+def test_groups_of_several_narrow_dtypes_have_no_program() -> None:
     x, weight = normal(ROWS, WIDTH).bfloat16(), normal(WIDTH, WIDTH).bfloat16()
-    wide = normal(ROWS, WIDTH)
-    found = reason(lambda x, wide: F.linear(x, weight) + wide, x=x, wide=wide)
-    assert found == "an input of torch.float32 beside weights of torch.bfloat16"
-    found = reason(lambda x: F.linear(x, weight).float() * 2, x=x)
+    half = normal(ROWS, WIDTH).half()
+    found = reason(lambda x, half: F.linear(x, weight) + half, x=x, half=half)
+    assert found == "an input of torch.float16 beside weights of torch.bfloat16"
+    found = reason(lambda x: F.linear(x, weight).half() * 2, x=x)
     assert found == "a result of another dtype than the weights"
+
+
+# -- groups with float32 beside narrower weights --------------------------------------------------
+
+
+def _wide_residual(x: Tensor, wide: Tensor) -> Tensor:
+    """As Mamba's layers end: the residual stays in float32."""
+    return F.linear(x, NARROW) + wide
+
+
+def _wide_result(x: Tensor, wide: Tensor) -> Tensor:
+    return F.linear(x, NARROW).float() * 2
+
+
+def _wide_factor(x: Tensor, wide: Tensor) -> Tensor:
+    """Narrow inputs and results, with float32 between."""
+    return (F.linear(x, NARROW) * wide).bfloat16()
+
+
+def _wide_norm(x: Tensor, wide: Tensor) -> Tensor:
+    """As Mamba's layers begin: the norm reads a float32 residual."""
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return F.linear(SCALE * y.bfloat16(), NARROW)
+
+
+NARROW = normal(WIDTH, WIDTH, seed=5).bfloat16()
+SCALE = (1 + 0.1 * normal(WIDTH, seed=6)).bfloat16()
+
+
+@pytest.mark.parametrize("function", [_wide_residual, _wide_result, _wide_factor, _wide_norm])
+def test_float32_beside_narrower_weights(function: Callable[..., Tensor]) -> None:
+    inputs = {"x": normal(ROWS, WIDTH).bfloat16(), "wide": normal(ROWS, WIDTH, seed=7)}
+    plan = plan_of(function, inputs)
+    assert len(plan.programs) == 1 and not plan.reasons
+    plan.schedule(program_kernels(plan))
+    (wanted,) = outputs_of(function, inputs)
+    (got,) = results_of(plan, inputs, (wanted,))
+    assert got.dtype == wanted.dtype
+    # two roundings to bfloat16, each of at most 2^-8
+    torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-5)
 
 
 def test_parts_of_a_packed_weight_are_inputs_of_their_own() -> None:
