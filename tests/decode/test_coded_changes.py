@@ -1,0 +1,87 @@
+"""Models whose linears hold codes and change after optimize(), or share linears."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import mirage_hf as mi
+from mirage_hf.formats import CodedWeight, coded_weight
+from scripts.coded_models import linears
+from tests.decode.test_coded_models import coded, decoded_twin, generated, small_llama, snapshot
+
+pytestmark = pytest.mark.models
+
+PROMPT = torch.arange(1, 8)[None]
+
+
+def coded_linears(model: Any) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if isinstance(coded_weight(module), CodedWeight):
+            yield module
+
+
+def optimized_and_run(model: Any) -> Any:
+    mi.optimize(model)
+    generated(model, 1)
+    assert model.mirage.report.decode["step: traced"] == 1
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(PROMPT).logits
+
+
+def hqq_llama() -> Any:
+    quantize = pytest.importorskip("hqq.core.quantize")
+    config = quantize.BaseQuantizeConfig(nbits=8, group_size=64, axis=1)
+    model = small_llama().requires_grad_(False)
+    for parent, name, linear in list(linears(model)):
+        linear.bias = nn.Parameter(torch.zeros(len(linear.weight)), requires_grad=False)
+        made = quantize.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu")
+        setattr(parent, name, made)
+    return model.eval()
+
+
+def test_a_bias_that_is_replaced_between_two_optimizations_is_read() -> None:
+    model = coded("fp8")
+    for linear in coded_linears(model):
+        linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    optimized_and_run(model)
+    mi.restore(model)
+    for linear in coded_linears(model):
+        linear.bias = nn.Parameter(torch.linspace(-1, 1, linear.out_features))
+    plain = decoded_twin(model)
+    for path, linear in model.named_modules():
+        if isinstance(coded_weight(linear), CodedWeight):
+            plain.get_submodule(path).bias = linear.bias
+    optimized_and_run(model)
+    assert torch.equal(generated(model, 1), generated(plain, 1))
+
+
+def test_other_changes_of_a_model_keep_the_kernels_of_its_codes() -> None:
+    """`FP8Linear` does not tell in which dtype it computes."""
+    model = optimized_and_run(coded("fp8"))
+    norm = model.model.norm
+    eps, norm.variance_epsilon = norm.variance_epsilon, 1e-3
+    generated(model, 1)
+    norm.variance_epsilon = eps
+    generated(model, 1)
+    assert model.mirage.report.decode["step: traced"] == 2
+
+
+def test_codes_that_are_replaced_after_restore_are_freed() -> None:
+    model = optimized_and_run(coded("int8"))
+    mi.restore(model)
+    linear = next(coded_linears(model))
+    codes = StorageWeakRef(linear.weight.qdata.untyped_storage())
+    linear.weight = nn.Parameter(torch.zeros(linear.weight.shape))
+    gc.collect()
+    assert codes.expired()
