@@ -6,7 +6,6 @@ whole model, so a model must be read before it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _SCHEME = "compressed_tensors.quantization.quant_scheme.QuantizationScheme"
 _FORWARD = "compressed_tensors.quantization.lifecycle.forward"
+_HOOK = "ct_decompress_hook"
 _TENSORS = (
     "weight",
     "weight_packed",
@@ -35,22 +35,18 @@ _PACKED = "pack-quantized"
 _PACKED_CODES = {4: torch.uint4, 8: torch.uint8}
 
 
-def suspend_decoding(model: nn.Module) -> Callable[[], None]:
-    """Take away the hook that decompresses a model at its first forward.
+def decoding_hooks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Find the hooks that decompress a whole model at its first forward.
 
     Returns:
-        What puts the hook back.
+        The modules that have one, each with the name of the attribute that holds its handle.
     """
-    handle = getattr(model, "ct_decompress_hook", None)
-    hooks = model._forward_pre_hooks
-    if handle is None or handle.id not in hooks:
-        return lambda: None
-    number, hook = handle.id, hooks.pop(handle.id)
-
-    def undo() -> None:
-        hooks[number] = hook
-
-    return undo
+    found = []
+    for module in model.modules():
+        handle = module.__dict__.get(_HOOK)
+        if handle is not None and handle.id in module._forward_pre_hooks:
+            found.append((module, _HOOK))
+    return found
 
 
 def recognizes(module: nn.Module) -> bool:

@@ -85,3 +85,16 @@ def test_codes_that_are_replaced_after_restore_are_freed() -> None:
     linear.weight = nn.Parameter(torch.zeros(linear.weight.shape))
     gc.collect()
     assert codes.expired()
+
+
+def test_a_model_with_adapters_is_not_decoded_at_its_first_forward() -> None:
+    """The hook that decodes it is that of the model inside."""
+    peft = pytest.importorskip("peft")
+    model = coded("int4")
+    head = peft.LoraConfig(target_modules=["lm_head"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, head).eval()
+    before = list(snapshot(adapted))
+    optimized_and_run(adapted)
+    assert any(hasattr(linear, "weight_packed") for linear in coded_linears(adapted))
+    mi.restore(adapted)
+    assert list(snapshot(adapted)) == before
