@@ -13,6 +13,8 @@ from mirage_hf.errors import Rejected
 from mirage_hf.formats import compressed_tensors, fp8, hqq, torchao, unread
 from mirage_hf.formats.coding import CodedWeight, Coding
 from mirage_hf.formats.compressed_tensors import decoding_hooks
+from mirage_hf.formats.containers import memory_of
+from mirage_hf.formats.hqq import loose_tensors
 
 __all__ = [
     "CodedWeight",
@@ -21,6 +23,8 @@ __all__ = [
     "decoding_hooks",
     "held_tensors",
     "holds_codes",
+    "loose_tensors",
+    "memory_of",
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
