@@ -16,6 +16,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
 from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as, words_of
 from mirage_hf.formats.containers import text_of, uneven, wrong_tensor
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _SCHEME = "compressed_tensors.quantization.quant_scheme.QuantizationScheme"
@@ -136,6 +137,8 @@ def _read(module: Any, args: Any, packed: bool) -> CodedWeight | str:
     why = uneven("inputs", columns, group) or uneven("outputs", rows, height)
     if packed:
         why = why or uneven("inputs", columns, per_word)
+    if is_packed(code):
+        why = why or uneven("inputs of a group", group, per_word)
     if zeros_packed:
         why = why or uneven("outputs", rows, per_word)
     if why:
