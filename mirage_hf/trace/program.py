@@ -54,13 +54,15 @@ class _Writer:
                 return f"an input of {term.dtype} beside weights of {self.dtype}"
         if any(p.dtype != self.dtype for p in group.products):
             return "weights of several dtypes"
+        packed = len(group.products) > 1 and len(group.results) > 1
+        if packed and any(t.dtype != self.dtype for t in group.results):
+            return "results of another dtype than the weights"
         first = group.products[0].operands[0]
         source = group.before[0].terms[0] if group.before else first
         self._tensor(source)
         for term in group.before:
             self._compute(term)
         x = self._in(self.dtype, self._tensor(first))
-        packed = len(group.products) > 1 and len(group.results) > 1
         if packed:
             self._write_packed(x)
         else:
@@ -78,8 +80,6 @@ class _Writer:
                     return "a result of another dtype than the weights"
                 graph.mark_output(self._in(term.dtype, self.tensors[term]))
                 self.program.results.append((term, number, (0, term.dims[1])))
-        if packed and any(t.dtype != self.dtype for t, _, _ in self.program.results):
-            return "results of another dtype than the weights"
         return self.program
 
     def _in(self, dtype: torch.dtype, x: DTensor) -> DTensor:
