@@ -69,8 +69,8 @@ class CodedBinding:
         decode = self.decode
         if _reading(self.weight) != self._made_for:  # the model was cast or moved
             decode = partial(run_kernel_graph, decoding_program(self.weight.coding))
-        decoded = decode(list(self.weight.tensors))[0]
-        return F.linear(x, decoded.to(x.dtype), self.weight.bias)
+        decoded, bias = decode(list(self.weight.tensors))[0], self.weight.bias
+        return F.linear(x, decoded.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def put_back(self, module: nn.Module) -> None:
         """Give a linear its library's forward."""

@@ -98,7 +98,8 @@ class _Writer:
         if group.after:
             of = {t.operands[0]: t for t in group.after}
             biases = [self._tensor(of[p].operands[1]) for p in group.products]
-            y = graph.add(y, graph.concat(biases, dim=1))
+            y = graph.add(*self._alike([y, graph.concat(self._alike(biases), dim=1)]))
+            y = self._in(self.dtype, y)
         graph.mark_output(y)
         start = 0
         ends = {t.operands[0]: t for t in group.after} if group.after else {}
@@ -115,12 +116,14 @@ class _Writer:
         if term.op in ("add", "mul") and self._is_given(operands[0]):
             operands.reverse()  # as patterns write sums: what the group computes comes first
         operands = [self._tensor(x) if isinstance(x, Term) else x for x in operands]
-        if len({x.dtype for x in operands if isinstance(x, DTensor)}) > 1:
-            # a residual in float32 beside narrower results, as Mamba keeps it
-            operands = [
-                self._in(torch.float32, x) if isinstance(x, DTensor) else x for x in operands
-            ]
+        operands = self._alike(operands)
         self.tensors[term] = self.graph.apply(term.op, operands, dict(term.attrs))
+
+    def _alike(self, operands: list[Any]) -> list[Any]:
+        """Return operands in one dtype: float32 if they have several, as Mamba's residuals do."""
+        if len({x.dtype for x in operands if isinstance(x, DTensor)}) < 2:
+            return operands
+        return [self._in(torch.float32, x) if isinstance(x, DTensor) else x for x in operands]
 
     def _is_given(self, x: Any) -> bool:
         return isinstance(x, Term) and x not in self.tensors

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mirage_hf as mi
 from mirage_hf.formats import CodedWeight, coded_weight
-from scripts.coded_models import linears
+from scripts.coded_models import linears, with_codes
 from tests.decode.test_coded_models import coded, decoded_twin, generated, small_llama, snapshot
 
 pytestmark = pytest.mark.models
@@ -107,6 +107,21 @@ def test_a_bias_that_is_replaced_between_two_optimizations_is_read() -> None:
             plain.get_submodule(path).bias = linear.bias
     optimized_and_run(model)
     assert torch.equal(generated(model, 1), generated(plain, 1))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_biases_may_be_wider_than_the_model(kind: str) -> None:
+    pytest.importorskip("torchao" if kind == "int8" else "transformers")
+    model = with_codes(small_llama().to(torch.bfloat16), kind)
+    for linear in coded_linears(model):
+        linear.bias = nn.Parameter(torch.linspace(-1, 1, linear.out_features))
+    plain = decoded_twin(model).to(torch.bfloat16)
+    for path, linear in model.named_modules():
+        if isinstance(coded_weight(linear), CodedWeight):
+            plain.get_submodule(path).bias = nn.Parameter(linear.bias.to(torch.bfloat16))
+    optimized_and_run(model)
+    assert "searched kernels read 100% of the bytes" in str(model.mirage.report)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=0.1)
 
 
 def test_a_model_that_is_cast_runs_on() -> None:
