@@ -51,6 +51,14 @@ def memory_of(t: Tensor) -> Any:
     return (id(t), t.dtype, None if t.is_inference() else t._version, *parts)
 
 
+def bytes_of(t: Tensor) -> int:
+    """Return the bytes of a tensor, or of the tensors that it consists of."""
+    flatten = getattr(t, "__tensor_flatten__", None)
+    if flatten is None:
+        return t.nbytes
+    return sum(bytes_of(getattr(t, name)) for name in flatten()[0])
+
+
 def text_of(x: Any) -> str:
     """Return the text of a setting that may be an enum."""
     return str(getattr(x, "value", x))

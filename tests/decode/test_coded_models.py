@@ -164,6 +164,23 @@ def test_linears_of_several_formats_and_plain_ones_share_a_step() -> None:
     mi.restore(model)
 
 
+def test_linears_that_are_not_read_run_their_librarys_code_and_are_named() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = coded("int8")
+    other = quantization.Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2)
+    heads = [layer.self_attn.o_proj for layer in model.model.layers]
+    for head, plain in zip(heads, small_llama().model.layers, strict=True):
+        head.weight = nn.Parameter(plain.self_attn.o_proj.weight.detach())
+    quantization.quantize_(model, other, filter_fn=lambda m, _: m in heads)
+    stock = generated(model, 1)
+    mi.optimize(model)
+    report = model.mirage.report
+    rows = [row for row in report.rows if row.module.endswith("o_proj")]
+    assert len(rows) == 2 and all("float8_e5m2" in row.reason for row in rows), report
+    assert "read 100%" not in str(report)
+    assert torch.equal(generated(model, 1), stock)
+
+
 def test_a_format_that_is_not_read_is_an_error_with_its_name() -> None:
     model = coded("int4")
     for _, _, linear in linears(model):
