@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import CodedWeight, coded_weight
+from mirage_hf.formats import CodedWeight, coded_weight, decoding_hooks
 
 #: The op's name as nodes have it.
 CODED_LINEAR = "mirage_hf.coded_linear"
@@ -94,11 +94,15 @@ def coded_linears(model: Any) -> tuple[dict[str, CodedWeight], dict[str, str]]:
 def coded_linears_as_one_node(model: Any) -> Iterator[tuple[CodedLinear, ...]]:
     """Let linears whose weights are codes be one op each while a step is recorded.
 
+    Nothing decodes the whole model meanwhile.
+
     Yields:
         The linears. Nodes of the step name them, so whoever runs the nodes must keep them.
     """
     linears: list[CodedLinear] = []
     replaced: list[tuple[dict[str, Any], Any]] = []
+    hooks = [(m._forward_pre_hooks, vars(m)[name].id) for m, name in decoding_hooks(model)]
+    taken = [(own, number, own.pop(number)) for own, number in hooks]
     try:
         for path, weight in coded_linears(model)[0].items():
             module, number = model.get_submodule(path), next(_numbers)
@@ -109,6 +113,8 @@ def coded_linears_as_one_node(model: Any) -> Iterator[tuple[CodedLinear, ...]]:
             own["forward"] = _OneNode(number)
         yield tuple(linears)
     finally:
+        for own, number, hook in taken:
+            own[number] = hook
         for own, before in replaced:
             if before is None:
                 own.pop("forward", None)

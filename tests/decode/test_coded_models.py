@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mirage_hf as mi
+from mirage_hf.decode import explain_step
 from mirage_hf.errors import OptimizeError
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
@@ -125,6 +126,15 @@ def test_no_library_decodes_the_whole_model_at_its_first_forward() -> None:
     )
     mi.restore(model)
     assert len(model._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_stock_model_is_explained_and_left_as_it_is(kind: str) -> None:
+    model = coded(kind)
+    before = list(snapshot(model))
+    kernels, _ = explain_step(model)
+    assert all(row.bytes and not row.why for row in kernels if "proj" in row.what)
+    assert list(snapshot(model)) == before
 
 
 def test_codes_that_are_replaced_after_optimize_are_read_from_then_on() -> None:
