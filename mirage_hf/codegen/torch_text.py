@@ -198,7 +198,7 @@ def _elements(t: DTensor) -> str:
     """Return the expression of a tensor's elements."""
     if not coded.is_packed(t.dtype):
         return local(t)
-    return f"uint4_codes({local(t)}, {coded.packed_dim(t.dims, t.strides)})"
+    return f"uint4_codes({local(t)}, {coded.word_dims(t.dims, t.strides)})"
 
 
 def _number(x: float) -> str:

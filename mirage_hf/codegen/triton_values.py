@@ -264,7 +264,8 @@ class ValueWriter(PrefetchWriter):
         That matters only if the first addition is between threads. With a longer tile each thread
         first adds several of its own elements. See "rounded" in triton_math.py.
         """
-        if self._is_added_in_runs(value, axis) and self._threads_hold_runs(axis):
+        in_runs = axis in self.layout.run_lengths and not self._runs(value)
+        if in_runs and self._threads_hold_runs(axis):
             return False
         threads = _WARP * self.plan.schedule.num_warps
         return self._may_end_in_a_product(value) and self.tiling.tile(axis) <= threads
