@@ -23,6 +23,12 @@ class Stored:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(pairs: Sequence[tuple[int, int]], dtype: torch.dtype) -> Stored:
+        """Return a tensor from the size and stride of each dim."""
+        dims, strides = zip(*pairs, strict=True)
+        return Stored(dims, strides, dtype)
+
 
 @dataclass(frozen=True)
 class Split:

@@ -62,12 +62,13 @@ class CodedBinding:
                     "after optimize(); call optimize() again"
                 )
             self.weight, self.facts = now, facts
-        return F.linear(x, self.decode(list(self.weight.tensors))[0], self.weight.bias)
+        weight = self.decode(list(self.weight.tensors))[0]
+        return F.linear(x.to(weight.dtype), weight, self.weight.bias).to(x.dtype)
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return which memory holds a linear's codes and bias. To read a container takes longer."""
-    held = (*held_tensors(module), module._parameters.get("bias"))
+    held = (*held_tensors(module), getattr(module, "bias", None))
     return tuple([(id(t), t.data_ptr()) for t in held if t is not None])
 
 

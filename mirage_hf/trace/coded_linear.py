@@ -58,7 +58,7 @@ def is_replaced(number: int) -> bool:
     module = None if linear is None else linear.module()
     if linear is None or module is None:
         return True
-    now = coded_weight(module)
+    now = coded_weight(module, linear.weight.coding.dtype)
     return not isinstance(now, CodedWeight) or not _is_same(linear.weight, now)
 
 
