@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from mirage_hf import errors
 from mirage_hf.codegen.triton_tiles import Coordinate, TileWriter
 from mirage_hf.graph.block import BlockInput, Role
@@ -34,7 +36,7 @@ class CodeWriter(TileWriter):
     def read_packed(
         self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinate
     ) -> str:
-        """Return one tile of uint4 codes, decoded to float32.
+        """Return one tile of codes of 4 bits, decoded to float32.
 
         Each thread loads words, and decodes the eight codes of a word itself.
 
@@ -50,6 +52,8 @@ class CodeWriter(TileWriter):
         if not held:
             words = self._load_words(i, pointer, policy, shift)
         zero = self.layout.zero_points.get(i.name, 0.0)
+        if self.tiling.dtype(i) is torch.int4:
+            words, zero = f"({words}) ^ -0x77777778", zero + 8.0  # the other sign bit adds 8
         dims = self.layout.dims(self.block.input_axes(i))
         words_last = self._words_last(i)
         shape = [self.tiling.tile(a) for a in words_last]

@@ -1,8 +1,8 @@
-"""The tensors that hold the codes of inputs: packed words of uint4, or one code per element.
+"""The tensors that hold the codes of inputs: packed words of 4 bits, or one code per element.
 
-An input of dtype uint4 has dims and strides in codes. In memory it is an int32 tensor, whose words
-hold eight codes each, the first in the lowest bits: those along the dims of strides below 8. All
-other dtypes are stored as they are.
+An input of dtype uint4 or int4 has dims and strides in codes. In memory it is an int32 tensor. Its
+words hold eight codes each, the first in the lowest bits: those along the dims of strides below 8.
+All other dtypes are stored as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.graph import strided
 from mirage_hf.graph.tensors import DTensor
-from mirage_hf.ops.dtypes import CODES_PER_WORD
+from mirage_hf.ops.dtypes import CODES_PER_WORD, PACKED_DTYPES
 
 _BITS = 32 // CODES_PER_WORD
 
@@ -32,11 +32,11 @@ class Storage:
 
 def is_packed(dtype: torch.dtype) -> bool:
     """Return whether a word of memory holds several elements of this dtype."""
-    return dtype is torch.uint4
+    return dtype in PACKED_DTYPES
 
 
 def word_dims(dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
-    """Return the dims along which words hold the codes of a uint4 input.
+    """Return the dims along which words hold the codes of 4 bits of an input.
 
     Together they number the eight codes of a word. Only the first may go on in further words.
 
@@ -54,8 +54,8 @@ def word_dims(dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
         filled *= dims[d]
     if not fits or not inside or filled % CODES_PER_WORD or CODES_PER_WORD % inside[-1][0]:
         raise errors.GraphError(
-            f"new_input: uint4 codes of {errors.shape(dims)} with strides {errors.shape(strides)} "
-            f"do not fill int32 words of {CODES_PER_WORD} codes; one dim must have stride 1, the "
+            f"new_input: codes of {errors.shape(dims)} with strides {errors.shape(strides)} do not "
+            f"fill int32 words of {CODES_PER_WORD} codes; one dim must have stride 1, the "
             f"dims of a word must follow without gaps and hold a multiple of {CODES_PER_WORD} "
             f"codes, and the other strides must be such multiples"
         )
@@ -75,10 +75,11 @@ def storage(t: DTensor) -> Storage:
 
 
 def unpacked(t: DTensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of an input that `x` stores: codes of uint4 as uint8, others as is."""
+    """Return the elements of an input that `x` stores: codes of 4 bits as bytes, others as is."""
     if not is_packed(t.dtype):
         return x
-    return uint4_codes(x, word_dims(t.dims, t.strides))
+    decode = uint4_codes if t.dtype is torch.uint4 else int4_codes
+    return decode(x, word_dims(t.dims, t.strides))
 
 
 def uint4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
@@ -95,12 +96,18 @@ def uint4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
     return codes.unflatten(-1, [*per_word.values()]).permute(order).reshape(sizes)
 
 
+def int4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
+    """Return signed codes, as `uint4_codes` does unsigned ones."""
+    flipped = words ^ -0x77777778  # 0x88888888: x and the other sign bit are x + 8
+    return uint4_codes(flipped, per_word).to(torch.int8) - 8
+
+
 def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the tensor that stores the elements `codes` of input `t`, with its strides."""
     stored = storage(t)
     if not is_packed(t.dtype):
         return strided.laid_out(codes, stored.strides, stored.dtype, codes.device)
-    groups, per_word = codes.to(torch.int64), word_dims(t.dims, t.strides)
+    groups, per_word = codes.to(torch.int64) & 15, word_dims(t.dims, t.strides)
     for d, count in per_word.items():
         groups = groups.unflatten(d, (-1, count)).movedim(d + 1, -1)
     shifts = torch.arange(0, 32, _BITS, dtype=torch.int64, device=codes.device)
@@ -124,7 +131,7 @@ def random_codes(
 def _range(dtype: torch.dtype) -> tuple[int, int]:
     """Return the least and the largest code of an integer dtype."""
     if is_packed(dtype):
-        return 0, 15
+        return (0, 15) if dtype is torch.uint4 else (-8, 7)
     info = torch.iinfo(dtype)
     return info.min, info.max
 

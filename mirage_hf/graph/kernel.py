@@ -98,9 +98,10 @@ class KernelGraph:
 
         Args:
             dims: Its shape.
-            dtype: Its dtype, as torch's or by name. uint4, uint8, int8 and float8_e4m3fn are codes,
-                which `cast` reads. uint4 codes are given as an int32 tensor with eight codes in
-                each word along the dims of strides below 8, the first code in the lowest bits.
+            dtype: Its dtype, as torch's or by name. uint4, int4, uint8, int8 and float8_e4m3fn are
+                codes, which `cast` reads. Codes of 4 bits are given as an int32 tensor with
+                eight codes in each word along the dims of strides below 8, the first code in the
+                lowest bits.
             strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
                 nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …

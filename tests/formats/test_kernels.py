@@ -10,7 +10,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.formats import awq, gptq
+from mirage_hf.formats import awq, gptq, torchao_int4
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
@@ -37,7 +37,7 @@ def codings(
 
     packed_4 = words_of_4.packed_along_rows(u4, 8)
     packed_8 = words_of_8.packed_along_rows(u8, 4)
-    f32 = torch.float32
+    f32, wide = torch.float32, max(columns, 128)
     return {
         "int4 groups": coding(groups, u4, groups.per_row(dtype), zero=8.0),
         "int4 zero points in words": coding(words_of_4, u4, words_of_4.per_row(dtype), packed_4),
@@ -53,6 +53,9 @@ def codings(
         "GPTQ int8": gptq._coding(rows, columns, group, u8, dtype, dtype, 128),
         "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),
         "AWQ zero points": awq._coding(rows, columns, group, dtype, dtype, None),
+        "torchao int4": torchao_int4._coding_of_rows(rows, columns, group, dtype, False),
+        "torchao int4, shifts": torchao_int4._coding_of_rows(rows, columns, group, dtype, True),
+        "torchao tiles": torchao_int4._coding_of_tiles(rows, wide, wide, group, dtype),
     }
 
 
@@ -65,7 +68,7 @@ JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points")
 ROWS = ((1, False), (2, True), (16, False))
 
 #: Kinds whose kernels have no products on tensor cores.
-NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8")
+NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8", "torchao tiles")
 
 
 def main() -> None:

@@ -17,6 +17,13 @@ def input_of(dims, strides=None):
     return mi.new_graph().new_input(dims, "uint4", strides)
 
 
+def test_signed_codes_are_in_twos_complement():
+    t = mi.new_graph().new_input((1, 8), "int4")
+    words = torch.tensor([[0x76543210 ^ -0x77777778]], dtype=torch.int32)
+    assert coded.unpacked(t, words).tolist() == [list(range(-8, 0))]
+    assert torch.equal(coded.packed(t, torch.arange(-8, 0)[None]), words)
+
+
 def test_the_first_code_is_in_the_lowest_bits():
     t = input_of((1, 8))
     words = torch.tensor([[0x76543210]], dtype=torch.int32)

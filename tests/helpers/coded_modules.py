@@ -9,6 +9,7 @@ import torch
 
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.search.engine import search
@@ -64,7 +65,7 @@ def lies_in_module(weight: CodedWeight, module: torch.nn.Module) -> bool:
 def mutants(weight: CodedWeight) -> Iterator[tuple[str, Coding, list[torch.Tensor]]]:
     """Yield wrong decodings of a weight: a name, the coding and the tensors that it reads."""
     coding, tensors = weight.coding, list(weight.tensors)
-    if coding.codes.dtype is torch.uint4:
+    if is_packed(coding.codes.dtype):
         words, low = tensors[0], 0x0F0F0F0F
         turned = ((words >> 4) & low) | ((words & low) << 4)
         yield "nibbles in the other order", coding, [turned, *tensors[1:]]
@@ -76,6 +77,9 @@ def mutants(weight: CodedWeight) -> Iterator[tuple[str, Coding, list[torch.Tenso
         yield "no zero points", replace(coding, zeros=None), tensors[:2]
         moved = tensors[2].roll(1, 0)
         yield "zero points of another row", coding, [*tensors[:2], moved]
+    if coding.shifts is not None:
+        yield "nothing is added", replace(coding, shifts=None), tensors[:-1]
+        yield "what is added to another row", coding, [*tensors[:-1], tensors[-1].roll(1, 0)]
     yield "another zero point", replace(coding, zero=coding.zero + 1), tensors
 
 
