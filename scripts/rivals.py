@@ -89,7 +89,7 @@ NORM_LINEAR = (
 
 def decoded_int4(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return x and the decoded weight (N, K)."""
-    return x, ((uint4_codes(codes, 2).to(x.dtype) - 8) * scales).flatten(1)
+    return x, ((uint4_codes(codes, {2: 8}).to(x.dtype) - 8) * scales).flatten(1)
 
 
 INT4_LINEAR = (Rival("fp16 weights", F.linear, decoded_int4),)

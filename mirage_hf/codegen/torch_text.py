@@ -159,7 +159,8 @@ def functions(graph: KernelGraph) -> list[str]:
     """Return the source of this package's oracles that `expression` calls for a graph."""
     found = {}
     if any(coded.is_packed(x.dtype) for op in _library_ops(graph) for x in _tensors(op)):
-        found["uint4_codes"] = inspect.getsource(coded.uint4_codes)
+        for function in (coded.uint4_codes, coded.int4_codes):
+            found[function.__name__] = inspect.getsource(function)
     for op in graph.ops:
         if op.name == CUSTOMIZED or op.name in _INFIX or _form(op):
             continue
@@ -198,7 +199,8 @@ def _elements(t: DTensor) -> str:
     """Return the expression of a tensor's elements."""
     if not coded.is_packed(t.dtype):
         return local(t)
-    return f"uint4_codes({local(t)}, {coded.packed_dim(t.dims, t.strides)})"
+    decode = "uint4_codes" if t.dtype is torch.uint4 else "int4_codes"
+    return f"{decode}({local(t)}, {coded.word_dims(t.dims, t.strides)})"
 
 
 def _number(x: float) -> str:

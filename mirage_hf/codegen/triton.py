@@ -33,6 +33,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint4: "*i32",
+    torch.int4: "*i32",
     torch.uint8: "*u8",
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from mirage_hf import errors
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
 from mirage_hf.codegen.triton_tiles import Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
-from mirage_hf.graph.coded import is_packed, packed_dim
+from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 
@@ -39,7 +39,7 @@ class CodeWriter(TileWriter):
     def read_packed(
         self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinates
     ) -> str:
-        """Return one tile of uint4 codes, decoded to float32, or to the dtype of a factor.
+        """Return one tile of codes of 4 bits, decoded to float32 or to the dtype of a factor.
 
         Each thread loads words, and decodes the eight codes of a word itself.
 
@@ -55,6 +55,8 @@ class CodeWriter(TileWriter):
         if not held:
             words = self.load_words(i, pointer, policy, shift)
         zero = self.layout.zero_points.get(i.name, 0.0)
+        if self.tiling.dtype(i) is torch.int4:
+            words, zero = f"({words}) ^ -0x77777778", zero + 8.0  # the other sign bit adds 8
         dims = self.layout.dims(self.block.input_axes(i))
         words_last = self._words_last(i)
         shape = [self.tiling.tile(a) for a in words_last]
@@ -78,18 +80,17 @@ class CodeWriter(TileWriter):
             text = f"tl.reshape(tl.permute(tl.reshape({text}, {split}), {order}), {shape})"
         return text
 
-    def _packed_axis(self, i: BlockInput) -> str:
-        """Return the axis along which words hold codes."""
+    def _per_word(self, i: BlockInput) -> dict[str, int]:
+        """Return how many codes of a word lie along each axis, the longest stride first."""
         operand = self.tiling.operands[i.sources[0]]
-        axis = i.axes[packed_dim(operand.dims, operand.strides)]
-        assert axis is not None
-        return axis
+        counts = word_dims(operand.dims, operand.strides)
+        return {str(i.axes[d]): count for d, count in counts.items()}
 
     def _words_last(self, i: BlockInput) -> list[str]:
-        """Return the dims of a tile of codes with the packed axis last."""
-        packed = self._packed_axis(i)
+        """Return the dims of a tile of codes with those of the words last."""
+        packed = self._per_word(i)
         dims = self.layout.dims(self.block.input_axes(i))
-        return [*(a for a in dims if a != packed), packed]
+        return [*(a for a in dims if a not in packed), *packed]
 
     def load_words(
         self,
@@ -100,10 +101,11 @@ class CodeWriter(TileWriter):
         condition: str | None = None,
     ) -> str:
         """Return a load of the words of one tile, if a condition holds."""
-        packed, dims = self._packed_axis(i), self._words_last(i)
+        packed = self._per_word(i)
         self._check_words(i, packed)
+        dims = [a for a in self._words_last(i) if self.tiling.tile(a) > packed.get(a, 1)]
         arguments = [self._word_address(i, pointer, packed, dims, shift)]
-        mask = self.mask([a for a in self.block.input_axes(i) if a != packed], dims)
+        mask = self.mask([a for a in self.block.input_axes(i) if a not in packed], dims)
         mask += [condition] if condition else []
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0"]
@@ -111,48 +113,67 @@ class CodeWriter(TileWriter):
             arguments.append(f'eviction_policy="{policy}"')
         return f"tl.load({', '.join(arguments)})"
 
-    def _check_words(self, i: BlockInput, axis: str) -> None:
+    def _check_words(self, i: BlockInput, packed: Mapping[str, int]) -> None:
         """Check that tiles of an input consist of whole words.
 
         Raises:
             CodegenError: If they do not.
         """
         reason = ""
-        if len(i.sources) > 1 and not (self.tiling.selects_source(i) and i.joined != axis):
+        if len(i.sources) > 1 and (not self.tiling.selects_source(i) or i.joined in packed):
             reason = "has a tile that lies in several tensors"
         elif i.rotation is not None or i.padding is not None:
             reason = "is rotated or padded"
-        elif axis == self.layout.unrolled or self.tiling.tile(axis) < CODES_PER_WORD:
-            reason = f"has a tile of fewer than {CODES_PER_WORD} codes"
-        elif self.masks.needed(axis) or self.block.split_size(axis) % CODES_PER_WORD:
+        elif any(a == self.layout.unrolled or self.tiling.tile(a) < n for a, n in packed.items()):
+            reason = "has a tile of part of a word"
+        elif any(self.masks.needed(a) or self.block.split_size(a) % n for a, n in packed.items()):
             reason = "has a tile that reaches past the end of its codes"
         if reason:
+            tiles = " and ".join(f"{n} or more along {a}" for a, n in packed.items())
             raise errors.CodegenError(
-                f"block input {i.name} of packed codes {reason}; along {axis} give a tile of "
-                f"{CODES_PER_WORD} or more that divides its size"
+                f"block input {i.name} of packed codes {reason}; give tiles of {tiles} that divide "
+                "their sizes"
             )
 
     def _word_address(
-        self, i: BlockInput, pointer: str, packed: str, dims: Sequence[str], shift: Coordinates
+        self,
+        i: BlockInput,
+        pointer: str,
+        packed: Mapping[str, int],
+        dims: Sequence[str],
+        shift: Coordinates,
     ) -> str:
-        """Return pointer arithmetic for the words of a tile. The packed axis is its last dim."""
-        operand = self.tiling.operands[i.sources[0]]
-        starts = self._start(packed)
-        words = f"tl.arange(0, {self.tiling.tile(packed) // CODES_PER_WORD})"
-        if starts:
-            words = f"({starts} // {CODES_PER_WORD} + {words})"
+        """Return pointer arithmetic for the words of a tile. Dims of one word are left out."""
+        operand, chosen = self.tiling.operands[i.sources[0]], self.chosen_strides(i)
         terms = [pointer]
         for a, stride in zip(i.axes, operand.strides, strict=True):
             if a is None or self.is_fixed(a, stride):
                 continue
-            if a == packed:
-                terms.append(self.spread(words, [a], dims))
+            if a in packed:
+                terms += self._words_along(a, packed[a], dims)
                 continue
             at = shift.names.get(a, self.axis[a])
             index = self.spread(at, self.layout.dims([a]), dims)
-            step = stride // CODES_PER_WORD
+            step = chosen.get(a, stride // CODES_PER_WORD)
             terms.append(index if step == 1 else f"{index} * {step}")
         return " + ".join(terms)
+
+    def _words_along(self, axis: str, count: int, dims: Sequence[str]) -> list[str]:
+        """Return the term of an address for the words of a tile along an axis, if it has several.
+
+        Args:
+            axis: The axis.
+            count: How many codes of a word lie along it.
+            dims: The dims of the words.
+        """
+        start = self._start(axis)
+        terms = [f"{start} // {count}"] if start else []
+        if axis in dims:
+            terms.append(f"tl.arange(0, {self.tiling.tile(axis) // count})")
+        text = " + ".join(terms)
+        if axis not in dims:
+            return terms
+        return [self.spread(f"({text})" if start else text, [axis], dims)]
 
     def _start(self, axis: str) -> str:
         """Return the name of where a tile begins on an axis, "" if it begins at 0."""

@@ -12,6 +12,7 @@ from mirage_hf.codegen.triton_codes import CodeWriter
 from mirage_hf.codegen.triton_names import slot_pointer
 from mirage_hf.codegen.triton_tiles import Coordinates, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 _NO_SHIFT = Coordinates()
 
@@ -218,12 +219,17 @@ class LoadWriter(CodeWriter):
             f"# {i.name} is {len(i.sources)} tensors end to end along {joined}; "
             "this tile lies in one of them"
         )
-        low = 0
+        low, unit = 0, CODES_PER_WORD if self.holds_packed(i) else 1
+        chosen = self.chosen_strides(i)
+        dims = {a: i.axes.index(a) for a in chosen}
         for k, (size, pointer) in enumerate(zip(i.sizes, self.pointers[i.name], strict=True)):
             is_last = k == len(i.sizes) - 1
             self.line("else:" if is_last else f"{'el' if k else ''}if {start} < {low + size}:")
             self.line(f"    {value}_ptr = {pointer}")
             self.line(f"    {value}_at = {axis} - {low}" if low else f"    {value}_at = {axis}")
+            strides = self.tiling.operands[i.sources[k]].strides
+            for a, name in chosen.items():
+                self.line(f"    {name} = {strides[dims[a]] // unit}")
             low += size
 
     def _load_from_each_source(self, i: BlockInput, value: str) -> None:

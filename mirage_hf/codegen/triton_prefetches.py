@@ -32,9 +32,9 @@ class PrefetchWriter(LoadWriter):
         bounds = self._scalar_bounds(i)
         indices: dict[str, tuple[str, int]] = {}
         for a, stride in strides.items():
-            is_contiguous = stride == 1 and a != joined
             per_line = int(LINE_BYTES / element_bytes(self.tiling.dtype(i)))
-            every = per_line if is_contiguous else 1
+            within_line = stride == 1 or (self.holds_packed(i) and 0 < stride < per_line)
+            every = per_line // stride if within_line and a != joined else 1
             if a == self.tiling.loop and self.tiling.is_looped:
                 indices[a] = self._lines_of_first_steps(a, every)
             elif every > 1 and self.tiling.tile(a) > 1:
@@ -43,13 +43,15 @@ class PrefetchWriter(LoadWriter):
                 indices[a] = self._clamped(i, a, bounds, a == joined), self.tiling.tile(a)
         dims = [a for a in self.layout.order if a in indices and indices[a][1] > 1]
         is_far = sum(self.masks.largest_index(a) * s for a, s in strides.items()) >= FAR
+        unit = CODES_PER_WORD if self.holds_packed(i) else 1
+        chosen = {a: f"({name} * {unit})" for a, name in self.chosen_strides(i).items()}
         terms = [f"{self.value[i.name]}_ptr"]
         for a, (index, count) in indices.items():
             term = self.spread(index, [a], dims) if count > 1 else index
             term += ".to(tl.int64)" if is_far and index != "(0)" else ""
-            terms.append(term if strides[a] == 1 else f"{term} * {strides[a]}")
+            terms.append(term if strides[a] == 1 else f"{term} * {chosen.get(a, strides[a])}")
         if self.holds_packed(i):
-            terms[1:] = [f"({' + '.join(terms[1:])}) // {CODES_PER_WORD}"]
+            terms[1:] = [f"({' + '.join(terms[1:])}) // {unit}"]
         return [f"prefetch({' + '.join(terms)})"] if dims else []
 
     def _can_be_prefetched(self, i: BlockInput, joined: str | None) -> bool:

@@ -265,10 +265,13 @@ class TileWriter:
             strides: Its strides.
             dims: The dims of the tile.
             shift: Other names of coordinates.
-            rotated: The input that is read, if its rotation may swap partners.
+            rotated: The input that is read, if its rotation may swap partners or `select` has
+                chosen its strides.
         """
+        chosen = self.chosen_strides(rotated) if rotated is not None else {}
         pairs = list(zip(axes, strides, strict=True))
-        is_far = sum(self.masks.largest_index(a) * s for a, s in pairs if a) >= FAR
+        longest = pairs if rotated is None else self._longest_strides(rotated)
+        is_far = sum(self.masks.largest_index(a) * s for a, s in longest if a) >= FAR
         terms = [pointer]
         for a, stride in pairs:
             if a is None or self.is_fixed(a, stride):
@@ -284,8 +287,23 @@ class TileWriter:
                 at = self._partner(a, at, rotated)
             term = self.spread(at, self.layout.dims([a]), dims)
             term += ".to(tl.int64)" if is_far else ""
-            terms.append(term if stride == 1 else f"{term} * {stride}")
+            terms.append(term if stride == 1 else f"{term} * {chosen.get(a, stride)}")
         return " + ".join(terms)
+
+    def _longest_strides(self, i: BlockInput) -> list[tuple[str | None, int]]:
+        """Return the axis of each dim of an input, and its longest stride in any source."""
+        strides = zip(*(self.tiling.operands[s].strides for s in i.sources), strict=True)
+        return list(zip(i.axes, map(max, strides), strict=True))
+
+    def chosen_strides(self, i: BlockInput) -> dict[str, str]:
+        """Return the names of the strides that a selected source has of its own, by axis.
+
+        They count elements, or words of codes.
+        """
+        if len(i.sources) == 1 or not self.tiling.selects_source(i):
+            return {}
+        axes = [i.axes[d] for d in self.tiling.differing_dims(i)]
+        return {a: f"{self.value[i.name]}_by_{self.axis[a]}" for a in axes if a is not None}
 
     def is_fixed(self, axis: str, stride: int) -> bool:
         """Return True if no address depends on an axis. Its indices may then be undefined."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import compressed_tensors, fp8, hqq, torchao, unread
+from mirage_hf.formats import awq, compressed_tensors, fp8, gptq, hqq, torchao, unread
 from mirage_hf.formats.coding import CodedWeight, Coding
 from mirage_hf.formats.compressed_tensors import decoding_hooks
 from mirage_hf.formats.containers import memory_of
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
-_READERS = (compressed_tensors, fp8, torchao, hqq, unread)
+_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, unread)
 
 
 def coded_weight(

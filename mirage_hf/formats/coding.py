@@ -23,6 +23,12 @@ class Stored:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(pairs: Sequence[tuple[int, int]], dtype: torch.dtype) -> Stored:
+        """Return a tensor from the size and stride of each dim."""
+        dims, strides = zip(*pairs, strict=True)
+        return Stored(dims, strides, dtype)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -94,9 +100,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Coding:
-    """How codes become a weight: (codes − zeros − zero) · scales. Hashable, without tensors.
+    """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    The weight is decoded in the dtype of the scales, then cast to `dtype`.
+    The weight is decoded in the dtype of the scales, or in float32 if it has shifts. Then it is
+    cast to `dtype`.
 
     Attributes:
         rows: The rows of the weight: outputs of the linear.
@@ -106,6 +113,7 @@ class Coding:
         scales: The scales. Their dims broadcast to those of the codes.
         zeros: The zero points, as codes or floats. None if all are equal.
         zero: A zero point of all codes.
+        shifts: What is added to the scaled codes, as floats. None if nothing is.
     """
 
     rows: int
@@ -115,11 +123,12 @@ class Coding:
     scales: Stored
     zeros: Stored | None = None
     zero: float = 0.0
+    shifts: Stored | None = None
 
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The inputs of a program, in order."""
-        every = (self.codes, self.scales, self.zeros)
+        every = (self.codes, self.scales, self.zeros, self.shifts)
         return tuple(s for s in every if s is not None)
 
     def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
@@ -134,7 +143,7 @@ class Coding:
         """Return whether the rows of another weight may follow those of this one in one tensor."""
         if (self.columns, self.dtype, self.zero) != (other.columns, other.dtype, other.zero):
             return False
-        if len(self.stored) != len(other.stored):
+        if (self.zeros is None, self.shifts is None) != (other.zeros is None, other.shifts is None):
             return False
         return all(
             x.dtype is y.dtype and x.dims[0] > 1 and y.dims[0] > 1 and x.dims[1:] == y.dims[1:]
@@ -152,7 +161,7 @@ class Coding:
             where = f"groups of {shared}"
         else:
             where = f"blocks of {shared} codes"
-        zeros = ", zero points" if self.zeros is not None else ""
+        zeros = ", zero points" if self.zeros or self.shifts else ""
         return f"{dtype_name(self.codes.dtype)}, {where}{zeros}"
 
 
@@ -171,18 +180,21 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
         [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in coding.stored]
         for coding in codings
     ]
-    compute = first.scales.dtype
+    compute = torch.float32 if first.shifts else first.scales.dtype
     parts = [[_as(graph, x, compute) for x in each] for each in inputs]
-    codes, scales, *zeros = (
+    whole = [
         same[0] if len(same) == 1 else graph.concat(same, 0)
         for same in map(list, zip(*parts, strict=True))
-    )
-    w = codes
-    for z in zeros:
-        w = graph.sub(w, z)
+    ]
+    w, scales = whole[:2]
+    if first.zeros:
+        w = graph.sub(w, whole[2])
     if first.zero:
         w = graph.sub(w, first.zero)
-    w = _as(graph, graph.mul(w, scales), first.dtype)
+    w = graph.mul(w, scales)
+    if first.shifts:
+        w = graph.add(w, whole[-1])
+    w = _as(graph, w, first.dtype)
     shape = sum(coding.rows for coding in codings), first.columns
     if w.dims != shape:
         w = graph.reshape(w, shape)

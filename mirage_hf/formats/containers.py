@@ -103,6 +103,20 @@ def uneven(name: str, n: int, block: int) -> str | None:
     return f"blocks of {block} do not divide {n} {name}" if n % block else None
 
 
+def equal_zero_point(words: Tensor, bits: int) -> int | None:
+    """Return the zero point that all codes in words are, None if they differ.
+
+    It looks at the numbers.
+    """
+    if words.is_meta:
+        return None
+    codes = words.detach().view(-1).view(torch.uint8)
+    first = int(codes[0])
+    if bits == 4 and first >> 4 != first & 15:
+        return None
+    return first & ((1 << bits) - 1) if bool((codes == first).all()) else None
+
+
 def other_device(*held: Tensor | None) -> str | None:
     """Return a reason if tensors of a container lie on several devices."""
     devices = {str(t.device) for t in held if t is not None}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import containers
+from mirage_hf.formats import containers, torchao_int4
 from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
@@ -23,7 +23,18 @@ _CODES = {
 #: Fields that say that the input is rounded to codes.
 _ROUNDS_INPUT = ("act_quant_kwargs", "activation_quantization")
 
-_TENSORS = ("qdata", "scale", "zero_point")
+_TENSORS = ("qdata", "scale", "zero_point", "scale_and_zero")
+
+#: Readers of classes whose codes share bytes or words.
+_PACKED = {
+    "Int4Tensor": torchao_int4.read_rows,
+    "Int4TilePackedTo4dTensor": torchao_int4.read_tiles,
+}
+
+_REASONS = {
+    "Int4PlainInt32Tensor": "Int4PlainInt32Tensor is for XPU and NPU devices",
+    "Int4PreshuffledTensor": "the order of codes of Int4PreshuffledTensor is not documented",
+}
 
 
 def recognizes(module: nn.Module) -> bool:
@@ -50,8 +61,8 @@ def _wrong_module(module: Any) -> str | None:
         return "its forward was replaced"
     weight = module.weight
     name = type(weight).__name__
-    if name not in _CODES:
-        return f"the packing of {name} is not read"
+    if name not in _CODES and name not in _PACKED:
+        return _REASONS.get(name, f"the packing of {name} is not read")
     if getattr(weight, "act_pre_scale", None) is not None:
         return "it scales its input"
     why = containers.changed_module(module)
@@ -64,6 +75,9 @@ def _wrong_module(module: Any) -> str | None:
 
 def _read(module: Any) -> CodedWeight | str:
     weight = module.weight
+    packed = _PACKED.get(type(weight).__name__)
+    if packed is not None:
+        return packed(module)
     rows, columns = module.out_features, module.in_features
     block = tuple(weight.block_size)
     if len(block) != 2:

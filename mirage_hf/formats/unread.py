@@ -14,9 +14,12 @@ from mirage_hf.formats import containers
 _REASONS = {
     "bitsandbytes.nn.modules.Linear4bit": "bitsandbytes: NF4 and FP4 are table codes",
     "bitsandbytes.nn.modules.Linear8bitLt": "bitsandbytes: outliers are computed in float16",
-    "gptqmodel.nn_modules.qlinear.": "GPTQ and AWQ: their packing is not read",
-    "auto_gptq.nn_modules.qlinear.": "GPTQ: its packing is not read",
-    "awq.modules.linear.": "AWQ: its packing is not read",
+    "gptqmodel.nn_modules.qlinear.": (
+        "GPTQ and AWQ: this class of GPT-QModel has an order of words of its own; load GPTQ with "
+        'GPTQConfig(backend="gptq_triton") or "gptq_torch", AWQ with AwqConfig(backend="gemm")'
+    ),
+    "auto_gptq.nn_modules.qlinear.": "GPTQ: classes of AutoGPTQ are not read; use GPT-QModel",
+    "awq.modules.linear.": "AWQ: only the GEMM layout of AutoAWQ is read",
     "optimum.quanto.": "quanto: its packing is not read",
 }
 

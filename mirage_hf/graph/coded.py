@@ -1,7 +1,8 @@
-"""The tensors that hold the codes of inputs: packed words of uint4, or one code per element.
+"""The tensors that hold the codes of inputs: packed words of 4 bits, or one code per element.
 
-An input of dtype uint4 has dims and strides in codes. In memory it is an int32 tensor, whose words
-hold eight codes each along the dim of stride 1. All other dtypes are stored as they are.
+An input of dtype uint4 or int4 has dims and strides in codes. In memory it is an int32 tensor. Its
+words hold eight codes each, the first in the lowest bits: those along the dims of strides below 8.
+All other dtypes are stored as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.graph import strided
 from mirage_hf.graph.tensors import DTensor
-from mirage_hf.ops.dtypes import CODES_PER_WORD
+from mirage_hf.ops.dtypes import CODES_PER_WORD, PACKED_DTYPES
 
 _BITS = 32 // CODES_PER_WORD
 
@@ -31,53 +32,74 @@ class Storage:
 
 def is_packed(dtype: torch.dtype) -> bool:
     """Return whether a word of memory holds several elements of this dtype."""
-    return dtype is torch.uint4
+    return dtype in PACKED_DTYPES
 
 
-def packed_dim(dims: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the dim along which a word holds the codes of a uint4 input.
+def word_dims(dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
+    """Return the dims along which words hold the codes of 4 bits of an input.
+
+    Together they number the eight codes of a word. Only the first may go on in further words.
+
+    Returns:
+        How many codes of a word lie along each of these dims, the longest stride first.
 
     Raises:
         GraphError: If words cannot hold codes of these dims and strides.
     """
-    wide = [(d, s) for d, (n, s) in enumerate(zip(dims, strides, strict=True)) if n > 1]
-    packed = [d for d, s in wide if s == 1]
-    others = [s for _, s in wide if s != 1]
-    if (
-        len(packed) != 1
-        or dims[packed[0]] % CODES_PER_WORD
-        or any(s % CODES_PER_WORD for s in others)
-    ):
+    wide = [(s, d) for d, (n, s) in enumerate(zip(dims, strides, strict=True)) if n > 1]
+    inside = sorted((s, d) for s, d in wide if 0 < s < CODES_PER_WORD)
+    filled, fits = 1, all(s % CODES_PER_WORD == 0 for s, _ in wide if s >= CODES_PER_WORD)
+    for stride, d in inside:
+        fits &= stride == filled
+        filled *= dims[d]
+    if not fits or not inside or filled % CODES_PER_WORD or CODES_PER_WORD % inside[-1][0]:
         raise errors.GraphError(
-            f"new_input: uint4 codes of {errors.shape(dims)} with strides {errors.shape(strides)} "
-            f"do not fill int32 words of {CODES_PER_WORD} codes; one dim must have stride 1 and a "
-            f"multiple of {CODES_PER_WORD} codes, and the other strides must be such multiples"
+            f"new_input: codes of {errors.shape(dims)} with strides {errors.shape(strides)} do not "
+            f"fill int32 words of {CODES_PER_WORD} codes; one dim must have stride 1, the "
+            f"dims of a word must follow without gaps and hold a multiple of {CODES_PER_WORD} "
+            f"codes, and the other strides must be such multiples"
         )
-    return packed[0]
+    ends = [s for s, _ in inside[1:]] + [CODES_PER_WORD]
+    counts = [(d, end // s) for (s, d), end in zip(inside, ends, strict=True)]
+    return dict(reversed(counts))
 
 
 def storage(t: DTensor) -> Storage:
     """Return the torch tensor that holds `t`."""
     if not is_packed(t.dtype):
         return Storage(t.dims, t.strides, t.dtype)
-    packed = packed_dim(t.dims, t.strides)
-    dims = tuple(n // CODES_PER_WORD if d == packed else n for d, n in enumerate(t.dims))
+    per_word = word_dims(t.dims, t.strides)
+    dims = tuple(n // per_word.get(d, 1) for d, n in enumerate(t.dims))
     strides = tuple(max(1, s // CODES_PER_WORD) if s else 0 for s in t.strides)
     return Storage(dims, strides, torch.int32)
 
 
 def unpacked(t: DTensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of an input that `x` stores: codes of uint4 as uint8, others as is."""
+    """Return the elements of an input that `x` stores: codes of 4 bits as bytes, others as is."""
     if not is_packed(t.dtype):
         return x
-    return uint4_codes(x, packed_dim(t.dims, t.strides))
+    decode = uint4_codes if t.dtype is torch.uint4 else int4_codes
+    return decode(x, word_dims(t.dims, t.strides))
 
 
-def uint4_codes(words: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the codes in int32 words that hold eight of them along `dim`, lowest bits first."""
+def uint4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
+    """Return the codes in int32 words that hold `per_word[d]` of them along dim d.
+
+    The last of these dims is that of the lowest bits.
+    """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    codes = (words.unsqueeze(-1) >> shifts) & 15
-    return codes.movedim(-1, dim + 1).flatten(dim, dim + 1).to(torch.uint8)
+    codes = ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
+    order = []
+    for d in range(words.ndim):
+        order += [d, words.ndim + [*per_word].index(d)] if d in per_word else [d]
+    sizes = [n * per_word.get(d, 1) for d, n in enumerate(words.shape)]
+    return codes.unflatten(-1, [*per_word.values()]).permute(order).reshape(sizes)
+
+
+def int4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
+    """Return signed codes, as `uint4_codes` does unsigned ones."""
+    flipped = words ^ -0x77777778  # 0x88888888: x and the other sign bit are x + 8
+    return uint4_codes(flipped, per_word).to(torch.int8) - 8
 
 
 def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
@@ -85,10 +107,11 @@ def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
     stored = storage(t)
     if not is_packed(t.dtype):
         return strided.laid_out(codes, stored.strides, stored.dtype, codes.device)
-    dim = packed_dim(t.dims, t.strides)
+    groups, per_word = codes.to(torch.int64) & 15, word_dims(t.dims, t.strides)
+    for d, count in per_word.items():
+        groups = groups.unflatten(d, (-1, count)).movedim(d + 1, -1)
     shifts = torch.arange(0, 32, _BITS, dtype=torch.int64, device=codes.device)
-    groups = codes.to(torch.int64).unflatten(dim, (-1, CODES_PER_WORD)).movedim(dim + 1, -1)
-    words = (groups << shifts).sum(-1)
+    words = (groups.flatten(-len(per_word)) << shifts).sum(-1)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words)
     return strided.laid_out(words, stored.strides, stored.dtype, codes.device)
 
@@ -108,7 +131,7 @@ def random_codes(
 def _range(dtype: torch.dtype) -> tuple[int, int]:
     """Return the least and the largest code of an integer dtype."""
     if is_packed(dtype):
-        return 0, 15
+        return (0, 15) if dtype is torch.uint4 else (-8, 7)
     info = torch.iinfo(dtype)
     return info.min, info.max
 

@@ -19,7 +19,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.graph import conveniences
 from mirage_hf.graph.block import BlockGraph
-from mirage_hf.graph.coded import is_packed, packed_dim
+from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.json_files import save_json
 from mirage_hf.graph.json_writer import graph_to_dict
 from mirage_hf.graph.operands import (
@@ -98,9 +98,10 @@ class KernelGraph:
 
         Args:
             dims: Its shape.
-            dtype: Its dtype, as torch's or by name. uint4, uint8, int8 and float8_e4m3fn are codes,
-                which `cast` reads. uint4 codes are given as an int32 tensor with eight codes in
-                each word along the dim of stride 1, the first code in the lowest bits.
+            dtype: Its dtype, as torch's or by name. uint4, int4, uint8, int8 and float8_e4m3fn are
+                codes, which `cast` reads. Codes of 4 bits are given as an int32 tensor with
+                eight codes in each word along the dims of strides below 8, the first code in the
+                lowest bits.
             strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
                 nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …
@@ -126,7 +127,7 @@ class KernelGraph:
             )
         dtype = table.as_dtype(dtype)
         if is_packed(dtype):
-            packed_dim(dims, strides)
+            word_dims(dims, strides)
         tensor = self._tensor(dims, dtype, name, strides, bool(constant))
         self._inputs.append(tensor)
         return tensor

@@ -14,6 +14,7 @@ DTYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
     "int64": torch.int64,
     "uint4": torch.uint4,
+    "int4": torch.int4,
     "uint8": torch.uint8,
     "int8": torch.int8,
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -24,9 +25,12 @@ COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: The dtypes of codes. A code is a number that kernels convert as they load it. Only inputs have
 #: such dtypes, and the op `cast` reads them.
-CODE_DTYPES = (torch.uint4, torch.uint8, torch.int8, torch.float8_e4m3fn)
+CODE_DTYPES = (torch.uint4, torch.int4, torch.uint8, torch.int8, torch.float8_e4m3fn)
 
-#: How many uint4 codes one int32 word holds. The first code is in the lowest bits.
+#: The dtypes of codes that share a word of memory. int4 codes are in two's complement.
+PACKED_DTYPES = (torch.uint4, torch.int4)
+
+#: How many codes of 4 bits one int32 word holds. The first code is in the lowest bits.
 CODES_PER_WORD = 8
 
 
@@ -49,4 +53,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def element_bytes(dtype: torch.dtype) -> float:
     """Return the bytes that an element takes in memory."""
-    return 4 / CODES_PER_WORD if dtype is torch.uint4 else float(dtype.itemsize)
+    return 4 / CODES_PER_WORD if dtype in PACKED_DTYPES else float(dtype.itemsize)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, Role
-from mirage_hf.graph.coded import is_packed, packed_dim
+from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.kernel import DTensor, KernelOp
-from mirage_hf.ops.dtypes import CODES_PER_WORD
+from mirage_hf.ops.dtypes import CODE_DTYPES
 
 #: Most rows that multiply-adds are tried for.
 FMA_ROWS = 8
@@ -53,16 +53,16 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
                     yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
 
 
-def packed_axes(op: KernelOp) -> set[str | None]:
-    """Return the axes of a block graph along which words hold codes. Tiles need whole words."""
+def packed_axes(op: KernelOp) -> dict[str | None, int]:
+    """Return the axes along which words hold codes, with the least tile that has whole words."""
     assert op.block is not None
     operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
-    return {
-        i.axes[packed_dim(operands[s].dims, operands[s].strides)]
-        for i in op.block.inputs
-        for s in i.sources
-        if is_packed(operands[s].dtype)
-    }
+    least: dict[str | None, int] = {}
+    for i in op.block.inputs:
+        for t in [operands[s] for s in i.sources if is_packed(operands[s].dtype)]:
+            for d, count in word_dims(t.dims, t.strides).items():
+                least[i.axes[d]] = max(count, least.get(i.axes[d], 1))
+    return least
 
 
 def _walks_loop(block: BlockGraph, tiles: Mapping[str, int]) -> bool:
@@ -99,6 +99,21 @@ class _TileChoices:
         )
         self._largest_axes = set(largest.axes)
         self._packed_axes = packed_axes(op)
+        #: What tiles must divide, so that a tile of words lies in one of several joined tensors.
+        self._divided = {
+            i.joined: math.gcd(*i.sizes[:-1])
+            for i in block.inputs
+            if len(i.sources) > 1 and is_packed(operands[i.sources[0]].dtype)
+        }
+        #: The axes of codes that threads multiply.
+        self._code_axes: set[str | None] = set()
+        #: Those of them along which successive codes lie in different words.
+        self._strided_axes: set[str | None] = set()
+        codes = operands[largest.sources[0]]
+        if codes.dtype in CODE_DTYPES and not mma:
+            self._code_axes = self._largest_axes
+            contiguous = {a for a, s in zip(largest.axes, codes.strides, strict=True) if s == 1}
+            self._strided_axes = self._code_axes - contiguous - self._packed_axes.keys()
         self._summed = {c.over for c in block.contractions.values()}
         self._sides: list[set[str]] = []
         for c in block.contractions.values():
@@ -122,19 +137,23 @@ class _TileChoices:
                 return (whole,)
             return (max(whole, MMA_MIN if a.name in self._summed else self._least(a)),)
         if a.role is Role.LOOP:
-            return self._batch_tiles(whole) if self._is_batch(a) else self._loop_tiles(whole)
+            steps = self._batch_tiles(whole) if self._is_batch(a) else self._loop_tiles(whole)
+            if a.name not in self._strided_axes:
+                return steps
+            return tuple(sorted({*self._batch_tiles(whole), *steps}))
         if self._block.axis_split_by(a.name) is not None:
             return (1,)
         is_batch = self._sides and not any(a.name in side for side in self._sides)
-        if is_batch:  # on both sides of every product, or on none
+        if is_batch and a.name not in self._code_axes:  # on both sides of every product, or on none
             return (1,)
         return self._tensor_core_grid_tiles(a, whole) if self._mma else self._grid_tiles(a, whole)
 
     def _whole_words(self, a: Axis, tiles: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tiles that consist of whole words, if words hold codes along the axis."""
-        if a.name not in self._packed_axes:
-            return tiles
-        return tuple(t for t in tiles if t >= CODES_PER_WORD)
+        """Return the tiles of whole words that lie in one tensor, if words hold codes."""
+        if a.name in self._divided:
+            tiles = tuple(t for t in tiles if self._divided[a.name] % t == 0)
+        least, size = self._packed_axes.get(a.name), self._block.split_size(a.name)
+        return tiles if least is None else tuple(t for t in tiles if t >= least and size % t == 0)
 
     def _is_batch(self, a: Axis) -> bool:
         """Return whether both factors of a product carry an axis that it does not sum over.

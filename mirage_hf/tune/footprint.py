@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.graph.block import Stage
-from mirage_hf.graph.coded import stored_bytes
+from mirage_hf.graph.coded import is_packed, stored_bytes
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
 
@@ -161,17 +161,32 @@ def _contiguity(plan: KernelPlan) -> float:
     largest = max(
         plan.tiling.block.inputs, key=lambda i: sum(tensor_bytes(operands[s]) for s in i.sources)
     )
-    strides = operands[largest.sources[0]].strides
-    contiguous = [a for a, s in zip(largest.axes, strides, strict=True) if a and s == 1]
-    elements = max((plan.tiling.tile(a) for a in contiguous), default=1)
+    operand = operands[largest.sources[0]]
+    tiles = [
+        (stride, n, plan.tiling.tile(a))
+        for a, n, stride in zip(largest.axes, operand.dims, operand.strides, strict=True)
+        if a
+    ]
+    elements = max((tile for stride, _, tile in tiles if stride == 1), default=1)
+    if is_packed(operand.dtype):
+        elements = _side_by_side(tiles)
     run = elements * element_bytes(plan.tiling.dtype(largest))
     of_line = max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
     loop = plan.tiling.loop
     if run >= 64 and any(
-        a == loop and s == elements for a, s in zip(largest.axes, strides, strict=True)
+        a == loop and s == elements for a, s in zip(largest.axes, operand.strides, strict=True)
     ):
         of_line = max(of_line, CONTINUED)
     return of_line * (0.95 + 0.05 * min(1.0, run / 1024))
+
+
+def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
+    """Return how many codes of a tile lie side by side, from each dim's stride, size and tile."""
+    run = end = 1
+    for stride, size, tile in sorted(tiles):
+        if size > 1 and stride == end:
+            run, end = run * tile, (end * size if tile >= size else 0)
+    return run
 
 
 # -- work ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
+from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.footprint import Footprint, footprint
@@ -266,7 +266,6 @@ def smallest(op: KernelOp) -> Schedule:
     packed = packed_axes(op)
     for a in op.block.axes:
         whole = next_power_of_two(op.block.split_size(a.name))
-        one = CODES_PER_WORD if a.name in packed else 1
-        least = {Role.GRID: one, Role.LOOP: min(32, whole), Role.TILE: whole}
+        least = {Role.GRID: packed.get(a.name, 1), Role.LOOP: min(32, whole), Role.TILE: whole}
         tiles[a.name] = least[a.role]
     return Schedule(tiles, reduce_after_loop=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +25,7 @@ from scripts.coded_models import FORMATS, linears, with_codes
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
+KINDS = (*FORMATS, "gptq", "awq")
 NEW = 12
 
 
@@ -45,10 +48,40 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def coded(kind: str) -> LlamaForCausalLM:
+    if kind in ("gptq", "awq"):
+        return with_words_of_gptqmodel(small_llama(), kind)
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return with_codes(small_llama(), kind)
+
+
+def with_words_of_gptqmodel(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM:
+    """Replace the linears of a model's layers by those of GPT-QModel, with zero points."""
+    kinds = {"gptq": ("torch", "TorchLinear"), "awq": ("torch_awq", "AwqTorchLinear")}
+    file, name = kinds[kind]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip(f"gptqmodel.nn_modules.qlinear.{file}")
+    for parent, child, linear in list(linears(model)):
+        n, k = linear.weight.shape
+        module = getattr(library, name)(
+            bits=4,
+            group_size=128,
+            sym=False,
+            desc_act=False,
+            in_features=k,
+            out_features=n,
+            register_buffers=True,
+        )
+        groups = linear.weight.detach().unflatten(1, (-1, 128))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / 15).half()
+        zeros = (-low / scales).round()
+        pack = module.pack_original if kind == "gptq" else module.pack
+        pack(linear, scales, zeros, torch.arange(k, dtype=torch.int32) // 128)
+        setattr(parent, child, module.eval())
+    return model
 
 
 def decoded_twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -85,7 +118,7 @@ def snapshot(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         yield name, list(module._forward_pre_hooks.items())
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> None:
     model = coded(kind)
     plain = decoded_twin(model)
@@ -102,7 +135,7 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     assert list(snapshot(model)) == before
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     model = coded(kind)
     kinds = [type(m) for m in model.modules()]

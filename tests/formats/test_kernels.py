@@ -10,6 +10,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.formats import awq, gptq, torchao_int4
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
@@ -36,7 +37,7 @@ def codings(
 
     packed_4 = words_of_4.packed_along_rows(u4, 8)
     packed_8 = words_of_8.packed_along_rows(u8, 4)
-    f32 = torch.float32
+    f32, wide = torch.float32, max(columns, 128)
     return {
         "int4 groups": coding(groups, u4, groups.per_row(dtype), zero=8.0),
         "int4 zero points in words": coding(words_of_4, u4, words_of_4.per_row(dtype), packed_4),
@@ -47,19 +48,40 @@ def codings(
         "int8 groups": coding(groups, i8, groups.per_row(f32), groups.per_row(i8)),
         "fp8 blocks": coding(blocks, f8, blocks.per_block(f32)),
         "fp8 one scale": coding(whole, f8, whole.per_tensor(f32)),
+        "GPTQ": gptq._coding(rows, columns, group, u4, dtype, dtype, 8),
+        "GPTQ zero points": gptq._coding(rows, columns, group, u4, dtype, dtype, None),
+        "GPTQ int8": gptq._coding(rows, columns, group, u8, dtype, dtype, 128),
+        "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),
+        "AWQ zero points": awq._coding(rows, columns, group, dtype, dtype, None),
+        "torchao int4": torchao_int4._coding_of_rows(rows, columns, group, dtype, False),
+        "torchao int4, shifts": torchao_int4._coding_of_rows(rows, columns, group, dtype, True),
+        "torchao tiles": torchao_int4._coding_of_tiles(rows, wide, wide, group, dtype),
     }
 
 
 NAMES = tuple(codings(32, 64, 32, 32))
+
+#: Kinds whose strides depend on the rows of a weight. Several weights of different rows are joined.
+JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points")
+
+#: The rows of the programs that are interpreted, and whether RMSNorm comes first.
+ROWS = ((1, False), (2, True), (16, False))
+
+#: Kinds whose kernels have no products on tensor cores.
+NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8", "torchao tiles")
 
 
 def main() -> None:
     """Print the errors of kernels as JSON."""
     results = {}
     for name, coding in codings(32, 64, 32, 32).items():
-        for rows, norm in ((2, True), (16, False)):
+        for rows, norm in ROWS:
             program = coded_modules.linear(coding, rows, norm)
             results[f"{name}, {rows} rows"] = coded_programs.errors_of(program)
+    for name in JOINED:
+        parts = [codings(n, 64, 32, 16)[name] for n in (64, 32, 32)]
+        program = coded_modules.joined(parts, 1, True)
+        results[f"{name}, joined"] = coded_programs.errors_of(program)
     print(json.dumps(results))
 
 
@@ -69,10 +91,18 @@ def interpreted() -> dict:
     return run("from tests.formats import test_kernels; test_kernels.main()")
 
 
-@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("rows", [rows for rows, _ in ROWS])
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_as_close_to_float64_as_torch(interpreted, name, rows):
     errors = interpreted[f"{name}, {rows} rows"]
+    assert errors
+    for mma, error, eager in errors:
+        assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_weights_of_different_rows_are_joined(interpreted, name):
+    errors = interpreted[f"{name}, joined"]
     assert errors
     for mma, error, eager in errors:
         assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
@@ -92,7 +122,8 @@ def block_ops(coding: Coding, rows: int):
 def test_kernels_compile_for_a_gpu(name, rows):
     coding = codings(1024, 1024, 128, 128, torch.bfloat16)[name]
     for ugraph, op in block_ops(coding, rows):
-        listed = [s for s in schedules(op) if s.mma == (rows > 1)]
+        mma = rows > 1 and name not in NO_TENSOR_CORES
+        listed = [s for s in schedules(op) if s.mma == mma]
         if listed:
             program = triton.generate(ugraph, listed[:1])
             assert compiler.ahead_of_time(program, 90)

@@ -17,6 +17,13 @@ def input_of(dims, strides=None):
     return mi.new_graph().new_input(dims, "uint4", strides)
 
 
+def test_signed_codes_are_in_twos_complement():
+    t = mi.new_graph().new_input((1, 8), "int4")
+    words = torch.tensor([[0x76543210 ^ -0x77777778]], dtype=torch.int32)
+    assert coded.unpacked(t, words).tolist() == [list(range(-8, 0))]
+    assert torch.equal(coded.packed(t, torch.arange(-8, 0)[None]), words)
+
+
 def test_the_first_code_is_in_the_lowest_bits():
     t = input_of((1, 8))
     words = torch.tensor([[0x76543210]], dtype=torch.int32)
@@ -30,9 +37,11 @@ def test_the_first_code_is_in_the_lowest_bits():
         ((6, 4, 32), None, (6, 4, 4), (16, 4, 1)),
         ((32, 6), (1, 32), (4, 6), (1, 4)),  # a transposed view
         ((4, 6, 8), (48, 8, 1), (4, 6, 1), (6, 1, 1)),  # eight rows of a column in each word
+        ((3, 4, 2, 5), (8, 1, 4, 24), (3, 1, 1, 5), (1, 1, 1, 3)),  # the order of AWQ
+        ((2, 3, 16), (1, 32, 2), (1, 3, 4), (1, 4, 1)),  # bytes of two rows, four to a word
     ],
 )
-def test_words_hold_codes_along_the_dim_of_stride_1(dims, strides, words, word_strides):
+def test_words_hold_codes_along_the_dims_of_strides_below_8(dims, strides, words, word_strides):
     t = input_of(dims, strides)
     assert coded.storage(t) == coded.Storage(words, word_strides, torch.int32)
     codes = torch.randint(0, 16, dims, generator=torch.Generator().manual_seed(0))
@@ -42,7 +51,16 @@ def test_words_hold_codes_along_the_dim_of_stride_1(dims, strides, words, word_s
 
 
 @pytest.mark.parametrize(
-    ("dims", "strides"), [((4, 12), None), ((4, 8), (12, 1)), ((4, 8), (16, 2)), ((3,), None)]
+    ("dims", "strides"),
+    [
+        ((4, 12), None),
+        ((4, 8), (12, 1)),
+        ((4, 8), (16, 2)),
+        ((3,), None),
+        ((2, 4), (1, 3)),
+        ((2, 2, 8), (1, 2, 8)),
+        ((4, 4, 8), (1, 2, 16)),
+    ],
 )
 def test_codes_that_fill_no_words_are_refused(dims, strides):
     with pytest.raises(errors.GraphError, match="do not fill int32 words"):

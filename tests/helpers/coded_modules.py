@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from mirage_hf.formats import CodedWeight, coded_weight
-from mirage_hf.formats.coding import Coding
+from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.search.engine import search
@@ -33,11 +34,16 @@ def decoded(coding: Coding, tensors) -> torch.Tensor:
 
 def linear(coding: Coding, rows: int, norm: bool) -> KernelGraph:
     """Return x · Wᵀ, after RMSNorm if `norm`."""
-    g = new_kernel_graph()
+    return joined([coding], rows, norm)
+
+
+def joined(codings: Sequence[Coding], rows: int, norm: bool) -> KernelGraph:
+    """Return x · Wᵀ, after RMSNorm if `norm`, for the rows of several weights."""
+    g, coding = new_kernel_graph(), codings[0]
     x = g.new_input((rows, coding.columns), coding.dtype)
     if norm:
         x = g.rms_norm(x, g.new_input((1, coding.columns), coding.dtype, constant=True))
-    g.mark_output(g.matmul(x, coding.write(g)[1]))
+    g.mark_output(g.matmul(x, write_joined(codings, g)[1]))
     return g
 
 
@@ -59,9 +65,9 @@ def lies_in_module(weight: CodedWeight, module: torch.nn.Module) -> bool:
 def mutants(weight: CodedWeight) -> Iterator[tuple[str, Coding, list[torch.Tensor]]]:
     """Yield wrong decodings of a weight: a name, the coding and the tensors that it reads."""
     coding, tensors = weight.coding, list(weight.tensors)
-    if coding.codes.dtype is torch.uint4:
-        words = tensors[0].view(torch.uint8)
-        turned = ((words >> 4) | (words << 4)).view(torch.int32)
+    if is_packed(coding.codes.dtype):
+        words, low = tensors[0], 0x0F0F0F0F
+        turned = ((words >> 4) & low) | ((words & low) << 4)
         yield "nibbles in the other order", coding, [turned, *tensors[1:]]
     if len(set(coding.scales.dims)) > 1:
         dim = max(range(len(coding.scales.dims)), key=lambda d: coding.scales.dims[d])
@@ -71,6 +77,9 @@ def mutants(weight: CodedWeight) -> Iterator[tuple[str, Coding, list[torch.Tenso
         yield "no zero points", replace(coding, zeros=None), tensors[:2]
         moved = tensors[2].roll(1, 0)
         yield "zero points of another row", coding, [*tensors[:2], moved]
+    if coding.shifts is not None:
+        yield "nothing is added", replace(coding, shifts=None), tensors[:-1]
+        yield "what is added to another row", coding, [*tensors[:-1], tensors[-1].roll(1, 0)]
     yield "another zero point", replace(coding, zero=coding.zero + 1), tensors
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction
-from mirage_hf.graph.coded import is_packed, packed_dim
+from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD
 
 #: The float of a 16-bit dtype whose lowest mantissa bits count 1. A code added to it is exact.
@@ -96,7 +96,7 @@ def _may_be_reordered(tiling: Tiling, codes: BlockInput, axis: str) -> bool:
     operand = tiling.operands[codes.sources[0]]
     block, tile = tiling.block, tiling.tile(axis)
     return (
-        codes.axes[packed_dim(operand.dims, operand.strides)] == axis
+        [codes.axes[d] for d in word_dims(operand.dims, operand.strides)] == [axis]
         and tile % PAIR == 0
         and block.split_size(axis) % tile == 0
         and not any(axis in o.axes for o in block.outputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mirage_hf.codegen.plan.tiling import Tiling
-from mirage_hf.graph.block import BlockOp
+from mirage_hf.graph.block import BlockOp, Role
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
 
 #: Bytes of codes that a thread loads at a time.
@@ -26,7 +26,7 @@ def run_lengths(tiling: Tiling) -> Mapping[str, int]:
             continue
         strides = tiling.operands[i.sources[0]].strides
         axis = next((a for a, s in zip(i.axes, strides, strict=True) if a and s == 1), None)
-        if axis is None or axis == i.joined:
+        if axis is None or axis == i.joined or tiling.block.role(axis) is Role.GRID:
             continue
         length = min(tiling.tile(axis), int(RUN_BYTES / element_bytes(dtype)))
         if length > 1 and tiling.block.split_size(axis) % tiling.tile(axis) == 0:

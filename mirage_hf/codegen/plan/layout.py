@@ -112,6 +112,7 @@ class TensorLayout:
             if a not in block.carried[self._weight(c)]
         }
         rows -= {a for i in block.inputs if len(i.sources) > 1 for a in i.carried}
+        rows -= {a for i in block.inputs if is_packed(tiling.dtype(i)) for a in i.carried}
         for a in block.named(Role.GRID):
             if a.name in rows and 1 < tiling.tile(a.name) <= MOST_UNROLLED:
                 return a.name
@@ -308,7 +309,7 @@ class TensorLayout:
             op = self.tiling.ops.get(x)
             is_scaled = op is not None and op.fn == "mul" and all(a in inputs for a in op.args)
             size = math.prod(block.axis(a).size for a in block.carried[x])
-            return x in inputs or is_scaled or code_order.holds_codes(self.tiling, x), size
+            return x in inputs or is_scaled or x in self.weights_of_codes, size
 
         return max((c.a, c.b), key=weigh)
 
@@ -356,6 +357,18 @@ class TensorLayout:
             for d in self.dots.values()
             if d.left in factors or d.right in factors
         )
+
+    @cached_property
+    def weights_of_codes(self) -> frozenset[str]:
+        """The values that are computed from codes and other weights alone."""
+        tiling = self.tiling
+        constant = {i.name for i in tiling.block.inputs if tiling.is_constant(i)}
+        made = {i.name for i in tiling.block.inputs if tiling.dtype(i) in CODE_DTYPES}
+        for op in tiling.ops.values():
+            read = {a for a in op.args if isinstance(a, str)}
+            if op.over is None and read & made and read <= made | constant:
+                made.add(op.out)
+        return frozenset(made)
 
     # -- factors ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from mirage_hf.codegen.placement import Append, PlacedOp
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, BlockOutput, Role
 from mirage_hf.graph.kernel import DTensor
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,13 @@ class Tiling:
     def selects_source(self, i: BlockInput) -> bool:
         """Return True if a tile of a joined input lies in one source, whose pointer is selected.
 
-        The sources must have the same strides.
+        The strides of weights may differ, except within words of codes. Other sources must have
+        the same strides.
         """
-        if i.joined is None or len({self.operands[s].strides for s in i.sources}) > 1:
+        if i.joined is None:
+            return False
+        differing = [s for d in self.differing_dims(i) for s in self._strides_along(i, d)]
+        if differing and (not self.is_constant(i) or min(differing) < CODES_PER_WORD):
             return False
         role = self.block.role(i.joined)
         is_cut = role is Role.GRID or (role is Role.LOOP and self.is_looped)
@@ -143,6 +148,13 @@ class Tiling:
         if self.split_axis(i.joined):
             boundaries.append(self.block.split_size(i.joined))
         return is_cut and all(b % self.tile(i.joined) == 0 for b in boundaries)
+
+    def differing_dims(self, i: BlockInput) -> tuple[int, ...]:
+        """Return the dims along which the sources of an input have different strides."""
+        return tuple(d for d in range(len(i.axes)) if len(set(self._strides_along(i, d))) > 1)
+
+    def _strides_along(self, i: BlockInput, dim: int) -> list[int]:
+        return [self.operands[s].strides[dim] for s in i.sources]
 
     # -- outputs ----------------------------------------------------------------------------------
 
