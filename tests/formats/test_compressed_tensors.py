@@ -87,9 +87,10 @@ def test_a_program_decodes_what_the_library_decodes(name, dtype):
     assert coded_modules.lies_in_module(found, module)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
-def test_wrong_decodings_differ(name):
-    module = module_of(name)
+def test_wrong_decodings_differ(name, dtype):
+    module = module_of(name, dtype=dtype)
     caught = coded_modules.caught(coded_modules.read(module), weight_of(module))
     assert all(caught.values()), caught
 
