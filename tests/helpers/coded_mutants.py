@@ -58,8 +58,10 @@ def coded_linear(codings: Sequence[Coding], rows: int, norm: bool = False) -> Co
     return CodedProgram(g, tuple(roles))
 
 
-def coding(kind: str, rows: int, columns: int, group: int = 0) -> Coding:
-    """Return the coding of a weight (rows, columns) that computes in float16.
+def coding(
+    kind: str, rows: int, columns: int, group: int = 0, dtype: torch.dtype = torch.float16
+) -> Coding:
+    """Return the coding of a weight (rows, columns).
 
     Args:
         kind: "int4", "int8" or "fp8". Then "words", "bytes" or "floats" if there are zero points
@@ -67,24 +69,25 @@ def coding(kind: str, rows: int, columns: int, group: int = 0) -> Coding:
         rows: The rows of the weight.
         columns: Its columns.
         group: The columns that share a scale. 0 means all of them. For "fp8" also the rows.
+        dtype: The dtype of the weight.
     """
     code, _, zero_points = kind.partition(" ")
-    half, u4, u8, i8 = torch.float16, torch.uint4, torch.uint8, torch.int8
+    u4, u8, i8 = torch.uint4, torch.uint8, torch.int8
     if code == "fp8":
         split = Split(rows, columns, group or 1, group)
         scales = (split.per_block if group else split.per_row)(torch.float32)
-        return Coding(rows, columns, half, split.codes(torch.float8_e4m3fn), scales)
+        return Coding(rows, columns, dtype, split.codes(torch.float8_e4m3fn), scales)
     in_words = zero_points == "words"
     split = Split(rows, columns, 8 if in_words else 1, group)
     codes = split.codes(u4 if code == "int4" else u8 if zero_points == "floats" else i8)
     zeros = {
         "words": lambda: split.packed_along_rows(u4, 8),
         "bytes": lambda: split.per_row(u8 if code == "int4" else i8),
-        "floats": lambda: split.per_row(half),
+        "floats": lambda: split.per_row(dtype),
         "": lambda: None,
     }[zero_points]()
     middle = 8.0 if code == "int4" and zeros is None else 0.0
-    return Coding(rows, columns, half, codes, split.per_row(half), zeros, middle)
+    return Coding(rows, columns, dtype, codes, split.per_row(dtype), zeros, middle)
 
 
 #: Programs by name.
