@@ -55,9 +55,13 @@ CASES = {**WEIGHTS, **ASYMMETRIC}
 def module_of(name: str, activations: dict | None = None, dtype=torch.bfloat16) -> nn.Linear:
     """Return a compressed linear."""
     torch.manual_seed(0)
-    module = nn.Linear(COLUMNS, ROWS, dtype=dtype)
+    return compressed(nn.Linear(COLUMNS, ROWS, dtype=dtype), CASES[name], activations)
+
+
+def compressed(module: nn.Linear, args: dict, activations: dict | None = None) -> nn.Linear:
+    """Compress a linear with random scales and zero points, and return it."""
     inputs = None if activations is None else QuantizationArgs(**activations)
-    weights = QuantizationArgs(**CASES[name])
+    weights = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     scale = module.weight_scale
