@@ -140,7 +140,7 @@ def _middles(program: KernelGraph) -> dict[int, float]:
     position = {t.index: n for n, t in enumerate(program.inputs)}
     #: The inputs that a tensor is made of, by its index.
     made_of = {index: {index} for index in position}
-    found = {}
+    found: dict[int, float] = {}
     for op in program.ops:
         operands = [x for x in op.inputs if isinstance(x, DTensor)]
         if op.name in ("cast", "concat", "reshape", "permute"):
