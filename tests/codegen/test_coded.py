@@ -63,11 +63,13 @@ def test_words_are_loaded_once_and_decoded_in_registers():
     assert "tl.arange(0, 16)" in text and "uint4_as_float32(tl.load(" in text
 
 
-def scaled_sums():
+def scaled_sums(rows: int = 1):
     """Return a µGraph that multiplies the sum over a group of 128 codes by the group's scale."""
-    found, _ = search(coded_programs.int4_linear(1, 64, 512, 128), SearchOptions(threads=1))
+    found, _ = search(coded_programs.int4_linear(rows, 64, 512, 128), SearchOptions(threads=1))
     for ranked in found:
         block = ranked.ugraph.block_ops[0].block
+        if ranked.ugraph.num_kernels > 1 or all(s.loop is None for s in block.stages):
+            continue
         sums = {op.out for op in block.ops() if op.over is not None}
         if any(op.fn == "mul" and "scales" in op.args and sums & {*op.args} for op in block.ops()):
             return ranked.ugraph
@@ -86,6 +88,43 @@ def test_threads_add_runs_of_codes_before_they_exchange_sums():
     )
     whole = next(n for n, line in enumerate(lines) if n > runs and "tl.sum(" in line)
     assert runs < scaled < whole, "\n".join(lines[runs : whole + 1])
+
+
+def tensor_core_text(rows: int, **options) -> str:
+    """Return the text of a kernel that multiplies groups of 128 codes on tensor cores."""
+    ugraph = scaled_sums(rows)
+    axis = axes_by_size(ugraph)
+    tiles = {axis[64]: 16, axis[4]: 1, axis[128]: 128} | ({axis[16]: 16} if rows > 1 else {})
+    schedule = Schedule(tiles, mma=True, num_warps=1, **options)
+    return triton.program_source(ugraph, [schedule]).partition("def mirage_0")[2]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_tensor_cores_take_codes_in_code_order(rows):
+    """Codes become halves as they are decoded. What they are multiplied with is reordered."""
+    text = tensor_core_text(rows, num_stages=3)
+    factors = [line for line in text.splitlines() if "uint4_pairs(tl.reshape(" in line]
+    assert len(factors) == 1 and "1032.0, tl.float16)" in factors[0]  # 1024 + 8
+    assert "uint4_as_float32" not in text
+    assert "[16, 8" in next(line for line in text.splitlines() if "tl.load(x_ptr" in line)
+
+
+def test_one_row_is_a_column_of_a_product_on_tensor_cores():
+    text = tensor_core_text(1, num_stages=3)
+    assert "[:, None])" in next(line for line in text.splitlines() if "tl.dot(" in line)
+
+
+def test_words_are_loaded_one_step_ahead_into_registers():
+    """The first step's words are constants, so they are loaded before the wait."""
+    text = tensor_core_text(1)
+    assert text.index("codes_words_next = tl.load(") < text.index("gdc_wait()")
+    head, _, loop = text.partition("for ")
+    first, second = (
+        loop.index("codes_words = codes_words_next"),
+        loop.index("codes_words_next = tl"),
+    )
+    assert "codes_words_next" in head and first < second
+    assert "mask=" in loop[second : loop.index("\n", second)]  # the last step loads nothing
 
 
 def test_zero_points_that_are_numbers_are_subtracted_by_the_decoding():

@@ -127,8 +127,10 @@ def errors_of(g: KernelGraph) -> list[tuple[bool, float, float]]:
 
 
 def _few(choices: Any) -> list[Schedule]:
-    multiply_adds = [s for s in choices if not s.mma][:1]
-    return multiply_adds + [s for s in choices if s.mma][:1]
+    """Return a schedule of multiply-adds, and two on tensor cores: staged, and held ahead."""
+    staged = [s for s in choices if s.mma and s.num_stages > 1]
+    held = [s for s in choices if s.mma and s.num_stages == 1]
+    return [s for s in choices if not s.mma][:1] + staged[:1] + held[:1]
 
 
 def main() -> None:
