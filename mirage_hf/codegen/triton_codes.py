@@ -9,7 +9,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen.triton_tiles import Coordinate, TileWriter
 from mirage_hf.graph.block import BlockInput, Role
-from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.graph.coded import high_first, is_packed, word_dims
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 
@@ -57,7 +57,11 @@ class CodeWriter(TileWriter):
         dims = self.layout.dims(self.block.input_axes(i))
         words_last = self._words_last(i)
         shape = [self.tiling.tile(a) for a in words_last]
-        text = f"tl.reshape(uint4_as_float32({words}, {zero!r}), {shape})"
+        codes = f"uint4_as_float32({words}, {zero!r})"
+        operand = self.tiling.operands[i.sources[0]]
+        if high_first(operand.dims, operand.strides) is not None:
+            codes = f"high_first({codes})"
+        text = f"tl.reshape({codes}, {shape})"
         if list(dims) == words_last:
             return text
         order = ", ".join(str(words_last.index(a)) for a in dims)
