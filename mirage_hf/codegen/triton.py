@@ -151,6 +151,8 @@ def _source(
         sections.append(torch_text.program(ugraph.program, "program").rstrip())
         sections.append(triton_run.check_text(ugraph))
     source = "\n\n\n".join(sections) + "\n"
+    if "INTERPRETED" in source:
+        source = source.replace("import copy\n", "import copy\nimport os\n", 1)
     if not re.search(r"(?<!\w)F\.", source):
         source = source.replace("import torch.nn.functional as F\n", "")
     if not kernels:

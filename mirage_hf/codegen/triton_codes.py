@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mirage_hf import errors
-from mirage_hf.codegen.triton_tiles import Coordinate, TileWriter
+from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
+from mirage_hf.codegen.triton_tiles import Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.graph.coded import high_first, is_packed, word_dims
 from mirage_hf.ops.dtypes import CODES_PER_WORD
@@ -22,21 +23,23 @@ class CodeWriter(TileWriter):
 
     def hold_words(self, i: BlockInput) -> None:
         """Load the words of an input before their codes are needed."""
-        pointer, shift = self.pointers[i.name][0], Coordinate()
-        if len(i.sources) > 1:
-            pointer, shift = (
-                f"{self.value[i.name]}_ptr",
-                Coordinate(i.joined, f"{self.value[i.name]}_at"),
-            )
+        pointer, shift = self.selected_source(i)
         for _ in self.each_lane(i.name):
             if self.is_new(i.name, "words"):
-                words = self._load_words(i, pointer, None, shift)
+                words = self.load_words(i, pointer, None, shift)
                 self.line(f"{self.value[i.name]}_words = {words}")
 
+    def selected_source(self, i: BlockInput) -> tuple[str, Coordinates]:
+        """Return the pointer to the source that this tile lies in, and its names of coordinates."""
+        if len(i.sources) == 1:
+            return self.pointers[i.name][0], Coordinates()
+        value = self.value[i.name]
+        return f"{value}_ptr", Coordinates({str(i.joined): f"{value}_at"})
+
     def read_packed(
-        self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinate
+        self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinates
     ) -> str:
-        """Return one tile of codes of 4 bits, decoded to float32.
+        """Return one tile of codes of 4 bits, decoded to float32, or to the dtype of a factor.
 
         Each thread loads words, and decodes the eight codes of a word itself.
 
@@ -44,28 +47,44 @@ class CodeWriter(TileWriter):
             i: The input.
             pointer: The name of the pointer.
             policy: An eviction policy, or None.
-            shift: An axis whose coordinate has another name here.
+            shift: Other names of coordinates.
         """
         has_lanes = self.layout.unrolled in self.block.carried[i.name]
         held = ("words", i.name, self.lane if has_lanes else None) in self.written
         words = f"{self.value[i.name]}_words"
         if not held:
-            words = self._load_words(i, pointer, policy, shift)
+            words = self.load_words(i, pointer, policy, shift)
         zero = self.layout.zero_points.get(i.name, 0.0)
         if self.tiling.dtype(i) is torch.int4:
             words, zero = f"({words}) ^ -0x77777778", zero + 8.0  # the other sign bit adds 8
         dims = self.layout.dims(self.block.input_axes(i))
         words_last = self._words_last(i)
         shape = [self.tiling.tile(a) for a in words_last]
-        codes = f"uint4_as_float32({words}, {zero!r})"
-        operand = self.tiling.operands[i.sources[0]]
-        if high_first(operand.dims, operand.strides) is not None:
-            codes = f"high_first({codes})"
-        text = f"tl.reshape({codes}, {shape})"
+        dtype = self.layout.code_factors.get(i.name)
+        if dtype is None:
+            text = f"tl.reshape({self._decoded(i, words, zero)}, {shape})"
+            text = self.in_code_order(text, words_last)
+        else:
+            text = _factor(words, shape, zero, dtype)
         if list(dims) == words_last:
             return text
         order = ", ".join(str(words_last.index(a)) for a in dims)
         return f"tl.permute({text}, ({order}))"
+
+    def _decoded(self, i: BlockInput, words: str, zero: float) -> str:
+        """Return words as float32 codes minus `zero`, with the codes of a word in new last dims."""
+        codes, operand = f"uint4_as_float32({words}, {zero!r})", self.tiling.operands[i.sources[0]]
+        turned = high_first(operand.dims, operand.strides) is not None
+        return f"high_first({codes})" if turned else codes
+
+    def in_code_order(self, text: str, dims: Sequence[str]) -> str:
+        """Return a tile with the axes that hold codes in code order. See plan/code_order.py."""
+        for a in self.layout.code_ordered.intersection(dims):
+            at, shape = dims.index(a), [self.tiling.tile(x) for x in dims]
+            split = [*shape[:at], shape[at] // CODES_PER_WORD, CODES_PER_WORD, *shape[at + 1 :]]
+            order = [*range(at), at + 1, at, *range(at + 2, len(split))]
+            text = f"tl.reshape(tl.permute(tl.reshape({text}, {split}), {order}), {shape})"
+        return text
 
     def _per_word(self, i: BlockInput) -> dict[str, int]:
         """Return how many codes of a word lie along each axis, the longest stride first."""
@@ -79,15 +98,21 @@ class CodeWriter(TileWriter):
         dims = self.layout.dims(self.block.input_axes(i))
         return [*(a for a in dims if a not in packed), *packed]
 
-    def _load_words(
-        self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinate
+    def load_words(
+        self,
+        i: BlockInput,
+        pointer: str,
+        policy: str | None,
+        shift: Coordinates,
+        condition: str | None = None,
     ) -> str:
-        """Return a load of the words of one tile."""
+        """Return a load of the words of one tile, if a condition holds."""
         packed = self._per_word(i)
         self._check_words(i, packed)
         dims = [a for a in self._words_last(i) if self.tiling.tile(a) > packed.get(a, 1)]
         arguments = [self._word_address(i, pointer, packed, dims, shift)]
         mask = self.mask([a for a in self.block.input_axes(i) if a not in packed], dims)
+        mask += [condition] if condition else []
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0"]
         if policy is not None:
@@ -122,7 +147,7 @@ class CodeWriter(TileWriter):
         pointer: str,
         packed: Mapping[str, int],
         dims: Sequence[str],
-        shift: Coordinate,
+        shift: Coordinates,
     ) -> str:
         """Return pointer arithmetic for the words of a tile. Dims of one word are left out."""
         operand, chosen = self.tiling.operands[i.sources[0]], self.chosen_strides(i)
@@ -133,7 +158,7 @@ class CodeWriter(TileWriter):
             if a in packed:
                 terms += self._words_along(a, packed[a], dims)
                 continue
-            at = shift.name if a == shift.axis else self.axis[a]
+            at = shift.names.get(a, self.axis[a])
             index = self.spread(at, self.layout.dims([a]), dims)
             step = chosen.get(a, stride // CODES_PER_WORD)
             terms.append(index if step == 1 else f"{index} * {step}")
@@ -164,3 +189,21 @@ class CodeWriter(TileWriter):
         if self.tiling.split_axis(axis):
             return f"{name}_start"
         return f"{name}0" if self.tiling.trips(axis) > 1 else ""
+
+
+def _factor(words: str, shape: Sequence[int], zero: float, dtype: torch.dtype) -> str:
+    """Return words as codes in code order, in the 16-bit dtype of a factor, minus a zero point.
+
+    Args:
+        words: The words.
+        shape: The shape of the codes. Words hold them along the last dim.
+        zero: The zero point.
+        dtype: The dtype.
+    """
+    *others, codes = shape
+    pairs = [*others, codes // PAIR, 2]
+    at = len(others)
+    order = [*range(at), at + 1, at + 2, at + 3, at, at + 4]
+    offset = OFFSETS[dtype] + zero
+    decoded = f"uint4_pairs(tl.reshape({words}, {pairs}), {offset!r}, {triton_dtype(dtype)})"
+    return f"tl.reshape(tl.permute({decoded}, {order}), {[*shape]})"

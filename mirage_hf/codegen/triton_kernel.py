@@ -66,6 +66,7 @@ class _KernelWriter(CombineWriter):
                 self.hold_words(i)
             elif self.tiling.is_constant(i):
                 self.load(i)
+        self._load_first_words()
         self._load_readable_before_wait()
         self._wait()
         for i in self._loop_bounds():
@@ -134,6 +135,17 @@ class _KernelWriter(CombineWriter):
                 room -= elements
                 early.append(i)
         return early
+
+    def _load_first_words(self) -> None:
+        """Load what the first loop step reads of constants, if words are held one step ahead."""
+        stage = next((s for s in self.block.stages if s.loop), None)
+        if stage is None or not self.pipelining.holds_words_ahead:
+            return
+        read = stages.values_read(stage)
+        ahead = self.pipelining.loaded_ahead.intersection(read)
+        constants = [i for i in self.block.inputs if i.name in ahead and self.tiling.is_constant(i)]
+        self.load_ahead(constants, first=True)
+        self.first_words = frozenset(i.name for i in constants)
 
     def _load_readable_before_wait(self) -> None:
         """Load bounds and positions that may be read before the wait.
@@ -243,7 +255,9 @@ class _KernelWriter(CombineWriter):
             for _ in self.each_lane(acc.out):
                 self.start_accumulator(stage, acc)
         twice, small = self._loaded_a_step_ahead(inputs)
-        self.load_ahead([*twice, *small], first=True)
+        left = [i for i in small if i.name not in self.first_words]
+        self.first_words = frozenset()
+        self.load_ahead([*twice, *left], first=True)
         self.line(self._loop_head(loop))
         self.indent += 1
         self._step(stage, loop, inputs, [op for op in stage.body if op not in invariant])
@@ -287,8 +301,13 @@ class _KernelWriter(CombineWriter):
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self.bound(loop)
         for i in small:
-            self.is_new(i.name)
-            self.line(f"{self.value[i.name]} = {self.value[i.name]}_next")
+            name = self.value[i.name]
+            if self.holds_packed(i):
+                self.is_new(i.name, "words")
+                name = f"{name}_words"
+            else:
+                self.is_new(i.name)
+            self.line(f"{name} = {name}_next")
         self.load_ahead(small, first=False)
         for i in inputs:
             self.load(i)

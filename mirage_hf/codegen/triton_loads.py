@@ -10,11 +10,11 @@ from mirage_hf.codegen.placement import Append
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.triton_codes import CodeWriter
 from mirage_hf.codegen.triton_names import slot_pointer
-from mirage_hf.codegen.triton_tiles import Coordinate, triton_dtype
+from mirage_hf.codegen.triton_tiles import Coordinates, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 
-_NO_SHIFT = Coordinate()
+_NO_SHIFT = Coordinates()
 
 #: Functions that convert integers of 8 bits, because the instruction for it is slow.
 _FROM_BYTES = {torch.int8: "int8_as_float32", torch.uint8: "uint8_as_float32"}
@@ -87,15 +87,29 @@ class LoadWriter(CodeWriter):
         at = first_at if first else f"{axis} + {tile}"
         self.line(f"{axis}_next = {at}")
         self.bound(loop, f"{axis}_next")
-        if not self.masks.needed(loop):
+        if self.pipelining.holds_words_ahead:
+            self.line(f"{axis}_next_in = {axis}_next < {start} + {self._share(loop)}")
+        elif not self.masks.needed(loop):
             self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
         for i in inputs:
             value = self.value[i.name]
-            load = self.read(i, self.pointers[i.name][0], policy="evict_last", ahead=True)
+            pointer, shift = self.selected_source(i)
+            if self.holds_packed(i):
+                shift = shift.also(loop, f"{axis}_next")
+                words = self.load_words(i, pointer, self._policy(i), shift, f"{axis}_next_in")
+                self.line(f"{value}_words_next = {words}")
+                continue
+            load = self.read(i, pointer, shift=shift, policy="evict_last", ahead=True)
             if i.name in self.pipelining.loaded_twice:
                 self.line(f"{value}_again = {load}")
             else:
                 self.line(f"{value}_next = {self._to_float32(i, load)}")
+
+    def _share(self, loop: str) -> int:
+        """Return the elements of the loop axis that a block visits."""
+        if self.plan.schedule.cooperating_blocks > 1:
+            return self.cooperation.steps_per_block * self.tiling.tile(loop)
+        return self.block.split_size(loop)
 
     def second_load(self, i: BlockInput) -> str:
         """Return a second load of a factor of an asynchronous product, for other code to read.
@@ -109,9 +123,8 @@ class LoadWriter(CodeWriter):
         return self._read_selected(i, policy="evict_last")
 
     def _read_selected(self, i: BlockInput, policy: str | None = None) -> str:
-        value = self.value[i.name]
-        shift = Coordinate(i.joined, f"{value}_at")
-        return self.read(i, f"{value}_ptr", shift=shift, policy=policy)
+        pointer, shift = self.selected_source(i)
+        return self.read(i, pointer, shift=shift, policy=policy)
 
     def read(
         self,
@@ -119,7 +132,7 @@ class LoadWriter(CodeWriter):
         pointer: str,
         source: int = 0,
         extra_mask: str | None = None,
-        shift: Coordinate = _NO_SHIFT,
+        shift: Coordinates = _NO_SHIFT,
         policy: str | None = None,
         ahead: bool = False,
     ) -> str:
@@ -130,7 +143,7 @@ class LoadWriter(CodeWriter):
             pointer: The name of the pointer.
             source: The number of the source that it points to, if several are joined.
             extra_mask: A condition besides those of the tile.
-            shift: An axis whose coordinate has another name here.
+            shift: Other names of coordinates.
             policy: An eviction policy. None: as the schedule says.
             ahead: True to load the tile of the next loop step.
         """
@@ -138,7 +151,7 @@ class LoadWriter(CodeWriter):
             return self.read_packed(i, pointer, policy or self._policy(i), shift)
         loop = self.tiling.loop
         if ahead:
-            shift = Coordinate(loop, f"{self.axis[str(loop)]}_next")
+            shift = shift.also(str(loop), f"{self.axis[str(loop)]}_next")
         axes = self.block.input_axes(i)
         dims = self.layout.dims(axes)
         strides = self.tiling.operands[i.sources[source]].strides
@@ -150,11 +163,12 @@ class LoadWriter(CodeWriter):
             self.load_bounds(bounds)
             mask += self._between(bounds, dims)
         if ahead:
-            mask.append(self.spread(f"{shift.name}_in", self.layout.dims([str(loop)]), dims))
+            is_next = f"{self.axis[str(loop)]}_next_in"
+            mask.append(self.spread(is_next, self.layout.dims([str(loop)]), dims))
         other = "0.0" if self.tiling.dtype(i).is_floating_point else "0"
         if i.padding is not None:
             axis = i.padding.axis
-            at = shift.name if axis == shift.axis else self.axis[axis]
+            at = shift.names.get(axis, self.axis[axis])
             inside = f"({at} < {i.padding.size})"
             mask.append(self.spread(inside, self.layout.dims([axis]), dims))
             other = repr(i.padding.value)
@@ -163,7 +177,7 @@ class LoadWriter(CodeWriter):
         policy = policy or self._policy(i)
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
-        load = f"tl.load({', '.join(arguments)})"
+        load = self.in_code_order(f"tl.load({', '.join(arguments)})", dims)
         if i.rotation is None or i.rotation.swaps:
             return load
         return self._negated_half(i, load, dims, shift)
@@ -175,12 +189,12 @@ class LoadWriter(CodeWriter):
         return "evict_first" if evicts else None
 
     def _negated_half(
-        self, i: BlockInput, load: str, dims: Sequence[str], shift: Coordinate
+        self, i: BlockInput, load: str, dims: Sequence[str], shift: Coordinates
     ) -> str:
         """Return a load of sines, negated where rotate-half subtracts."""
         assert i.rotation is not None
         axis = i.rotation.axis
-        at = shift.name if axis == shift.axis else self.axis[axis]
+        at = shift.names.get(axis, self.axis[axis])
         width = self.block.rotation_width(i)
         is_negative = f"{at} < {width // 2}"
         if i.rotation.pairs:
@@ -234,7 +248,7 @@ class LoadWriter(CodeWriter):
             condition = f"({' & '.join(inside)})" if len(inside) > 1 else inside[0]
             own = (joined,) if self.tiling.tile(joined) > 1 else ()
             mask = self.spread(condition, own, dims)
-            shift = Coordinate(joined, f"({axis} - {low})" if low else axis)
+            shift = Coordinates({joined: f"({axis} - {low})" if low else axis})
             load = self.read(i, pointer, k, mask, shift)
             self.line(f"{value} {'+=' if k else '='} {load}")
             low += size

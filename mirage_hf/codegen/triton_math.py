@@ -158,6 +158,58 @@ def high_first(codes):
     low, high = tl.split(codes)
     return tl.join(high, low)
 ''',
+    "uint4_pairs": '''
+#: True if Triton's interpreter runs the kernels. It knows no assembly.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def two_codes(halves, number: tl.constexpr, exponent: tl.constexpr):
+    """Return one nibble of each half of these words as a 16-bit float, the low half first.
+
+    The nibbles go into the mantissas of `exponent`.
+    """
+    nibbles = halves >> (4 * number)
+    if INTERPRETED:
+        pair = (nibbles & 0x000F000F) | exponent
+    else:  # one instruction instead of two
+        pair = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;",
+            "=r,r,r",
+            [nibbles, exponent],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return pair.to(tl.int16), (pair >> 16).to(tl.int16)
+
+
+@triton.jit
+def uint4_pairs(words, offset: tl.constexpr, dtype: tl.constexpr):
+    """Return the eight codes of pairs of int32 words as 16-bit floats, minus an offset.
+
+    The last dim holds two words. The result has four last dims of 2: three number the code, and one
+    the word. An element in front of these comes from the same pair of words, so the codes with the
+    same number of two words are in one register.
+    """
+    exponent: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+    first, second = tl.split(words)
+    low = (first & 0xFFFF) | (second << 16)
+    high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    a0, b0 = two_codes(low, 0, exponent)
+    a1, b1 = two_codes(low, 1, exponent)
+    a2, b2 = two_codes(low, 2, exponent)
+    a3, b3 = two_codes(low, 3, exponent)
+    a4, b4 = two_codes(high, 0, exponent)
+    a5, b5 = two_codes(high, 1, exponent)
+    a6, b6 = two_codes(high, 2, exponent)
+    a7, b7 = two_codes(high, 3, exponent)
+    even, odd = tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7))
+    firsts = tl.join(even, odd)
+    even, odd = tl.join(tl.join(b0, b4), tl.join(b2, b6)), tl.join(tl.join(b1, b5), tl.join(b3, b7))
+    codes = tl.join(firsts, tl.join(even, odd))
+    return codes.to(dtype, bitcast=True) - offset
+''',
     "int8_as_float32": '''
 @triton.jit
 def int8_as_float32(x):

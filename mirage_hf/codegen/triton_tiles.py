@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,11 +22,14 @@ def triton_dtype(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Coordinate:
-    """An axis, and a name for its indices that replaces the usual one."""
+class Coordinates:
+    """Names for the indices of axes that replace the usual ones."""
 
-    axis: str | None = None
-    name: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def also(self, axis: str, name: str) -> Coordinates:
+        """Return these names and another one."""
+        return Coordinates({**self.names, axis: name})
 
 
 class TileWriter:
@@ -42,6 +45,8 @@ class TileWriter:
         self.indent = 1
         #: The bounds of the current loop, if it only visits what is within them.
         self.trimmed: BlockInput | None = None
+        #: The inputs of which the first loop step's tiles are loaded already.
+        self.first_words: frozenset[str] = frozenset()
         #: The element of the unrolled axis that is being written.
         self.lane: int | None = None
         #: What has been written already: the kind of line, its value, and the value's lane.
@@ -249,7 +254,7 @@ class TileWriter:
         axes: Sequence[str | None],
         strides: Sequence[int],
         dims: Sequence[str],
-        shift: Coordinate = Coordinate(),
+        shift: Coordinates = Coordinates(),
         rotated: BlockInput | None = None,
     ) -> str:
         """Return pointer arithmetic for a tile.
@@ -259,7 +264,7 @@ class TileWriter:
             axes: The axis of each dim of the tensor.
             strides: Its strides.
             dims: The dims of the tile.
-            shift: An axis whose coordinate has another name here.
+            shift: Other names of coordinates.
             rotated: The input that is read, if its rotation may swap partners or `select` has
                 chosen its strides.
         """
@@ -271,7 +276,7 @@ class TileWriter:
         for a, stride in pairs:
             if a is None or self.is_fixed(a, stride):
                 continue
-            at = shift.name if a == shift.axis else self.axis[a]
+            at = shift.names.get(a, self.axis[a])
             rotation = rotated.rotation if rotated is not None else None
             if (
                 rotated is not None

@@ -57,6 +57,8 @@ class ValueWriter(PrefetchWriter):
         if op.out in self.layout.decoded:
             return self.wide(str(op.args[0]))
         dims = self.layout.value_dims(op.out)
+        if op.out in self.layout.code_factors:
+            return self._code_difference(op)
         read = self.stored if op.out in self.layout.half_products else self.wide
         arguments = [
             Expr(self.spread(read(a), self.layout.value_dims(a), dims))
@@ -68,6 +70,14 @@ class ValueWriter(PrefetchWriter):
         if op.out in self._written_as_multiply_add:
             write = triton_math.exact_product
         return write(op.fn, arguments, dict(op.attrs)).text
+
+    def _code_difference(self, op: BlockOp) -> str:
+        """Return codes minus their zero points, in the 16-bit dtype of the factor. It is exact."""
+        dims = self.layout.value_dims(op.out)
+        codes, zeros = map(str, op.args)
+        dtype = triton_dtype(self.layout.code_factors[op.out])
+        subtracted = self.spread(self.wide(zeros), self.layout.value_dims(zeros), dims)
+        return f"{self.stored(codes)} - {subtracted}.to({dtype})"
 
     def stored(self, value: str) -> str:
         """Return the name of a value as the kernel holds it. An input is loaded first.
@@ -337,7 +347,7 @@ class ValueWriter(PrefetchWriter):
         left = self._factor(dot.left, dot, dot.left_transposed)
         right = self._factor(dot.right, dot, dot.right_transposed)
         shape = [self.tiling.tile(a) for a in self.layout.value_dims(dot.contraction.out)]
-        if len(shape) == 2:
+        if shape == [self.layout.rows(dot), self.layout.columns(dot)]:
             return f"tl.dot({', '.join([left, right, start] if start else [left, right])})"
         # The compiler's layouts would not settle if the product started from a reshaped sum.
         text = f"tl.reshape(tl.dot({left}, {right}), {shape})"
@@ -350,13 +360,16 @@ class ValueWriter(PrefetchWriter):
         is_asynchronous = value in self.pipelining.read_asynchronously
         if is_asynchronous and not self.pipelining.reads_as_stored(dot, value):
             text = self._second_name(value)
-        stored = dtype if value in self.layout.half_products else torch.float32
+        is_half = value in self.layout.half_products or value in self.layout.code_factors
+        stored = dtype if is_half else torch.float32
         if value in self.layout.kept_as_stored:
             stored = self.tiling.dtype(self.tiling.inputs[value])
         text = self._inside(text, value, over, "sum")
         if stored in (torch.int8, torch.uint8):
             text, stored = as_float32(text, stored), torch.float32
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
+        if len(self.layout.value_dims(value)) == 1:
+            return f"{text}[:, None]"  # a vector is one column
         if len(self.layout.value_dims(value)) > 2:
             is_left = value == dot.left
             free = self.layout.rows(dot) if is_left else self.layout.columns(dot)

@@ -22,7 +22,7 @@ from mirage_hf.decode.model_obstacles import (
     model_obstacle,
     why_no_graph,
 )
-from mirage_hf.formats import holds_codes
+from mirage_hf.formats import holds_codes, loose_tensors, memory_of
 from mirage_hf.layers.rope import LengthRope, length_rope
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.plain import foreign_hook
@@ -188,7 +188,7 @@ def _tensor_facts(parameters: list[Tensor], buffers: list[Tensor]) -> tuple[Any,
     """Return addresses and dtypes of tensors, and shapes and strides of parameters."""
     tensors = list(chain(parameters, buffers))
     return (
-        tuple([t.data_ptr() if type(t) in _PLAIN else id(t) for t in tensors]),
+        tuple([t.data_ptr() if type(t) in _PLAIN else memory_of(t) for t in tensors]),
         tuple([t.dtype for t in tensors]),
         tuple([p.shape for p in parameters]),
         tuple([(n, p.stride()) for n, p in enumerate(parameters) if not p.is_contiguous()]),
@@ -224,12 +224,14 @@ def _is_special(state: dict[str, Any]) -> bool:
         or "merged_adapters" in state
         or "_active_adapter" in state
         or BINDING_KEY in state
+        or "meta" in state
     )
 
 
 def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     """Return facts that few modules have: an own forward, a tuner's attributes, our kernels.
 
+    HQQ's linears hold tensors that are neither parameters nor buffers.
     A forward itself is kept and not its id, because the id of a deleted one may be used again.
     """
     tuner: tuple[Any, ...] | None = None
@@ -237,7 +239,8 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
         tuner = tuple([_comparable(state[name]) for name in _TUNER if name in state])
     bound = state.get(BINDING_KEY)
     kernels = () if bound is None else (id(bound), bound.retired)
-    return state.get("forward"), tuner, kernels
+    loose = tuple([memory_of(t) for t in loose_tensors(state)])
+    return state.get("forward"), tuner, kernels, loose
 
 
 def _comparable(value: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from mirage_hf.decode.sources import (
 from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
-from mirage_hf.trace.coded_linear import CODED_LINEAR, coded_linears_as_one_node, is_replaced
+from mirage_hf.trace.coded_linear import coded_linears_as_one_node, is_replaced
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, host_reads_named, record
@@ -99,13 +99,7 @@ class TracedSteps:
 
     def reads_replaced_codes(self) -> bool:
         """Return whether some linear has other codes now than those that the steps read."""
-        linears = {
-            node.args[-1]
-            for plan in self.plans.values()
-            for node in plan.recording.nodes
-            if node.name == CODED_LINEAR
-        }
-        return any(map(is_replaced, linears))
+        return any(is_replaced(x) for plan in self.plans.values() for x in plan.recording.coded)
 
     @property
     def weights(self) -> Iterator[Tensor]:
@@ -269,11 +263,11 @@ def record_step(
     Raises:
         TraceError: The step cannot be recorded.
     """
-    mode = FakeOnceMode()
     with (
+        closing(FakeOnceMode()) as mode,
         _quiet(),
         attention_as_one_node(),
-        coded_linears_as_one_node(model),
+        coded_linears_as_one_node(model) as coded,
         experts_of_fixed_shape(model),
     ):
         with _errors_named(), mode, torch.no_grad(), host_reads_named():
@@ -301,7 +295,7 @@ def record_step(
         why: TraceError | None = None
         for form in FORMS:
             try:
-                return of_all_sizes(form)
+                return replace(of_all_sizes(form), coded=coded)
             except TraceError as error:
                 why = why or error
     assert why is not None

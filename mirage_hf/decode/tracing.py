@@ -24,6 +24,7 @@ from mirage_hf.decode.traced_step import (
     rings_variants,
 )
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
+from mirage_hf.formats.containers import bytes_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.match.matches import CausalMatch
@@ -33,6 +34,7 @@ from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
+from mirage_hf.trace.coded_linear import coded_linears
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
@@ -129,9 +131,16 @@ class _Tracer:
                 check.run(plan, batch, own_windows, sizes[0])
                 plans[batch, rings] = plan
             self._report(plan, batch)
+        unread = coded_linears(model)[1]
+        self.report_rows += [
+            ReportRow(path, TRACED, STOCK, reason=f"its library's code runs: {reason}")
+            for path, reason in unread.items()
+        ]
+        read, total = _bytes_read(plan)
+        total += sum(bytes_of(p) for path in unread for p in model.get_submodule(path).parameters())
         count = sum(not isinstance(k, str) and k.runs_kernel for k in self.found.values())
         return TracedSteps(
-            plans, count, _bytes_read(plan), axes, check.mask_use, check.counts_from_zero()
+            plans, count, (read, total), axes, check.mask_use, check.counts_from_zero()
         )
 
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:

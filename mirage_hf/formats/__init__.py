@@ -6,22 +6,25 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import awq, compressed_tensors, fp8, gptq, hqq, torchao, unread
 from mirage_hf.formats.coding import CodedWeight, Coding
+from mirage_hf.formats.compressed_tensors import decoding_hooks
+from mirage_hf.formats.containers import memory_of
+from mirage_hf.formats.hqq import loose_tensors
 
 __all__ = [
     "CodedWeight",
     "Coding",
     "coded_weight",
+    "decoding_hooks",
     "held_tensors",
     "holds_codes",
-    "suspend_decoding",
+    "loose_tensors",
+    "memory_of",
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
@@ -51,15 +54,6 @@ def coded_weight(
 def holds_codes(kind: type) -> bool:
     """Return whether a class of parameters holds codes. Its parameters are read by a reader."""
     return kind.__module__.partition(".")[0] == "torchao"
-
-
-def suspend_decoding(model: nn.Module) -> Callable[[], None]:
-    """Keep a library from decoding all weights of a model at its first forward.
-
-    Returns:
-        What puts the model back as it was.
-    """
-    return compressed_tensors.suspend_decoding(model)
 
 
 def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:

@@ -64,6 +64,8 @@ class Split:
 
     def per_block(self, dtype: torch.dtype) -> Stored:
         """Return one value for each block of rows and columns, stored row by row."""
+        if self.row_block == 1:
+            return self.per_row(dtype)
         dims = self._rows()[:-1] + (1,) + self._columns(1)
         return self._row_major(dims, dtype)
 
@@ -231,7 +233,7 @@ def view_as(coding: Coding, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     inputs, _ = coding.write(new_kernel_graph())
     stored = [coded.storage(t) for t in inputs]
     return tuple(
-        t.detach().view(-1).view(s.dtype).as_strided(s.dims, s.strides)
+        t.detach().as_strided((t.numel(),), (1,)).view(s.dtype).as_strided(s.dims, s.strides)
         for t, s in zip(held, stored, strict=True)
     )
 

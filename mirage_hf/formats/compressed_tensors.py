@@ -6,7 +6,6 @@ whole model, so a model must be read before it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +16,12 @@ from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
 from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as, words_of
 from mirage_hf.formats.containers import text_of, uneven, wrong_tensor
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _SCHEME = "compressed_tensors.quantization.quant_scheme.QuantizationScheme"
 _FORWARD = "compressed_tensors.quantization.lifecycle.forward"
+_HOOK = "ct_decompress_hook"
 _TENSORS = (
     "weight",
     "weight_packed",
@@ -35,22 +36,18 @@ _PACKED = "pack-quantized"
 _PACKED_CODES = {4: torch.uint4, 8: torch.uint8}
 
 
-def suspend_decoding(model: nn.Module) -> Callable[[], None]:
-    """Take away the hook that decompresses a model at its first forward.
+def decoding_hooks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Find the hooks that decompress a whole model at its first forward.
 
     Returns:
-        What puts the hook back.
+        The modules that have one, each with the name of the attribute that holds its handle.
     """
-    handle = getattr(model, "ct_decompress_hook", None)
-    hooks = model._forward_pre_hooks
-    if handle is None or handle.id not in hooks:
-        return lambda: None
-    number, hook = handle.id, hooks.pop(handle.id)
-
-    def undo() -> None:
-        hooks[number] = hook
-
-    return undo
+    found = []
+    for module in model.modules():
+        handle = module.__dict__.get(_HOOK)
+        if handle is not None and handle.id in module._forward_pre_hooks:
+            found.append((module, _HOOK))
+    return found
 
 
 def recognizes(module: nn.Module) -> bool:
@@ -140,6 +137,8 @@ def _read(module: Any, args: Any, packed: bool) -> CodedWeight | str:
     why = uneven("inputs", columns, group) or uneven("outputs", rows, height)
     if packed:
         why = why or uneven("inputs", columns, per_word)
+    if is_packed(code):
+        why = why or uneven("inputs of a group", group, per_word)
     if zeros_packed:
         why = why or uneven("outputs", rows, per_word)
     if why:

@@ -36,6 +36,29 @@ def is_optimized(module: nn.Module) -> bool:
     return hasattr(type(module), STOCK_CLASS)
 
 
+def memory_of(t: Tensor) -> Any:
+    """Return what tells whether a tensor still is the same memory.
+
+    A tensor that consists of others, as torchao's do, is told by all of them. Its version counts
+    writes, because readers look at its zero points.
+    """
+    if type(t) in PLAIN_TENSORS:
+        return t.data_ptr()
+    flatten = getattr(t, "__tensor_flatten__", None)
+    if flatten is None:
+        return id(t)
+    parts = [memory_of(getattr(t, name)) for name in flatten()[0]]
+    return (id(t), t.dtype, None if t.is_inference() else t._version, *parts)
+
+
+def bytes_of(t: Tensor) -> int:
+    """Return the bytes of a tensor, or of the tensors that it consists of."""
+    flatten = getattr(t, "__tensor_flatten__", None)
+    if flatten is None:
+        return t.nbytes
+    return sum(bytes_of(getattr(t, name)) for name in flatten()[0])
+
+
 def text_of(x: Any) -> str:
     """Return the text of a setting that may be an enum."""
     return str(getattr(x, "value", x))

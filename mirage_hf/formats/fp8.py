@@ -66,8 +66,7 @@ def _read(module: Any, dtype: torch.dtype) -> CodedWeight | str:
     if why:
         return why
     stored = split.per_row if per_row else split.per_tensor if block is None else split.per_block
-    computes = dtype if module.bias is None else module.bias.dtype
     codes = split.codes(torch.float8_e4m3fn)
-    coding = Coding(rows, columns, computes, codes, stored(torch.float32))
+    coding = Coding(rows, columns, dtype, codes, stored(torch.float32))
     views = view_as(coding, (module.weight, scale))
     return CodedWeight(coding, views, module.bias, quantizes_activations=True)

@@ -34,6 +34,18 @@ def tensors(module: Any) -> tuple[Tensor | None, ...]:
     return (module.W_q, meta.get("scale"), meta.get("zero"))
 
 
+def loose_tensors(state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return the tensors of an HQQLinear that are neither parameters nor buffers.
+
+    Args:
+        state: The instance dictionary of a module. Other modules have none of these tensors.
+    """
+    meta = state.get("meta")
+    if type(meta) is not dict:
+        return ()
+    return tuple(t for t in (*meta.values(), state.get("bias")) if isinstance(t, Tensor))
+
+
 def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
     """Return the weight of a module that `recognizes` accepts."""
     found = _read(module)

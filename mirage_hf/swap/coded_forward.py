@@ -10,14 +10,16 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirage_hf.formats import CodedWeight, Coding, coded_weight, held_tensors
-from mirage_hf.formats.containers import STOCK_CLASS
+from mirage_hf.formats import CodedWeight, Coding, coded_weight, held_tensors, memory_of
+from mirage_hf.formats.containers import STOCK_CLASS, stock_class
+from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 
 #: The entry of a module's dictionary that holds its binding.
@@ -43,48 +45,77 @@ class CodedBinding:
         weight: Its codes.
         decode: Runs its decoding program.
         own: The forward on the instance that ours hides, None if there is none.
-        facts: What tells whether the module still has these codes.
+        models: How many optimized models have the linear.
     """
 
     weight: CodedWeight
     decode: Run
     own: Any = None
-    facts: tuple[Any, ...] = ()
+    models: int = 0
+
+    def __post_init__(self) -> None:
+        self._made_for = _reading(self.weight)
+        self._facts: tuple[Any, ...] = ()
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Return what the linear makes of `x`, with the codes that it has now."""
+        """Return what the linear makes of `x`, with the weight that it has now."""
         facts = _facts(module)
-        if facts != self.facts:
+        if facts != self._facts:
             now = coded_weight(module, self.weight.coding.dtype)
-            if not isinstance(now, CodedWeight) or now.coding != self.weight.coding:
-                raise RuntimeError(
-                    f"the codes of this {type(module).__name__} were replaced by another format "
-                    "after optimize(); call optimize() again"
-                )
-            self.weight, self.facts = now, facts
-        weight = self.decode(list(self.weight.tensors))[0]
-        return F.linear(x.to(weight.dtype), weight, self.weight.bias).to(x.dtype)
+            if not isinstance(now, CodedWeight):  # such as a plain weight
+                self.put_back(module)
+                return module.forward(x)  # type: ignore[no-any-return]
+            self.weight, self._facts = now, facts
+        decode = self.decode
+        if _reading(self.weight) != self._made_for:  # the model was cast or moved
+            decode = partial(run_kernel_graph, decoding_program(self.weight.coding))
+        decoded, bias = decode(list(self.weight.tensors))[0], self.weight.bias
+        return F.linear(x, decoded.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def put_back(self, module: nn.Module) -> None:
+        """Give a linear its library's forward."""
+        if module.__dict__.get(CODES_KEY) is not self:
+            return
+        del module.__dict__[CODES_KEY]
+        if self.own is not None:
+            module.__dict__.setdefault("forward", self.own)
+        stock = stock_class(module)
+        if type(module) is decoding_class(stock):
+            module.__class__ = stock
+
+
+def _reading(weight: CodedWeight) -> tuple[Coding, torch.device]:
+    """Return what the kernel that decodes a weight depends on."""
+    return weight.coding, weight.tensors[0].device
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return which memory holds a linear's codes and bias. To read a container takes longer."""
-    held = (*held_tensors(module), getattr(module, "bias", None))
-    return tuple([(id(t), t.data_ptr()) for t in held if t is not None])
+    held = (*module._parameters.values(), *held_tensors(module), module.bias)
+    return tuple([(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)])
+
+
+def _writes(t: Tensor) -> int:
+    """Return how often integers were written. Readers look at zero points and orders of groups."""
+    return 0 if t.is_floating_point() or t.is_inference() else t._version
 
 
 def bind_codes(module: nn.Module, binding: CodedBinding) -> Callable[[], None]:
-    """Let a linear decode its own weight. Return what puts it back."""
-    stock: Any = type(module)
-    binding.own = module.__dict__.pop("forward", None)
-    module.__dict__[CODES_KEY] = binding
-    module.__class__ = decoding_class(stock)
+    """Let a linear decode its own weight. Return what puts it back.
+
+    A linear of two optimized models keeps the binding of the first until both are put back.
+    """
+    binding = module.__dict__.setdefault(CODES_KEY, binding)
+    if not binding.models:
+        kind: Any = type(module)
+        binding.own = module.__dict__.pop("forward", None)
+        module.__class__ = decoding_class(kind)
+    binding.models += 1
 
     def undo() -> None:
-        module.__dict__.pop(CODES_KEY, None)
-        if binding.own is not None and "forward" not in module.__dict__:
-            module.__dict__["forward"] = binding.own
-        if type(module) is decoding_class(stock):
-            module.__class__ = stock
+        binding.models -= 1
+        if not binding.models:
+            binding.put_back(module)
 
     return undo
 

@@ -17,7 +17,7 @@ from mirage_hf.errors import (
     SearchError,
     VerificationError,
 )
-from mirage_hf.formats import CodedWeight, Coding, coded_weight, suspend_decoding
+from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, adapter_role
 from mirage_hf.match.matches import CausalMatch, Match, Matches
@@ -31,6 +31,7 @@ from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
 from mirage_hf.swap.ledger import Ledger
+from mirage_hf.swap.plain_copies import take_hook
 from mirage_hf.swap.swap_report import PLANNED, STOCK, SWAPPED, Report, ReportRow
 
 #: How the report names the last norm and the head.
@@ -87,7 +88,8 @@ class Optimization:
         found: dict[Coding, Run] = {}
         dtype = dtype_of(self.model)
         weights = [(path, m, coded_weight(m, dtype)) for path, m in self.model.named_modules()]
-        self.ledger.undos.append(suspend_decoding(self.model))
+        for module, name in decoding_hooks(self.model):
+            self.ledger.undos.append(take_hook(module, name))
         for path, module, weight in weights:
             if not isinstance(weight, CodedWeight):
                 continue

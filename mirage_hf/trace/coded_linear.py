@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import CodedWeight, coded_weight
+from mirage_hf.formats import CodedWeight, coded_weight, decoding_hooks
 
 #: The op's name as nodes have it.
 CODED_LINEAR = "mirage_hf.coded_linear"
@@ -43,7 +43,8 @@ class CodedLinear:
     module: weakref.ref[nn.Module]
 
 
-_linears: dict[int, CodedLinear] = {}
+#: The linears that recordings name. A recording keeps its own alive.
+_linears: weakref.WeakValueDictionary[int, CodedLinear] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -52,14 +53,14 @@ def linear_of(number: int) -> CodedLinear:
     return _linears[number]
 
 
-def is_replaced(number: int) -> bool:
-    """Return whether the linear that a node names is gone, or has other codes now."""
-    linear = _linears.get(number)
-    module = None if linear is None else linear.module()
-    if linear is None or module is None:
+def is_replaced(linear: CodedLinear) -> bool:
+    """Return whether a linear is gone, or has other codes or another bias now."""
+    module = linear.module()
+    if module is None:
         return True
-    now = coded_weight(module, linear.weight.coding.dtype)
-    return not isinstance(now, CodedWeight) or not _is_same(linear.weight, now)
+    known = linear.weight
+    now = coded_weight(module, known.coding.dtype)
+    return not isinstance(now, CodedWeight) or not _is_same(known, now)
 
 
 def _run(x: Tensor, codes: list[Tensor], bias: Tensor | None, number: int) -> Tensor:
@@ -90,17 +91,30 @@ def coded_linears(model: Any) -> tuple[dict[str, CodedWeight], dict[str, str]]:
 
 
 @contextmanager
-def coded_linears_as_one_node(model: Any) -> Iterator[None]:
-    """Let linears whose weights are codes be one op each while a step is recorded."""
+def coded_linears_as_one_node(model: Any) -> Iterator[tuple[CodedLinear, ...]]:
+    """Let linears whose weights are codes be one op each while a step is recorded.
+
+    Nothing decodes the whole model meanwhile.
+
+    Yields:
+        The linears. Nodes of the step name them, so whoever runs the nodes must keep them.
+    """
+    linears: list[CodedLinear] = []
     replaced: list[tuple[dict[str, Any], Any]] = []
+    hooks = [(m._forward_pre_hooks, vars(m)[name].id) for m, name in decoding_hooks(model)]
+    taken = [(own, number, own.pop(number)) for own, number in hooks]
     try:
         for path, weight in coded_linears(model)[0].items():
-            module = model.get_submodule(path)
+            module, number = model.get_submodule(path), next(_numbers)
+            linears.append(CodedLinear(path, weight, weakref.ref(module)))
+            _linears[number] = linears[-1]
             own = module.__dict__
             replaced.append((own, own.get("forward")))
-            own["forward"] = _OneNode(_number_of(path, weight, module))
-        yield
+            own["forward"] = _OneNode(number)
+        yield tuple(linears)
     finally:
+        for own, number, hook in taken:
+            own[number] = hook
         for own, before in replaced:
             if before is None:
                 own.pop("forward", None)
@@ -121,26 +135,9 @@ class _OneNode:
         )
 
 
-def _number_of(path: str, weight: CodedWeight, module: nn.Module) -> int:
-    """Return a linear's number. A linear whose memory is the same keeps its number.
-
-    Codes that were replaced are forgotten, so that their memory is freed.
-    """
-    for number, known in list(_linears.items()):
-        if known.module() is module:
-            if _is_same(known.weight, weight):
-                return number
-            _drop(number)
-    number = next(_numbers)
-    _linears[number] = CodedLinear(path, weight, weakref.ref(module, lambda _: _drop(number)))
-    return number
-
-
-def _drop(number: int) -> None:
-    _linears.pop(number, None)
-
-
 def _is_same(a: CodedWeight, b: CodedWeight) -> bool:
-    return a.coding == b.coding and all(
-        x.data_ptr() == y.data_ptr() for x, y in zip(a.tensors, b.tensors, strict=True)
-    )
+    return a.coding == b.coding and _addresses(a) == _addresses(b)
+
+
+def _addresses(weight: CodedWeight) -> list[int | None]:
+    return [None if t is None else t.data_ptr() for t in (*weight.tensors, weight.bias)]

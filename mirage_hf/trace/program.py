@@ -54,13 +54,15 @@ class _Writer:
                 return f"an input of {term.dtype} beside weights of {self.dtype}"
         if any(p.dtype != self.dtype for p in group.products):
             return "weights of several dtypes"
+        packed = len(group.products) > 1 and len(group.results) > 1
+        if packed and any(t.dtype != self.dtype for t in group.results):
+            return "results of another dtype than the weights"
         first = group.products[0].operands[0]
         source = group.before[0].terms[0] if group.before else first
         self._tensor(source)
         for term in group.before:
             self._compute(term)
         x = self._in(self.dtype, self._tensor(first))
-        packed = len(group.products) > 1 and len(group.results) > 1
         if packed:
             self._write_packed(x)
         else:
@@ -78,8 +80,6 @@ class _Writer:
                     return "a result of another dtype than the weights"
                 graph.mark_output(self._in(term.dtype, self.tensors[term]))
                 self.program.results.append((term, number, (0, term.dims[1])))
-        if packed and any(t.dtype != self.dtype for t, _, _ in self.program.results):
-            return "results of another dtype than the weights"
         return self.program
 
     def _in(self, dtype: torch.dtype, x: DTensor) -> DTensor:
@@ -98,7 +98,8 @@ class _Writer:
         if group.after:
             of = {t.operands[0]: t for t in group.after}
             biases = [self._tensor(of[p].operands[1]) for p in group.products]
-            y = graph.add(y, graph.concat(biases, dim=1))
+            y = graph.add(*self._alike([y, graph.concat(self._alike(biases), dim=1)]))
+            y = self._in(self.dtype, y)
         graph.mark_output(y)
         start = 0
         ends = {t.operands[0]: t for t in group.after} if group.after else {}
@@ -115,12 +116,14 @@ class _Writer:
         if term.op in ("add", "mul") and self._is_given(operands[0]):
             operands.reverse()  # as patterns write sums: what the group computes comes first
         operands = [self._tensor(x) if isinstance(x, Term) else x for x in operands]
-        if len({x.dtype for x in operands if isinstance(x, DTensor)}) > 1:
-            # a residual in float32 beside narrower results, as Mamba keeps it
-            operands = [
-                self._in(torch.float32, x) if isinstance(x, DTensor) else x for x in operands
-            ]
+        operands = self._alike(operands)
         self.tensors[term] = self.graph.apply(term.op, operands, dict(term.attrs))
+
+    def _alike(self, operands: list[Any]) -> list[Any]:
+        """Return operands in one dtype: float32 if they have several, as Mamba's residuals do."""
+        if len({x.dtype for x in operands if isinstance(x, DTensor)}) < 2:
+            return operands
+        return [self._in(torch.float32, x) if isinstance(x, DTensor) else x for x in operands]
 
     def _is_given(self, x: Any) -> bool:
         return isinstance(x, Term) and x not in self.tensors

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirage_hf.errors import MirageError
+from mirage_hf.trace.coded_linear import CodedLinear
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.questions import LengthQuestions
 
@@ -135,6 +136,8 @@ class Recording:
     held: dict[int, Meta] = field(default_factory=dict)
     #: The greatest length of a text for which the ops are these. See questions.py.
     reach: float = math.inf
+    #: The linears in codes that nodes name.
+    coded: tuple[CodedLinear, ...] = ()
 
     @property
     def held_tensors(self) -> list[Tensor]:
@@ -199,6 +202,14 @@ class FakeOnceMode(FakeTensorMode):
         """Run an op on fake tensors."""
         args, kwargs = _with_tensors(self._fake, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def close(self) -> None:
+        """Forget the real tensors.
+
+        A fake view holds its base where Python's garbage collector does not see it, so the mode may
+        live on.
+        """
+        self._fakes.clear()
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):

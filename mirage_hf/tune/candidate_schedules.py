@@ -32,14 +32,25 @@ _WALKED_WEIGHTS_SECOND = ((4, 3), (4, 4), (8, 3))
 _HELD_WEIGHTS_SECOND = ((4, 1), (8, 1))
 _LONG_TILE = 64
 
+#: The same for codes. Each warp decodes 16 rows of its own, so short tiles need few warps. With one
+#: stage, words are loaded one step ahead into registers.
+_WALKED_CODED_LAUNCHES = ((1, 1), (1, 3), (1, 4), (2, 3), (2, 4))
+
 
 def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
     """Yield every schedule of an op to estimate: of multiply-adds, then of tensor cores."""
     assert op.block is not None
+    has_packed_codes = bool(packed_axes(op))
     for mma in (False, True) if op.block.contractions else (False,):
-        schedules_with = _tensor_core_schedules if mma else _multiply_add_schedules
         for tiles in _TileChoices(op, op.block, mma).all():
-            yield from schedules_with(tiles, _walks_loop(op.block, tiles))
+            walks = _walks_loop(op.block, tiles)
+            if not mma:
+                yield from _multiply_add_schedules(tiles, walks)
+                continue
+            yield from _tensor_core_schedules(tiles, walks)
+            if walks and has_packed_codes:
+                for warps, stages in _WALKED_CODED_LAUNCHES:
+                    yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
 
 
 def packed_axes(op: KernelOp) -> dict[str | None, int]:

@@ -133,7 +133,8 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         instructions / (device.lane_rate * busy),
         flops / (device.mma_rate * busy),
     )
-    if adds_in_runs(plan):
+    is_staged = bool(plan.layout.code_factors) and not plan.pipelining.holds_words_ahead
+    if adds_in_runs(plan) or is_staged:
         # The arithmetic is as long as the reads, and hides them only in part.
         seconds += EXPOSED * instructions / (device.lane_rate * busy)
     again_us = 0.0

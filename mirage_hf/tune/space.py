@@ -34,6 +34,10 @@ REPEAT = 0.05
 #: Blocks share a loop only if there are at most this many blocks for each SM.
 MOST_BLOCKS_PER_SM = 4
 
+#: The same for blocks that hold words of codes one step ahead. They have few warps and no shared
+#: memory.
+MOST_BLOCKS_OF_WORDS = 32
+
 #: Bytes that the blocks of an SM prefetch together before they wait: about what fills the memory
 #: system.
 PREFETCH_BYTES = 48 << 10
@@ -221,7 +225,8 @@ def _may_share(p: KernelPlan, blocks: int, device: Device) -> bool:
     if loops != 1 or not p.tiling.is_looped:
         return False
     divides = p.tiling.trips(str(p.tiling.loop)) % blocks == 0
-    return divides and p.tiling.num_tiles * blocks <= MOST_BLOCKS_PER_SM * device.sms
+    most = MOST_BLOCKS_OF_WORDS if p.pipelining.holds_words_ahead else MOST_BLOCKS_PER_SM
+    return divides and p.tiling.num_tiles * blocks <= most * device.sms
 
 
 def _prefetchable_bytes(p: KernelPlan) -> int:

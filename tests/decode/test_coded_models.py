@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mirage_hf as mi
+from mirage_hf.decode import explain_step
 from mirage_hf.errors import OptimizeError
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
@@ -154,6 +155,8 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     twin = copy.deepcopy(model)
     assert [type(m) for m in twin.modules()] == kinds
     assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
+    if kind != "fp8":  # stock's own product needs a GPU
+        assert torch.equal(generated(twin, 1), generated(decoded_twin(model), 1))
     mi.restore(model)
 
 
@@ -168,6 +171,15 @@ def test_no_library_decodes_the_whole_model_at_its_first_forward() -> None:
     )
     mi.restore(model)
     assert len(model._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_stock_model_is_explained_and_left_as_it_is(kind: str) -> None:
+    model = coded(kind)
+    before = list(snapshot(model))
+    kernels, _ = explain_step(model)
+    assert all(row.bytes and not row.why for row in kernels if "proj" in row.what)
+    assert list(snapshot(model)) == before
 
 
 def test_codes_that_are_replaced_after_optimize_are_read_from_then_on() -> None:
@@ -205,6 +217,23 @@ def test_linears_of_several_formats_and_plain_ones_share_a_step() -> None:
     assert "searched kernels read 100% of the bytes" in str(model.mirage.report)
     assert torch.equal(generated(model, 1), generated(plain, 1))
     mi.restore(model)
+
+
+def test_linears_that_are_not_read_run_their_librarys_code_and_are_named() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = coded("int8")
+    other = quantization.Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2)
+    heads = [layer.self_attn.o_proj for layer in model.model.layers]
+    for head, plain in zip(heads, small_llama().model.layers, strict=True):
+        head.weight = nn.Parameter(plain.self_attn.o_proj.weight.detach())
+    quantization.quantize_(model, other, filter_fn=lambda m, _: m in heads)
+    stock = generated(model, 1)
+    mi.optimize(model)
+    report = model.mirage.report
+    rows = [row for row in report.rows if row.module.endswith("o_proj")]
+    assert len(rows) == 2 and all("float8_e5m2" in row.reason for row in rows), report
+    assert "read 100%" not in str(report)
+    assert torch.equal(generated(model, 1), stock)
 
 
 def test_a_format_that_is_not_read_is_an_error_with_its_name() -> None:

@@ -43,6 +43,12 @@ WEIGHTS = {
         "strategy": "block",
         "block_structure": [32, 32],
     },
+    "fp8, blocks of one row": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [1, 32],
+    },
 }
 ASYMMETRIC = {
     f"{name}, zero points": {**args, "symmetric": False}
@@ -52,10 +58,12 @@ ASYMMETRIC = {
 CASES = {**WEIGHTS, **ASYMMETRIC}
 
 
-def module_of(name: str, activations: dict | None = None, dtype=torch.bfloat16) -> nn.Linear:
+def module_of(
+    name: str, activations: dict | None = None, dtype=torch.bfloat16, rows: int = ROWS
+) -> nn.Linear:
     """Return a compressed linear."""
     torch.manual_seed(0)
-    module = nn.Linear(COLUMNS, ROWS, dtype=dtype)
+    module = nn.Linear(COLUMNS, rows, dtype=dtype)
     inputs = None if activations is None else QuantizationArgs(**activations)
     weights = QuantizationArgs(**CASES[name])
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
@@ -85,6 +93,16 @@ def test_a_program_decodes_what_the_library_decodes(name, dtype):
     assert found.bias is module.bias
     assert torch.equal(coded_modules.decoded(found.coding, found.tensors), weight_of(module))
     assert coded_modules.lies_in_module(found, module)
+
+
+def test_a_program_decodes_a_single_word_of_zero_points():
+    """The stride of a dim of one word may be any number."""
+    module = module_of("int8 in words, rows, zero points", rows=4)
+    expected = weight_of(module)
+    words = module.weight_zero_point.data.as_strided((1, 1), (4, 4))
+    module.weight_zero_point = nn.Parameter(words, requires_grad=False)
+    found = coded_modules.read(module)
+    assert torch.equal(coded_modules.decoded(found.coding, found.tensors), expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,6 +180,7 @@ def set_format(name):
     ("change", "why"),
     [
         (change_scheme(group_size=48), "do not divide"),
+        (change_scheme(group_size=4), "do not divide 4 inputs of a group"),
         (change_scheme(group_size=64), "weight_scale has shape"),
         (change_scheme(num_bits=3), "codes of 3 bits"),
         (change_scheme(num_bits=8), "weight_packed has shape"),

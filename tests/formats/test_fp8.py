@@ -28,7 +28,7 @@ def weight_of(module) -> torch.Tensor:
     return (module.weight.detach().float() * scale).bfloat16()
 
 
-@pytest.mark.parametrize("block", [(32, 32), (16, 64), (64, 128), None])
+@pytest.mark.parametrize("block", [(32, 32), (16, 64), (1, 32), (64, 128), None])
 def test_a_program_decodes_blocks(block):
     module = module_of(block)
     found = coded_modules.read(module)

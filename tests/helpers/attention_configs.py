@@ -51,7 +51,7 @@ LARGE = dict(
     dtype=(torch.float16, torch.bfloat16),
 )
 #: Most elements of the keys of all heads of a batch.
-MOST_ELEMENTS = 1 << 29
+MOST_ELEMENTS = 1 << 27
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,17 @@ def test_groups_of_several_narrow_dtypes_have_no_program() -> None:
     assert found == "a result of another dtype than the weights"
 
 
+def test_products_side_by_side_with_wide_biases_have_no_program() -> None:
+    weights = [normal(n, WIDTH).bfloat16() for n in (WIDTH, WIDE)]
+    biases = [normal(len(weight)) for weight in weights]
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, w) + b for w, b in zip(weights, biases, strict=True))
+
+    found = reason(function, x=normal(ROWS, WIDTH).bfloat16())
+    assert found == "results of another dtype than the weights"
+
+
 # -- groups with float32 beside narrower weights --------------------------------------------------
 
 

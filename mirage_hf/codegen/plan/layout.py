@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 
+from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.code_runs import partial_sums, run_lengths
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
@@ -48,7 +49,8 @@ class Dot:
     right: str
     #: True if the left tile is stored as (over, rows) instead of (rows, over).
     left_transposed: bool
-    #: True if the right tile is stored as (columns, over) instead of (over, columns).
+    #: True if the right tile is stored as (columns, over) instead of (over, columns). A right tile
+    #: of one column has only the dim `over`.
     right_transposed: bool
     dtype: torch.dtype
 
@@ -230,9 +232,12 @@ class TensorLayout:
         """Return a product as `tl.dot` takes it, if its rows and its columns are adjacent dims."""
         place = {a: n for n, a in enumerate(self.order)}
         free = {x: sorted(place[a] for a in self._free(x, c.over)) for x in (c.a, c.b)}
-        left, right = sorted((c.a, c.b), key=free.__getitem__)
+        # A factor without rows of its own is one column.
+        left, right = sorted((c.a, c.b), key=lambda x: (not free[x], free[x]))
         over = place[c.over]
-        if free[left][-1] > free[right][0] or any(p[0] < over < p[-1] for p in free.values()):
+        if any(p and p[0] < over < p[-1] for p in free.values()):
+            return None
+        if free[right] and free[left][-1] > free[right][0]:
             return None
         if self.tiling.numel(self._free(left, c.over)) < MMA_MIN:
             return None  # too few rows: they would have to be the columns
@@ -242,7 +247,8 @@ class TensorLayout:
             dtype = self.tiling.mma_dtype
         else:
             dtype = stored.pop() if len(stored) == 1 else torch.float32
-        return Dot(c, left, right, free[left][0] > over, over > free[right][0], dtype)
+        is_column_last = not free[right] or over < free[right][0]
+        return Dot(c, left, right, free[left][0] > over, not is_column_last, dtype)
 
     def rows(self, dot: Dot) -> int:
         """Return the rows of a product's left tile."""
@@ -267,10 +273,18 @@ class TensorLayout:
             tiling.mma_dtype is not torch.float32
             and not set(a) & set(b)
             and tiling.tile(c.over) >= MMA_MIN
-            and min(sizes) >= MMA_COLUMNS
+            and min(sizes) >= (1 if self._is_vector_of_codes(c) else MMA_COLUMNS)
             and max(sizes) >= MMA_MIN
             and all(tiling.dtype(i) in (*COMPUTE_DTYPES, *CODE_DTYPES) for i in inputs)
         )
+
+    def _is_vector_of_codes(self, c: Contraction) -> bool:
+        """Return True if a product multiplies codes with one vector.
+
+        On tensor cores the codes of a vector take half as many instructions as with multiply-adds.
+        """
+        factors = [x for x in (c.a, c.b) if code_order.holds_codes(self.tiling, x)]
+        return len(factors) == 1 and not all(self._free(x, c.over) for x in (c.a, c.b))
 
     def _free(self, value: str, over: str) -> tuple[str, ...]:
         """Return the axes of a factor that are not summed over."""
@@ -336,6 +350,25 @@ class TensorLayout:
             if op.over is None and read & made and read <= made | constant:
                 made.add(op.out)
         return frozenset(made)
+
+    @cached_property
+    def code_factors(self) -> Mapping[str, torch.dtype]:
+        """The 16-bit dtypes of factors in codes, and of the inputs that hold them.
+
+        They are decoded to this dtype, in code order. See code_order.py.
+        """
+        products = ((d.contraction, d.dtype) for d in self.dots.values())
+        return code_order.code_factors(self.tiling, products, self.zero_points)
+
+    @cached_property
+    def code_ordered(self) -> frozenset[str]:
+        """The axes whose tiles are in code order."""
+        factors = self.code_factors
+        return frozenset(
+            d.contraction.over
+            for d in self.dots.values()
+            if d.left in factors or d.right in factors
+        )
 
     # -- factors ----------------------------------------------------------------------------------
 

@@ -1,0 +1,111 @@
+"""Codes as factors of tensor-core products, and the order in which threads hold them.
+
+A word holds eight neighbouring codes, lowest bits first. Tensor cores want two neighbouring
+elements of the summed axis in each register. So a thread takes two neighbouring words and decodes
+code number e of both at once. A tile then holds code 0 of all its words, code 1 of all its words,
+and so on. This is its *code order*. A sum may take its elements in any order, so the kernel holds
+all tiles along such an axis in code order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.graph.block import BlockInput, BlockOp, Contraction
+from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD
+
+#: The float of a 16-bit dtype whose lowest mantissa bits count 1. A code added to it is exact.
+OFFSETS = {torch.float16: 1024.0, torch.bfloat16: 128.0}
+
+#: Fewest codes of a tile in code order: two words.
+PAIR = 2 * CODES_PER_WORD
+
+#: Largest zero point that is subtracted from a code exactly in all of these dtypes.
+_LARGEST_ZERO = 120
+
+
+def is_code_difference(tiling: Tiling, op: BlockOp) -> bool:
+    """Return True if an op subtracts an integer input from packed codes."""
+    if op.fn != "sub" or op.args[0] not in tiling.inputs or op.args[1] not in tiling.inputs:
+        return False
+    codes, zeros = (tiling.dtype(tiling.inputs[str(a)]) for a in op.args)
+    return is_packed(codes) and zeros in CODE_DTYPES and not zeros.is_floating_point
+
+
+def holds_codes(tiling: Tiling, value: str) -> bool:
+    """Return True if a value is packed codes, or their difference from zero points."""
+    if value in tiling.inputs:
+        return is_packed(tiling.dtype(tiling.inputs[value]))
+    op = tiling.ops.get(value)
+    if op is None or op.fn != "sub" or not isinstance(op.args[0], str):
+        return False
+    is_number = not isinstance(op.args[1], str)
+    return op.args[0] in tiling.inputs and (
+        is_code_difference(tiling, op) or (is_number and holds_codes(tiling, op.args[0]))
+    )
+
+
+def code_factors(
+    tiling: Tiling,
+    products: Iterable[tuple[Contraction, torch.dtype]],
+    zero_points: Mapping[str, float],
+) -> dict[str, torch.dtype]:
+    """Return the packed inputs that are decoded to a factor's 16-bit dtype, in code order.
+
+    The result also names the differences from zero points that are the factors.
+
+    Args:
+        tiling: The tiling.
+        products: The products on tensor cores, with the dtype of their factors.
+        zero_points: The number that decoding subtracts, by input.
+    """
+    found: dict[str, torch.dtype] = {}
+    products = list(products)
+    formed = {c.product for c, _ in products}
+    for c, dtype in products:
+        for factor in (c.a, c.b):
+            if dtype not in OFFSETS or not holds_codes(tiling, factor):
+                continue
+            name = factor if factor in tiling.inputs else str(tiling.ops[factor].args[0])
+            zero = zero_points.get(name, 0.0)
+            is_input = factor == name
+            subtracted = is_input or name in zero_points
+            exact = zero <= _LARGEST_ZERO and (
+                subtracted or is_code_difference(tiling, tiling.ops[factor])
+            )
+            only_read_here = _readers(tiling, factor) <= formed and (
+                is_input or _readers(tiling, name) == {factor}
+            )
+            if exact and only_read_here and _may_be_reordered(tiling, tiling.inputs[name], c.over):
+                found |= {name: dtype, factor: dtype}
+    return found
+
+
+def _readers(tiling: Tiling, value: str) -> set[str]:
+    """Return the ops and accumulators that read a value."""
+    found = {op.out for op in tiling.ops.values() if value in op.args}
+    return found | {a.out for s in tiling.block.stages for a in s.accumulators if a.arg == value}
+
+
+def _may_be_reordered(tiling: Tiling, codes: BlockInput, axis: str) -> bool:
+    """Return True if nothing but sums and elementwise ops depends on the order along an axis."""
+    operand = tiling.operands[codes.sources[0]]
+    block, tile = tiling.block, tiling.tile(axis)
+    per_word = word_dims(operand.dims, operand.strides)
+    whole_words = [codes.axes[d] for d, n in per_word.items() if n == CODES_PER_WORD] == [axis]
+    return (
+        whole_words
+        and tile % PAIR == 0
+        and block.split_size(axis) % tile == 0
+        and not any(axis in o.axes for o in block.outputs)
+        and not any(
+            axis in (i.bounds, i.joined)
+            or (i.rotation is not None and i.rotation.axis == axis)
+            or (i.padding is not None and i.padding.axis == axis)
+            for i in block.inputs
+        )
+    )
