@@ -39,7 +39,7 @@ class CodeWriter(TileWriter):
     def read_packed(
         self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinates
     ) -> str:
-        """Return one tile of codes of 4 bits, decoded to float32, or to the dtype of a factor.
+        """Return one tile of codes of 4 bits, decoded to float32 or to the dtype of a factor.
 
         Each thread loads words, and decodes the eight codes of a word itself.
 

@@ -76,8 +76,9 @@ class ValueWriter(PrefetchWriter):
         dims = self.layout.value_dims(op.out)
         codes, zeros = map(str, op.args)
         dtype = triton_dtype(self.layout.code_factors[op.out])
-        subtracted = self.spread(self.wide(zeros), self.layout.value_dims(zeros), dims)
-        return f"{self.stored(codes)} - {subtracted}.to({dtype})"
+        left = self.spread(self.stored(codes), self.layout.value_dims(codes), dims)
+        right = self.spread(f"{self.wide(zeros)}.to({dtype})", self.layout.value_dims(zeros), dims)
+        return f"{left} - {right}"
 
     def stored(self, value: str) -> str:
         """Return the name of a value as the kernel holds it. An input is loaded first.
@@ -347,7 +348,8 @@ class ValueWriter(PrefetchWriter):
         left = self._factor(dot.left, dot, dot.left_transposed)
         right = self._factor(dot.right, dot, dot.right_transposed)
         shape = [self.tiling.tile(a) for a in self.layout.value_dims(dot.contraction.out)]
-        if shape == [self.layout.rows(dot), self.layout.columns(dot)]:
+        has_column_alone = len(self.layout.value_dims(dot.right)) == 1
+        if len(shape) == 2 and not has_column_alone:
             return f"tl.dot({', '.join([left, right, start] if start else [left, right])})"
         # The compiler's layouts would not settle if the product started from a reshaped sum.
         text = f"tl.reshape(tl.dot({left}, {right}), {shape})"

@@ -167,7 +167,8 @@ class _BlockCheck:
                 f"output {o.value} is an input along the loop axis; "
                 "copy it in a stage of the loop (cast)"
             )
-        table.as_dtype(o.dtype)
+        if table.as_dtype(o.dtype) in table.CODE_DTYPES:
+            raise _error(f"output {o.value} is {o.dtype}; only inputs of a program hold codes")
 
 
 class _StageCheck:

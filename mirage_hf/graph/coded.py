@@ -127,16 +127,38 @@ def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
     return strided.laid_out(words, stored.strides, stored.dtype, codes.device)
 
 
+#: A reach of `random_codes` that leaves out no code.
+WHOLE_RANGE = 256
+
+
 def random_codes(
-    t: DTensor, generator: torch.Generator, device: torch.device | str
+    t: DTensor,
+    generator: torch.Generator,
+    device: torch.device | str,
+    reach: int = WHOLE_RANGE,
 ) -> torch.Tensor:
-    """Return a tensor that stores random codes of input `t`. Floats of 8 bits are normal."""
+    """Return a tensor that stores random codes of input `t`. Floats of 8 bits are normal.
+
+    Args:
+        t: The input.
+        generator: Draws the codes.
+        device: Where the tensor lies.
+        reach: Whole numbers are at most this far from the middle of their range.
+    """
     if t.dtype.is_floating_point:
         x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device=device)
     else:
         low, high = _range(t.dtype)
+        low = max(low, int(middle(t.dtype)) - reach)
+        high = min(high, int(middle(t.dtype)) + reach)
         x = torch.randint(low, high + 1, t.dims, generator=generator, device=device)
     return packed(t, x)
+
+
+def middle(dtype: torch.dtype) -> float:
+    """Return the middle of the codes of an integer dtype, the usual zero point."""
+    low, high = _range(dtype)
+    return (low + high + 1) / 2
 
 
 def _range(dtype: torch.dtype) -> tuple[int, int]:

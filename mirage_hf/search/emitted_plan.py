@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mirage_hf import _core
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.ops import table
@@ -91,7 +93,8 @@ class EmittedPlan:
         """Return the order of dims and the dtype of a value that later kernels read.
 
         The dims that later kernels sum over come last. If later kernels multiply the value with a
-        16-bit input, it has the input's dtype. All other values are float32.
+        16-bit input, it has the input's dtype. Codes count as inputs of the program's 16-bit dtype.
+        All other values are float32.
         """
         summed: set[str] = set()
         sources: set[int] = set()
@@ -125,4 +128,9 @@ class EmittedPlan:
 
     def _dtype_of(self, source: int) -> str:
         first = self.lowered.inputs[source].sources[0]
-        return table.dtype_name(self.program.inputs[first].dtype)
+        dtype = self.program.inputs[first].dtype
+        if dtype in table.CODE_DTYPES:
+            floats = {t.dtype for t in self.program.inputs} & {*table.COMPUTE_DTYPES}
+            halves = [d for d in floats if d.itemsize == 2]
+            dtype = halves[0] if len(halves) == 1 else torch.float32
+        return table.dtype_name(dtype)

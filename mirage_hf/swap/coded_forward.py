@@ -91,7 +91,7 @@ def _reading(weight: CodedWeight) -> tuple[Coding, torch.device]:
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return which memory holds a linear's codes and bias. To read a container takes longer."""
-    held = (*module._parameters.values(), *held_tensors(module), module.bias)
+    held = (*module._parameters.values(), *held_tensors(module), getattr(module, "bias", None))
     return tuple([(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)])
 
 

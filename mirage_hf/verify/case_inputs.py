@@ -37,8 +37,10 @@ class CaseInputs:
         self.program, self.seed, self.device = program, seed, device
         #: Shared inputs by position, with the generator's state after each.
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        #: Codes by the position of their input.
-        self._kept_codes: dict[int, torch.Tensor] = {}
+        #: Codes by the position of their input, and whether they are near their zero points.
+        self._kept_codes: dict[tuple[int, bool], torch.Tensor] = {}
+        #: The middle of the codes from which an input is subtracted, by its position.
+        self._middles = _middles(program)
 
     def of(self, case: Case) -> list[torch.Tensor]:
         """Return the inputs of a case."""
@@ -48,7 +50,7 @@ class CaseInputs:
         number = 0  # among those of floating point
         for position, t in enumerate(self.program.inputs):
             if t.dtype in table.CODE_DTYPES:
-                inputs.append(self._codes(position, t))
+                inputs.append(self._codes(position, t, case.near_zero_points))
                 continue
             if not t.dtype.is_floating_point:
                 x = torch.zeros(t.dims, device="cpu")
@@ -58,6 +60,7 @@ class CaseInputs:
                 continue
             changes = number == 0 or number in case.grown
             changes = changes or position in case.garbage or position == case.zero
+            changes = changes or (case.near_zero_points and position in self._middles)
             if not changes and position in self._shared:
                 x, state = self._shared[position]
                 generator.set_state(state)
@@ -69,12 +72,19 @@ class CaseInputs:
             number += 1
         return inputs
 
-    def _codes(self, position: int, t: DTensor) -> torch.Tensor:
-        """Return random codes for an input, the same ones in every case."""
-        if position not in self._kept_codes:
+    @property
+    def holds_codes(self) -> bool:
+        """Whether an input holds codes that are whole numbers."""
+        return any(_is_whole_code(t) for t in self.program.inputs)
+
+    def _codes(self, position: int, t: DTensor, near_zero: bool) -> torch.Tensor:
+        """Return random codes for an input, the same ones in every case of a kind."""
+        key = position, near_zero and _is_whole_code(t)
+        if key not in self._kept_codes:
             generator = torch.Generator(self.device).manual_seed(self.seed + position)
-            self._kept_codes[position] = coded.random_codes(t, generator, self.device)
-        return self._kept_codes[position]
+            reach = _reach(t) if key[1] else coded.WHOLE_RANGE
+            self._kept_codes[key] = coded.random_codes(t, generator, self.device, reach)
+        return self._kept_codes[key]
 
     def _bounds(self, case: Case) -> dict[int, np.ndarray]:
         program, rng = self.program, np.random.default_rng(self.seed % 2**64)
@@ -101,6 +111,8 @@ class CaseInputs:
             x = (x * case.factor + case.offset).clamp_(-most, most)
         elif len(t.dims) >= 2 and t.dims[-2] > 1:
             x = x / max(t.dims[-2:]) ** 0.5
+        if case.near_zero_points and position in self._middles:
+            x = x + self._middles[position]
         if number in case.grown:
             sign = case.sign if number == case.grown[-1] else 1
             x = (x.abs() * sign * case.by).clamp_(-most, most)
@@ -112,6 +124,36 @@ class CaseInputs:
 
     def _laid_out(self, t: DTensor, x: torch.Tensor) -> torch.Tensor:
         return strided.laid_out(x, t.strides, t.dtype, self.device)
+
+
+def _is_whole_code(t: DTensor) -> bool:
+    return t.dtype in table.CODE_DTYPES and not t.dtype.is_floating_point
+
+
+def _reach(t: DTensor) -> int:
+    """Return how far codes near their zero points are from the middle of their range."""
+    return 1 if coded.is_packed(t.dtype) else 8
+
+
+def _middles(program: KernelGraph) -> dict[int, float]:
+    """Return the middle of the codes from which each float input is subtracted, by position."""
+    position = {t.index: n for n, t in enumerate(program.inputs)}
+    #: The inputs that a tensor is made of, by its index.
+    made_of = {index: {index} for index in position}
+    found: dict[int, float] = {}
+    for op in program.ops:
+        operands = [x for x in op.inputs if isinstance(x, DTensor)]
+        if op.name in ("cast", "concat", "reshape", "permute"):
+            sources = set().union(*(made_of.get(t.index, set()) for t in operands))
+            made_of[op.outputs[0].index] = sources
+        elif op.name == "sub" and len(operands) == 2:
+            left, right = (made_of.get(t.index, set()) for t in operands)
+            codes = [program.inputs[position[n]] for n in left]
+            middles = {coded.middle(t.dtype) for t in codes if _is_whole_code(t)}
+            floats = [n for n in right if program.inputs[position[n]].dtype.is_floating_point]
+            if len(middles) == 1:
+                found |= dict.fromkeys((position[n] for n in floats), middles.pop())
+    return found
 
 
 def make_inputs(

@@ -41,6 +41,9 @@ class Case:
     outside: bool = False
     #: The input, by position, that is 0 throughout.
     zero: int | None = None
+    #: Codes lie near the middle of their range, and so do their zero points. The products with both
+    #: then cancel nearly all of each other.
+    near_zero_points: bool = False
 
     @property
     def cancels(self) -> bool:
@@ -60,6 +63,7 @@ def cases(dtype: torch.dtype) -> tuple[Case, ...]:
         Case("huge positive scores", scores=3e4, sign=1, range_only=True),
         Case("huge negative scores", scores=3e4, sign=-1, range_only=True),
         Case("NaN out of bounds", outside=True),
+        Case("codes near zero points", near_zero_points=True),
     ]
     if is_half:
         found.append(Case("nearly the largest", factor=12000.0, range_only=True))

@@ -63,9 +63,13 @@ def module_of(
 ) -> nn.Linear:
     """Return a compressed linear."""
     torch.manual_seed(0)
-    module = nn.Linear(COLUMNS, rows, dtype=dtype)
+    return compressed(nn.Linear(COLUMNS, rows, dtype=dtype), CASES[name], activations)
+
+
+def compressed(module: nn.Linear, args: dict, activations: dict | None = None) -> nn.Linear:
+    """Compress a linear with random scales and zero points, and return it."""
     inputs = None if activations is None else QuantizationArgs(**activations)
-    weights = QuantizationArgs(**CASES[name])
+    weights = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     scale = module.weight_scale
@@ -105,9 +109,10 @@ def test_a_program_decodes_a_single_word_of_zero_points():
     assert torch.equal(coded_modules.decoded(found.coding, found.tensors), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
-def test_wrong_decodings_differ(name):
-    module = module_of(name)
+def test_wrong_decodings_differ(name, dtype):
+    module = module_of(name, dtype=dtype)
     caught = coded_modules.caught(coded_modules.read(module), weight_of(module))
     assert all(caught.values()), caught
 

@@ -20,12 +20,12 @@ def module_of(block, rows=64, columns=128, bias=False, **options) -> nn.Module:
     return module
 
 
-def weight_of(module) -> torch.Tensor:
+def weight_of(module, dtype=torch.bfloat16) -> torch.Tensor:
     """Return the weight that the kernels of transformers multiply by."""
     scale = module.weight_scale_inv.detach()
     for dim, size in enumerate(module.block_size or ()):
         scale = scale.repeat_interleave(size, dim)
-    return (module.weight.detach().float() * scale).bfloat16()
+    return (module.weight.detach().float() * scale).to(dtype)
 
 
 @pytest.mark.parametrize("block", [(32, 32), (16, 64), (1, 32), (64, 128), None])

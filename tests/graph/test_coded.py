@@ -8,6 +8,7 @@ import torch
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.graph import coded, json_format, text
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
 from tests.helpers import coded_programs
 from tests.helpers.coded_programs import CASES
@@ -73,6 +74,16 @@ def test_words_hold_codes_along_the_dims_of_strides_below_8(dims, strides, words
 def test_codes_that_fill_no_words_are_refused(dims, strides):
     with pytest.raises(errors.GraphError, match="do not fill int32 words"):
         input_of(dims, strides)
+
+
+def test_a_block_graph_stores_no_codes():
+    with pytest.raises(errors.GraphError, match="only inputs of a program hold codes"):
+        BlockGraph(
+            (Axis("n", 8, Role.GRID),),
+            (BlockInput("x", (0,), ("n",)),),
+            (Stage(None, (BlockOp("y", "neg", ("x",), ("n",)),)),),
+            (BlockOutput("y", ("n",), "uint8"),),
+        )
 
 
 def test_only_cast_reads_codes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 
@@ -62,25 +63,109 @@ def lies_in_module(weight: CodedWeight, module: torch.nn.Module) -> bool:
     return all(t.untyped_storage().data_ptr() in own for t in weight.tensors)
 
 
-def mutants(weight: CodedWeight) -> Iterator[tuple[str, Coding, list[torch.Tensor]]]:
-    """Yield wrong decodings of a weight: a name, the coding and the tensors that it reads."""
+Mutant = tuple[str, Coding, list[torch.Tensor]]
+
+
+def mutants(weight: CodedWeight) -> Iterator[Mutant]:
+    """Yield wrong decodings of a weight: a name, the coding and the tensors that it reads.
+
+    A changed tensor that has the same elements as before is left out.
+    """
     coding, tensors = weight.coding, list(weight.tensors)
-    if is_packed(coding.codes.dtype):
-        words, low = tensors[0], 0x0F0F0F0F
-        turned = ((words >> 4) & low) | ((words & low) << 4)
-        yield "nibbles in the other order", coding, [turned, *tensors[1:]]
-    if len(set(coding.scales.dims)) > 1:
-        dim = max(range(len(coding.scales.dims)), key=lambda d: coding.scales.dims[d])
-        moved = tensors[1].roll(1, dim)
-        yield "scales of another row or group", coding, [tensors[0], moved, *tensors[2:]]
+    changes = [_other_codes, _other_scales]
     if coding.zeros is not None:
         yield "no zero points", replace(coding, zeros=None), tensors[:2]
-        moved = tensors[2].roll(1, 0)
-        yield "zero points of another row", coding, [*tensors[:2], moved]
+        changes.append(_other_zeros)
     if coding.shifts is not None:
         yield "nothing is added", replace(coding, shifts=None), tensors[:-1]
         yield "what is added to another row", coding, [*tensors[:-1], tensors[-1].roll(1, 0)]
-    yield "another zero point", replace(coding, zero=coding.zero + 1), tensors
+    for by in (1, -1, 8):
+        yield f"zero point plus {by}", replace(coding, zero=coding.zero + by), tensors
+    if coding.zero:
+        yield "no constant zero point", replace(coding, zero=0.0), tensors
+    for n, change in enumerate(changes):
+        for name, tensor in change(weight):
+            if not torch.equal(_bytes(tensor), _bytes(tensors[n])):
+                yield name, coding, [*tensors[:n], tensor, *tensors[n + 1 :]]
+
+
+def _other_codes(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield codes in another order or with other bits."""
+    dtype, codes = weight.coding.codes.dtype, weight.tensors[0]
+    yield from _moved("codes", codes)
+    if is_packed(dtype):
+        yield from _other_nibbles("codes", codes)
+        return
+    raw = codes.contiguous().view(torch.uint8)
+    whole = raw.view(-1, 4)
+    yield "bytes of a word reversed", whole.flip(1).view(raw.shape).view(codes.dtype)
+    yield "bytes of a word exchanged", whole[:, [1, 0, 3, 2]].view(raw.shape).view(codes.dtype)
+    yield "codes with another sign", (raw ^ 0x80).view(codes.dtype)
+    yield "codes with another lowest bit", (raw ^ 1).view(codes.dtype)
+
+
+def _other_scales(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield scales of other rows or groups, and other scales."""
+    scales = weight.tensors[1]
+    yield from _moved("scales", scales)
+    yield "scales squared", scales.square()
+    yield "scales inverted", scales.reciprocal()
+    yield "no scales", torch.ones_like(scales)
+
+
+def _other_zeros(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield zero points of other rows or groups, and other zero points."""
+    assert weight.coding.zeros is not None
+    zeros = weight.tensors[2]
+    yield from _moved("zero points", zeros)
+    if is_packed(weight.coding.zeros.dtype):
+        yield from _other_nibbles("zero points", zeros)
+    else:
+        yield "zero points plus 1", zeros + 1
+        yield "zero points counted twice", zeros * 2
+
+
+def _moved(what: str, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor with its elements at other places."""
+    wide = [d for d, n in enumerate(t.shape) if n > 1]
+    raw = _bytes(t)
+    for d in wide:
+        last = t.shape[d] - 1
+        for by in (1, -1):
+            yield f"{what} moved by {by} along {d}", raw.roll(by, d).view(t.dtype).squeeze(-1)
+        late = torch.cat([raw.narrow(d, 1, last), raw.narrow(d, last, 1)], d)
+        yield f"{what} off by one along {d}", late.view(t.dtype).squeeze(-1)
+        first = raw.narrow(d, 0, 1).expand(raw.shape).contiguous()
+        yield f"first {what} for all along {d}", first.view(t.dtype).squeeze(-1)
+    for a, b in combinations(wide, 2):
+        order = list(range(raw.dim()))
+        order[a], order[b] = b, a
+        turned = raw.permute(order).contiguous().view(raw.shape)
+        yield f"{what} transposed along {a}, {b}", turned.view(t.dtype).squeeze(-1)
+
+
+def _other_nibbles(what: str, words: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield int32 words that hold their eight codes in another order."""
+    shifts = torch.arange(0, 32, 4)
+    nibbles = (words.to(torch.int64).unsqueeze(-1) >> shifts) & 15
+    orders = {
+        "high nibble first": (1, 0, 3, 2, 5, 4, 7, 6),
+        "last nibble first": (7, 6, 5, 4, 3, 2, 1, 0),
+        "bytes reversed": (6, 7, 4, 5, 2, 3, 0, 1),
+        "even nibbles first": (0, 2, 4, 6, 1, 3, 5, 7),
+        "halves interleaved": (0, 4, 1, 5, 2, 6, 3, 7),
+        "next nibble": (1, 2, 3, 4, 5, 6, 7, 0),
+    }
+    for name, order in orders.items():
+        changed = (nibbles[..., list(order)] << shifts).sum(-1)
+        signed = torch.where(changed >= 1 << 31, changed - (1 << 32), changed)
+        strided = torch.empty_strided(words.shape, words.stride(), dtype=torch.int32)
+        yield f"{what}: {name}", strided.copy_(signed)
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element, in a new last dim."""
+    return t.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def caught(weight: CodedWeight, expected: torch.Tensor) -> dict[str, bool]:

@@ -46,9 +46,7 @@ class Mutant:
 def fuse(program: KernelGraph, block: BlockGraph) -> UGraph:
     """Return the µGraph that runs `block` as the only kernel of `program`."""
     kernels = KernelGraph()
-    made = kernels.customized(
-        [kernels.new_input(t.dims, t.dtype, t.strides, t.name) for t in program.inputs], block
-    )
+    made = kernels.customized([kernels.input_like(t) for t in program.inputs], block)
     kernels.mark_output(*made)
     return UGraph(program, kernels)
 
@@ -91,7 +89,7 @@ def _with_ops(
         DTypeError: the dtypes do not.
     """
     made = KernelGraph()
-    new = {t.index: made.new_input(t.dims, t.dtype, t.strides, t.name) for t in kernels.inputs}
+    new = {t.index: made.input_like(t) for t in kernels.inputs}
     for number, op in enumerate(kernels.ops):
         op = changed.get(number, op)
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
@@ -108,7 +106,7 @@ def _with_ops(
 def _with_a_part_twice(kernels: KernelGraph, partial: DTensor, dim: int) -> KernelGraph:
     """Put the first split of a partial result in the place of the last."""
     made = KernelGraph()
-    new = {t.index: made.new_input(t.dims, t.dtype, t.strides, t.name) for t in kernels.inputs}
+    new = {t.index: made.input_like(t) for t in kernels.inputs}
     for op in kernels.ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
         outs = (

@@ -179,6 +179,53 @@ def mend() -> None:
     interpreter.InterpreterBuilder.binary_op = mended
 
 
+def mend_bfloat16() -> None:
+    """Mend conversions from and to bfloat16, and its arithmetic, in Triton's interpreter.
+
+    It holds bfloat16 as uint16. So it cut off the bits of float32 instead of rounding them,
+    converted other types to the integer, and computed with the integers.
+    """
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "mended_bfloat16"):
+        return
+    interpreter.mended_bfloat16 = True
+    builder = interpreter.InterpreterBuilder
+    cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        wide = (x.data.astype(numpy.uint32) << 16).view(numpy.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def rounded(x):
+        bits = x.data.view(numpy.uint32)
+        nearest = bits + (0x7FFF + ((bits >> 16) & 1)).astype(numpy.uint32)
+        halves = (numpy.where(numpy.isfinite(x.data), nearest, bits) >> 16).astype(numpy.uint16)
+        return interpreter.TensorHandle(halves, tl.bfloat16)
+
+    def converted(self, x, target):
+        if x.dtype.scalar == target.scalar:
+            return x
+        if target.scalar != tl.bfloat16:
+            return cast(self, widened(x), target)
+        return rounded(x if x.dtype.scalar == tl.float32 else cast(self, x, tl.float32))
+
+    def product(self, a, b, *rest):
+        return dot(self, widened(a), widened(b), *rest)
+
+    def combined(self, a, b, op):
+        if a.dtype.scalar != tl.bfloat16:
+            return binary(self, a, b, op)
+        found = binary(self, widened(a), widened(b), op)
+        return rounded(found) if found.data.dtype == numpy.float32 else found
+
+    builder.cast_impl, builder.create_dot, builder.binary_op = converted, product, combined
+
+
 def _serve() -> None:
     import torch
 
@@ -188,6 +235,7 @@ def _serve() -> None:
     )  # fills memory that is allocated without a value with NaN: no kernel may read it
     quicken()
     mend()
+    mend_bfloat16()
     answers = sys.stdout
     for line in sys.stdin:
         printed = io.StringIO()

@@ -1,6 +1,7 @@
 """The search on weights in codes: where scales and zero points go, and what the proof refuses."""
 
 import pytest
+import torch
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import Role
@@ -10,6 +11,7 @@ from mirage_hf.search.lowering import lower
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.accept import accept, verify
 from mirage_hf.verify.verdict import Accepted
+from tests.helpers import coded_mutants
 from tests.helpers.coded_programs import CASES, fp8_linear, int4_joined, int4_linear
 
 SEARCH = SearchOptions(threads=1)
@@ -40,6 +42,15 @@ def test_scales_are_pulled_out_of_the_sum_within_a_group():
         )
 
     assert any(map(pulls_out_scales, blocks_of(int4_linear(4, 64, 512, 128))))
+
+
+@pytest.mark.parametrize("name", coded_mutants.PROGRAMS)
+def test_kernels_store_no_codes(name):
+    """A value that later kernels multiply with codes has the dtype of x, or float32."""
+    found, report = search(coded_mutants.PROGRAMS[name]().graph, SEARCH)
+    assert any(r.ugraph.num_kernels > 1 for r in found), report
+    stored = [t.dtype for r in found for op in r.ugraph.kernels.ops for t in op.outputs]
+    assert {*stored} <= {torch.float16, torch.float32}
 
 
 def test_a_norm_fuses_with_a_linear_of_codes():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mirage_hf as mi
+from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.verify import case_inputs
 from mirage_hf.verify.case_inputs import (
@@ -21,8 +22,9 @@ from mirage_hf.verify.case_inputs import (
     with_garbage,
     with_scores,
 )
+from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.numeric_cases import Case, cases
-from tests.helpers import ugraphs
+from tests.helpers import coded_mutants, ugraphs
 
 RANDOM = Case("random")
 
@@ -274,6 +276,28 @@ def test_scores_that_overflow_at_any_size_are_left_out() -> None:
 
 
 # -- cases ----------------------------------------------------------------------------------------
+
+
+def test_codes_lie_near_their_zero_points() -> None:
+    case = next(case for case in cases(torch.float16) if case.near_zero_points)
+    for kind, middle, reach in (("int4", 8, 1), ("int8 floats", 128, 8), ("int8 bytes", 0, 8)):
+        program = coded_mutants.coded_linear([coded_mutants.coding(kind, 16, 64, 32)], 2)
+        made = CaseInputs(program.graph)
+        near, usual = made.of(case), made.of(RANDOM)
+        for t, role, x, y in zip(program.graph.inputs, program.roles, near, usual, strict=True):
+            if role in ("codes", "zeros"):
+                x, y = coded.unpacked(t, x), coded.unpacked(t, y)
+                assert 0 < float((x.double() - middle).abs().max()) <= reach
+                assert float((y.double() - middle).abs().max()) > reach
+            else:
+                assert torch.equal(x, y)
+
+
+def test_only_programs_of_whole_codes_have_codes_near_zero_points() -> None:
+    for kind, has in (("int4", True), ("fp8", False)):
+        coding = coded_mutants.coding(kind, 16, 64)
+        program = coded_mutants.coded_linear([coding], 2).graph
+        assert any(case.near_zero_points for case, _ in NumericCheck(program).each()) is has
 
 
 def test_means_cancel_on_constant_rows_and_far_from_zero() -> None:

@@ -30,6 +30,7 @@ from mirage_hf.pipeline.choose import promising
 from mirage_hf.search.engine import search
 from mirage_hf.search.expand import expand
 from mirage_hf.search.search_journal import RankedUGraph
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify import (
     case_inputs,
     narrow,
@@ -39,7 +40,7 @@ from mirage_hf.verify import (
 from mirage_hf.verify.accept import accept, kind_of
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
-from tests.helpers import multi_kernel_ugraphs, mutants, programs, ugraphs
+from tests.helpers import coded_mutants, multi_kernel_ugraphs, mutants, programs, ugraphs
 from tests.helpers.verification import SEARCH, rewired, verdicts
 
 
@@ -207,6 +208,17 @@ def test_sums_in_the_run_dtype_are_refused():
     )
     verdict = check.judge(lambda inputs: run(Rounding(torch.float32), inputs))
     assert isinstance(verdict, Rejected) and "eager" in verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["int4 words", "int8 floats"])
+def test_rounded_products_with_codes_and_zero_points_that_cancel_are_refused(kind):
+    """Σ x · code − zero · Σ x is far from the program if x is rounded in the first sum only."""
+    coding = coded_mutants.coding(kind, 8, 256, 64, torch.bfloat16)
+    program = coded_mutants.coded_linear([coding], 4, norm=True).graph
+    candidates = accept(search(program, SearchOptions(threads=1))[0]).candidates
+    refused = [c.tensor_cores for c in candidates if not c.allows(mma=True)]
+    assert any("on codes near zero points inputs" in verdict.reason for verdict in refused)
+    assert any(c.allows(mma=True) and c.ugraph.num_kernels == 1 for c in candidates)
 
 
 def test_the_cases_stay_inside_the_dtype():

@@ -95,10 +95,8 @@ def _may_be_reordered(tiling: Tiling, codes: BlockInput, axis: str) -> bool:
     """Return True if nothing but sums and elementwise ops depends on the order along an axis."""
     operand = tiling.operands[codes.sources[0]]
     block, tile = tiling.block, tiling.tile(axis)
-    per_word = word_dims(operand.dims, operand.strides)
-    whole_words = [codes.axes[d] for d, n in per_word.items() if n == CODES_PER_WORD] == [axis]
     return (
-        whole_words
+        [codes.axes[d] for d in word_dims(operand.dims, operand.strides)] == [axis]
         and tile % PAIR == 0
         and block.split_size(axis) % tile == 0
         and not any(axis in o.axes for o in block.outputs)

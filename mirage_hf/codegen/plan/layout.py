@@ -340,18 +340,6 @@ class TensorLayout:
         return frozenset(op.out for op in ops if op.args and op.args[0] in self.zero_points)
 
     @cached_property
-    def weights_of_codes(self) -> frozenset[str]:
-        """The values that are computed from codes and other weights alone."""
-        tiling = self.tiling
-        constant = {i.name for i in tiling.block.inputs if tiling.is_constant(i)}
-        made = {i.name for i in tiling.block.inputs if tiling.dtype(i) in CODE_DTYPES}
-        for op in tiling.ops.values():
-            read = {a for a in op.args if isinstance(a, str)}
-            if op.over is None and read & made and read <= made | constant:
-                made.add(op.out)
-        return frozenset(made)
-
-    @cached_property
     def code_factors(self) -> Mapping[str, torch.dtype]:
         """The 16-bit dtypes of factors in codes, and of the inputs that hold them.
 
@@ -369,6 +357,18 @@ class TensorLayout:
             for d in self.dots.values()
             if d.left in factors or d.right in factors
         )
+
+    @cached_property
+    def weights_of_codes(self) -> frozenset[str]:
+        """The values that are computed from codes and other weights alone."""
+        tiling = self.tiling
+        constant = {i.name for i in tiling.block.inputs if tiling.is_constant(i)}
+        made = {i.name for i in tiling.block.inputs if tiling.dtype(i) in CODE_DTYPES}
+        for op in tiling.ops.values():
+            read = {a for a in op.args if isinstance(a, str)}
+            if op.over is None and read & made and read <= made | constant:
+                made.add(op.out)
+        return frozenset(made)
 
     # -- factors ----------------------------------------------------------------------------------
 

@@ -1,0 +1,42 @@
+"""Random linears with weights in codes: kernels are as close to float64 as torch.
+
+Sizes, groups, orders of codes, zero points, norms, joined weights and biases are random. Each
+linear goes through search, proof and code generation. Its container is made by its library if that
+is installed.
+"""
+
+import pytest
+
+from tests.helpers import random_linears
+from tests.helpers.thorough import count
+from tests.helpers.triton_interpreter import run
+
+pytest.importorskip("triton")
+
+#: Some of these configurations have no kernel. More than 200 have.
+SEEDS = 220
+
+#: Seeds of one test.
+CHUNK = 20
+
+
+def check(found: random_linears.Summary) -> None:
+    """Assert that all results of a range of seeds are right."""
+    assert not found.wrong, found.wrong
+    assert found.kernels >= 2 * found.tried
+    # Tiles of words fit few sizes. A joined weight ends within a tile, or a row does.
+    assert all("int4" in c and "bytes" not in c for c in found.without_kernel)
+    assert len(found.without_kernel) <= 0.2 * found.tried
+
+
+@pytest.mark.parametrize("start", range(0, count(SEEDS, 4), CHUNK))
+def test_kernels_are_as_close_to_float64_as_torch(start):
+    stop = min(start + CHUNK, count(SEEDS, 4))
+    code = f"from tests.helpers import random_linears; random_linears.main({start}, {stop})"
+    check(random_linears.Summary(**run(code)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", range(0, count(SEEDS, 60), CHUNK))
+def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(start):
+    check(random_linears.summary(range(start, start + CHUNK), "cuda"))
