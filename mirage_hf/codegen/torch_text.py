@@ -200,7 +200,9 @@ def _elements(t: DTensor) -> str:
     if not coded.is_packed(t.dtype):
         return local(t)
     decode = "uint4_codes" if t.dtype is torch.uint4 else "int4_codes"
-    return f"{decode}({local(t)}, {coded.word_dims(t.dims, t.strides)})"
+    codes = f"{decode}({local(t)}, {coded.word_dims(t.dims, t.strides)})"
+    turned = coded.high_first(t.dims, t.strides)
+    return codes if turned is None else f"{codes}.flip({turned})"
 
 
 def _number(x: float) -> str:

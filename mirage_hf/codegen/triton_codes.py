@@ -10,7 +10,7 @@ from mirage_hf import errors
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
 from mirage_hf.codegen.triton_tiles import Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
-from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.graph.coded import high_first, is_packed, word_dims
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 
@@ -62,7 +62,7 @@ class CodeWriter(TileWriter):
         shape = [self.tiling.tile(a) for a in words_last]
         dtype = self.layout.code_factors.get(i.name)
         if dtype is None:
-            text = f"tl.reshape(uint4_as_float32({words}, {zero!r}), {shape})"
+            text = f"tl.reshape({self._decoded(i, words, zero)}, {shape})"
             text = self.in_code_order(text, words_last)
         else:
             text = _factor(words, shape, zero, dtype)
@@ -70,6 +70,12 @@ class CodeWriter(TileWriter):
             return text
         order = ", ".join(str(words_last.index(a)) for a in dims)
         return f"tl.permute({text}, ({order}))"
+
+    def _decoded(self, i: BlockInput, words: str, zero: float) -> str:
+        """Return words as float32 codes minus `zero`, with the codes of a word in new last dims."""
+        codes, operand = f"uint4_as_float32({words}, {zero!r})", self.tiling.operands[i.sources[0]]
+        turned = high_first(operand.dims, operand.strides) is not None
+        return f"high_first({codes})" if turned else codes
 
     def in_code_order(self, text: str, dims: Sequence[str]) -> str:
         """Return a tile with the axes that hold codes in code order. See plan/code_order.py."""

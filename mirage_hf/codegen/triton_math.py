@@ -151,6 +151,13 @@ def uint4_as_float32(words, zero: tl.constexpr):
     odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
     return tl.join(even, odd)
 ''',
+    "high_first": '''
+@triton.jit
+def high_first(codes):
+    """Return codes with the high half of each byte first. The last dim is that of the halves."""
+    low, high = tl.split(codes)
+    return tl.join(high, low)
+''',
     "uint4_pairs": '''
 #: True if Triton's interpreter runs the kernels. It knows no assembly.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

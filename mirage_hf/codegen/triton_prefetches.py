@@ -25,7 +25,7 @@ class PrefetchWriter(LoadWriter):
         if not self._can_be_prefetched(i, joined):
             return []
         strides = {
-            a: s
+            a: abs(s)
             for a, s in zip(i.axes, self.tiling.operands[i.sources[0]].strides, strict=True)
             if a and not self.is_fixed(a, s)
         }

@@ -1,4 +1,8 @@
-"""Read the `HQQLinear` of HQQ: 8-bit codes in groups along the inputs."""
+"""Read the `HQQLinear` of HQQ: codes of 4 and 8 bits in groups along the inputs.
+
+A byte of 4-bit codes holds one of the first half of the rows in its high bits, and one of the
+second half in its low bits.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,14 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, Split, Stored, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _CLASS = "hqq.core.quantize.HQQLinear"
+
+#: The bits of a code, by the name of the packing.
+_BITS = {"8bit_u8": 8, "4bit_u8": 4}
 
 
 def recognizes(module: nn.Module) -> bool:
@@ -56,7 +63,10 @@ def _read(module: Any) -> CodedWeight | str:
         return why
     rows, columns = meta["shape"]
     group = meta["group_size"]
+    bits = _BITS[meta["packing"]]
     why = containers.wrong_sizes(rows, columns) or uneven("inputs", columns, group)
+    if bits == 4:
+        why = why or uneven("outputs", rows, 2) or uneven("inputs of a group", group, 4)
     if why:
         return why
     split = Split(rows, columns, group=group)
@@ -66,7 +76,7 @@ def _read(module: Any) -> CodedWeight | str:
     values = (rows * split.groups, 1)
     scale, zeros = meta["scale"], meta["zero"]
     why = (
-        wrong_tensor("W_q", module.W_q, (values[0], group), (torch.uint8,))
+        wrong_tensor("W_q", module.W_q, (values[0] * bits // 8, group), (torch.uint8,))
         or wrong_tensor("scale", scale, values, (computes,))
         or wrong_tensor("zero", zeros, values, (computes,))
         or containers.wrong_bias(module.bias, rows)
@@ -75,8 +85,21 @@ def _read(module: Any) -> CodedWeight | str:
     if why:
         return why
     codes, per_row = split.codes(torch.uint8), split.per_row(computes)
+    if bits == 4:
+        codes, per_row = _halves(split, computes)
     coding = Coding(rows, columns, computes, codes, per_row, per_row)
     return CodedWeight(coding, view_as(coding, (module.W_q, scale, zeros)), module.bias)
+
+
+def _halves(split: Split, dtype: torch.dtype) -> tuple[Stored, Stored]:
+    """Return codes of 4 bits and one value for each group, with the two halves of rows apart."""
+    rows, groups, group = split.rows // 2, split.groups, split.group
+    of_codes, of_values = [(2, -1), (rows, 2 * split.columns)], [(2, rows * groups), (rows, groups)]
+    if groups > 1:
+        of_codes.append((groups, 2 * group))
+        of_values.append((groups, 1))
+    codes = Stored.of([*of_codes, (group, 2)], torch.uint4)
+    return codes, Stored.of([*of_values, (1, 1)], dtype)
 
 
 def _wrong_meta(meta: dict[str, Any]) -> str | None:
@@ -86,7 +109,7 @@ def _wrong_meta(meta: dict[str, Any]) -> str | None:
         return f"{' and '.join(missing)} missing"
     if meta.get("axis") != 1:
         return f"groups along axis {meta.get('axis')} are not read, only along axis 1"
-    if meta.get("packing") != "8bit_u8":
+    if meta.get("packing") not in _BITS:
         return f"packing {meta.get('packing')} is not read"
     if meta.get("view_as_float") or meta.get("quant_scale") or meta.get("quant_zero"):
         return "its codes or scales are stored in another form"

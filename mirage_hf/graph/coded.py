@@ -2,7 +2,8 @@
 
 An input of dtype uint4 or int4 has dims and strides in codes. In memory it is an int32 tensor. Its
 words hold eight codes each, the first in the lowest bits: those along the dims of strides below 8.
-All other dtypes are stored as they are.
+All other dtypes are stored as they are. A dim of two codes may have stride −1: its first code is in
+the high half of each byte.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def word_dims(dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
     Raises:
         GraphError: If words cannot hold codes of these dims and strides.
     """
-    wide = [(s, d) for d, (n, s) in enumerate(zip(dims, strides, strict=True)) if n > 1]
+    wide = [(abs(s), d) for d, (n, s) in enumerate(zip(dims, strides, strict=True)) if n > 1]
     inside = sorted((s, d) for s, d in wide if 0 < s < CODES_PER_WORD)
     filled, fits = 1, all(s % CODES_PER_WORD == 0 for s, _ in wide if s >= CODES_PER_WORD)
     for stride, d in inside:
-        fits &= stride == filled
+        fits &= stride == filled and (strides[d] > 0 or (stride, dims[d]) == (1, 2))
         filled *= dims[d]
     if not fits or not inside or filled % CODES_PER_WORD or CODES_PER_WORD % inside[-1][0]:
         raise errors.GraphError(
@@ -62,6 +63,12 @@ def word_dims(dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
     ends = [s for s, _ in inside[1:]] + [CODES_PER_WORD]
     counts = [(d, end // s) for (s, d), end in zip(inside, ends, strict=True)]
     return dict(reversed(counts))
+
+
+def high_first(dims: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Return the dim of two codes whose first is in the high half of each byte, if there is one."""
+    found = [d for d, (n, s) in enumerate(zip(dims, strides, strict=True)) if n > 1 and s < 0]
+    return found[0] if found else None
 
 
 def storage(t: DTensor) -> Storage:
@@ -79,7 +86,9 @@ def unpacked(t: DTensor, x: torch.Tensor) -> torch.Tensor:
     if not is_packed(t.dtype):
         return x
     decode = uint4_codes if t.dtype is torch.uint4 else int4_codes
-    return decode(x, word_dims(t.dims, t.strides))
+    codes = decode(x, word_dims(t.dims, t.strides))
+    turned = high_first(t.dims, t.strides)
+    return codes if turned is None else codes.flip(turned)
 
 
 def uint4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
@@ -107,6 +116,8 @@ def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
     stored = storage(t)
     if not is_packed(t.dtype):
         return strided.laid_out(codes, stored.strides, stored.dtype, codes.device)
+    turned = high_first(t.dims, t.strides)
+    codes = codes if turned is None else codes.flip(turned)
     groups, per_word = codes.to(torch.int64) & 15, word_dims(t.dims, t.strides)
     for d, count in per_word.items():
         groups = groups.unflatten(d, (-1, count)).movedim(d + 1, -1)

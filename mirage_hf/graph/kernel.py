@@ -101,7 +101,8 @@ class KernelGraph:
             dtype: Its dtype, as torch's or by name. uint4, int4, uint8, int8 and float8_e4m3fn are
                 codes, which `cast` reads. Codes of 4 bits are given as an int32 tensor with
                 eight codes in each word along the dims of strides below 8, the first code in the
-                lowest bits.
+                lowest bits. A dim of two codes of stride −1 has its first code in the high half
+                of each byte.
             strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
                 nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …
@@ -119,13 +120,14 @@ class KernelGraph:
                 "new_input: dims must be positive integers with a product below 2^63, "
                 f"got {errors.shape(dims)}"
             )
+        dtype = table.as_dtype(dtype)
+        least = -1 if is_packed(dtype) else 0
         strides = row_major(dims) if strides is None else several(strides, "new_input", "strides")
-        if len(strides) != len(dims) or not all(map(_is_stride, strides)):
+        if len(strides) != len(dims) or not all(_is_stride(s, least) for s in strides):
             raise errors.GraphError(
                 f"new_input: strides {errors.shape(strides)} must be one non-negative integer "
                 f"per dim of {errors.shape(dims)}"
             )
-        dtype = table.as_dtype(dtype)
         if is_packed(dtype):
             word_dims(dims, strides)
         tensor = self._tensor(dims, dtype, name, strides, bool(constant))
@@ -479,8 +481,8 @@ def new_kernel_graph() -> KernelGraph:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _is_stride(s: Any) -> bool:
-    return isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 1 << 63
+def _is_stride(s: Any, least: int) -> bool:
+    return isinstance(s, int) and not isinstance(s, bool) and least <= s < 1 << 63
 
 
 def _is_identifier(name: Any) -> bool:

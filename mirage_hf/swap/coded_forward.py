@@ -92,7 +92,12 @@ def _reading(weight: CodedWeight) -> tuple[Coding, torch.device]:
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return which memory holds a linear's codes and bias. To read a container takes longer."""
     held = (*module._parameters.values(), *held_tensors(module), getattr(module, "bias", None))
-    return tuple([(id(t), memory_of(t)) for t in held if isinstance(t, Tensor)])
+    return tuple([(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)])
+
+
+def _writes(t: Tensor) -> int:
+    """Return how often integers were written. Readers look at zero points and orders of groups."""
+    return 0 if t.is_floating_point() or t.is_inference() else t._version
 
 
 def bind_codes(module: nn.Module, binding: CodedBinding) -> Callable[[], None]:

@@ -178,8 +178,11 @@ class _TileChoices:
     def _grid_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
         if a.name in self._largest_axes:
             return _powers_of_two(1, min(128, whole))
-        # Rows: one tile of the largest input serves all of them.
-        return (whole,) if whole <= FMA_ROWS else ()
+        # Rows: one tile of the largest input serves all of them. Codes may have no products on
+        # tensor cores, so they are decoded again for each tile of rows.
+        if whole <= FMA_ROWS:
+            return (whole,)
+        return (FMA_ROWS,) if self._code_axes and whole <= 2 * FMA_ROWS else ()
 
     def _tensor_core_grid_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
         shares_a_side = any(

@@ -163,7 +163,7 @@ def _contiguity(plan: KernelPlan) -> float:
     )
     operand = operands[largest.sources[0]]
     tiles = [
-        (stride, n, plan.tiling.tile(a))
+        (abs(stride), n, plan.tiling.tile(a))
         for a, n, stride in zip(largest.axes, operand.dims, operand.strides, strict=True)
         if a
     ]

@@ -25,7 +25,7 @@ from scripts.coded_models import FORMATS, linears, with_codes
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
-KINDS = (*FORMATS, "gptq", "awq")
+KINDS = (*FORMATS, "gptq", "awq", "hqq")
 NEW = 12
 
 
@@ -50,6 +50,8 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
 def coded(kind: str) -> LlamaForCausalLM:
     if kind in ("gptq", "awq"):
         return with_words_of_gptqmodel(small_llama(), kind)
+    if kind == "hqq":
+        return with_bytes_of_hqq(small_llama())
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,6 +82,16 @@ def with_words_of_gptqmodel(model: LlamaForCausalLM, kind: str) -> LlamaForCausa
         zeros = (-low / scales).round()
         pack = module.pack_original if kind == "gptq" else module.pack
         pack(linear, scales, zeros, torch.arange(k, dtype=torch.int32) // 128)
+        setattr(parent, child, module.eval())
+    return model
+
+
+def with_bytes_of_hqq(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Replace the linears of a model's layers by those of HQQ with 4 bits."""
+    hqq = pytest.importorskip("hqq.core.quantize")
+    config = hqq.BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+    for parent, child, linear in list(linears(model)):
+        module = hqq.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu")
         setattr(parent, child, module.eval())
     return model
 

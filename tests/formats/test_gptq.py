@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import weakref
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_classes_with_words_of_their_own_are_refused():
 def test_a_linear_of_float16_is_not_taken_for_replaced():
     module = module_of(bias=False)
     weight = coded_weight(module, torch.float16)
-    number = coded_linear._number_of("linear", weight, module)
-    assert not coded_linear.is_replaced(number)
+    linear = coded_linear.CodedLinear("linear", weight, weakref.ref(module))
+    assert not coded_linear.is_replaced(linear)
     module.scales = module.scales.clone()
-    assert coded_linear.is_replaced(number)
+    assert coded_linear.is_replaced(linear)

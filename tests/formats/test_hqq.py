@@ -20,8 +20,9 @@ def module_of(bits=8, group=32, axis=1, dtype=torch.bfloat16) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_a_program_decodes_what_the_library_decodes(group, dtype):
-    module = module_of(group=group, dtype=dtype)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_program_decodes_what_the_library_decodes(bits, group, dtype):
+    module = module_of(bits, group, dtype=dtype)
     found = coded_modules.read(module)
     expected = module.dequantize()
     assert found.bias is module.bias
@@ -32,15 +33,16 @@ def test_a_program_decodes_what_the_library_decodes(group, dtype):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_one_kernel_is_found_and_proven(norm):
-    coding = coded_modules.read(module_of(dtype=torch.float16)).coding
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 32)])
+def test_one_kernel_is_found_and_proven(bits, group, norm):
+    coding = coded_modules.read(module_of(bits, group, dtype=torch.float16)).coding
     assert coded_modules.proven_as_one_kernel(coded_modules.linear(coding, 2, norm))
 
 
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (lambda: module_of(bits=4), "packing 4bit_u8"),
+        (lambda: module_of(bits=2), "packing 2bit_u8"),
         (lambda: module_of(bits=3), "packing 3bit_32"),
         (lambda: module_of(axis=0), "axis 0"),
         (lambda: hqq.HQQLinear(None, None, initialize=False), "not initialized"),
@@ -67,6 +69,13 @@ def test_damaged_containers_are_refused(key, change, why):
     module.meta[key] = change(module.meta[key])
     found = coded_weight(module)
     assert isinstance(found, Rejected) and why in found.reason, found
+
+
+def test_weights_whose_rows_share_words_are_not_joined():
+    coding = coded_modules.read(module_of(bits=4)).coding
+    assert not coding.joins(coding)
+    eight = coded_modules.read(module_of(bits=8)).coding
+    assert eight.joins(eight)
 
 
 def test_missing_settings_are_refused():

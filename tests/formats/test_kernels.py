@@ -10,7 +10,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.formats import awq, gptq, torchao_int4
+from mirage_hf.formats import awq, gptq, hqq, torchao_int4
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
@@ -53,10 +53,17 @@ def codings(
         "GPTQ int8": gptq._coding(rows, columns, group, u8, dtype, dtype, 128),
         "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),
         "AWQ zero points": awq._coding(rows, columns, group, dtype, dtype, None),
+        "HQQ int4": coding_of_halves(groups, dtype),
         "torchao int4": torchao_int4._coding_of_rows(rows, columns, group, dtype, False),
         "torchao int4, shifts": torchao_int4._coding_of_rows(rows, columns, group, dtype, True),
         "torchao tiles": torchao_int4._coding_of_tiles(rows, wide, wide, group, dtype),
     }
+
+
+def coding_of_halves(split: Split, dtype: torch.dtype) -> Coding:
+    """Return the coding of HQQ with 4 bits."""
+    codes, values = hqq._halves(split, dtype)
+    return Coding(split.rows, split.columns, dtype, codes, values, values)
 
 
 NAMES = tuple(codings(32, 64, 32, 32))

@@ -25,6 +25,12 @@ def test_signed_codes_are_in_twos_complement():
     assert torch.equal(coded.packed(t, torch.arange(-8, 0)[None]), words)
 
 
+def test_a_stride_of_minus_1_begins_in_the_high_half_of_each_byte():
+    t = input_of((2, 4), (-1, 2))
+    words = torch.tensor([[0x76543210]], dtype=torch.int32)
+    assert coded.unpacked(t, words).tolist() == [[1, 3, 5, 7], [0, 2, 4, 6]]
+
+
 def test_the_first_code_is_in_the_lowest_bits():
     t = input_of((1, 8))
     words = torch.tensor([[0x76543210]], dtype=torch.int32)
@@ -40,6 +46,7 @@ def test_the_first_code_is_in_the_lowest_bits():
         ((4, 6, 8), (48, 8, 1), (4, 6, 1), (6, 1, 1)),  # eight rows of a column in each word
         ((3, 4, 2, 5), (8, 1, 4, 24), (3, 1, 1, 5), (1, 1, 1, 3)),  # the order of AWQ
         ((2, 3, 16), (1, 32, 2), (1, 3, 4), (1, 4, 1)),  # bytes of two rows, four to a word
+        ((2, 3, 16), (-1, 32, 2), (1, 3, 4), (1, 4, 1)),  # the same, the first row in the high half
     ],
 )
 def test_words_hold_codes_along_the_dims_of_strides_below_8(dims, strides, words, word_strides):
@@ -61,6 +68,7 @@ def test_words_hold_codes_along_the_dims_of_strides_below_8(dims, strides, words
         ((2, 4), (1, 3)),
         ((2, 2, 8), (1, 2, 8)),
         ((4, 4, 8), (1, 2, 16)),
+        ((8, 8), (-1, 8)),
     ],
 )
 def test_codes_that_fill_no_words_are_refused(dims, strides):

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mirage_hf.codegen.plan.tiling import Tiling
-from mirage_hf.graph.block import BlockOp, Role
+from mirage_hf.graph.block import BlockInput, BlockOp, Role
+from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.graph.tensors import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
 
-#: Bytes of codes that a thread loads at a time.
-RUN_BYTES = 16
+#: Bytes of codes that a thread loads at a time, and bytes of a word of packed codes.
+RUN_BYTES, WORD_BYTES = 16, 4
 
 
 def run_lengths(tiling: Tiling) -> Mapping[str, int]:
@@ -24,14 +26,25 @@ def run_lengths(tiling: Tiling) -> Mapping[str, int]:
         dtype = tiling.dtype(i)
         if dtype not in CODE_DTYPES or (len(i.sources) > 1 and not tiling.selects_source(i)):
             continue
-        strides = tiling.operands[i.sources[0]].strides
-        axis = next((a for a, s in zip(i.axes, strides, strict=True) if a and s == 1), None)
-        if axis is None or axis == i.joined or tiling.block.role(axis) is Role.GRID:
-            continue
-        length = min(tiling.tile(axis), int(RUN_BYTES / element_bytes(dtype)))
-        if length > 1 and tiling.block.split_size(axis) % tiling.tile(axis) == 0:
-            lengths[axis] = min(length, lengths.get(axis, length))
+        for axis, most in _runs(i, tiling.operands[i.sources[0]]):
+            if axis == i.joined or tiling.block.role(axis) is Role.GRID:
+                continue
+            length = min(tiling.tile(axis), most)
+            if length > 1 and tiling.block.split_size(axis) % tiling.tile(axis) == 0:
+                lengths[axis] = min(length, lengths.get(axis, length))
     return lengths
+
+
+def _runs(i: BlockInput, operand: DTensor) -> list[tuple[str, int]]:
+    """Return the axes of a run of codes, the shortest stride first, and how long it is on each."""
+    if not is_packed(operand.dtype):
+        length = int(RUN_BYTES / element_bytes(operand.dtype))
+        contiguous = [a for a, s in zip(i.axes, operand.strides, strict=True) if a and s == 1]
+        return [(a, length) for a in contiguous[:1]]
+    counts = list(word_dims(operand.dims, operand.strides).items())
+    longest, count = counts[0]  # only along this dim are there codes of further words
+    counts[0] = longest, count * RUN_BYTES // WORD_BYTES
+    return [(str(i.axes[d]), n) for d, n in reversed(counts)]
 
 
 def partial_sums(tiling: Tiling, lengths: Mapping[str, int]) -> dict[str, str]:
