@@ -257,6 +257,26 @@ def adapters(results: Sequence[Result]) -> str:
     return table(["ms", "without adapters", "with adapters", "difference"], rows)
 
 
+def weights_in_codes(results: Sequence[Result]) -> str:
+    """Models whose linears hold codes, beside the same models in bfloat16 and torch's product."""
+    columns = ("product", "plain", "ours")
+    rows = []
+    for result in results:
+        if (result.peer, result.metric) != ("product", "ms_per_token"):
+            continue
+        subject, batch, context = result.subject, result.batch, result.context
+        for metric, name in (
+            ("ms_per_token", "a token, everything counted"),
+            ("step_ms", "a step"),
+            ("first_token_ms", "the first token"),
+        ):
+            seen = [pick(results, subject, batch, context, p, metric) for p in columns]
+            numbers = ["–" if x is None else spread(x) for x in seen]
+            rows.append([subject, f"{batch} : {context}", name, *numbers])
+    header = ["model", "batch : prompt", "ms", "static cache, torch's int4 product"]
+    return table([*header, "ours, bfloat16", "ours"], rows)
+
+
 @dataclass(frozen=True)
 class BlockRow:
     """One row of the table of blocks.
@@ -390,6 +410,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "first-tokens": first_tokens,
     "attention-by-name": attention_by_name,
     "adapters": adapters,
+    "weights-in-codes": weights_in_codes,
     "blocks": blocks,
     "chains": chains,
     "sizes": sizes,
