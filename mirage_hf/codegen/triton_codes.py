@@ -64,8 +64,9 @@ class CodeWriter(TileWriter):
         if dtype is None:
             text = f"tl.reshape({self._decoded(i, words, zero)}, {shape})"
             text = self.in_code_order(text, words_last)
-        else:
+        else:  # its packed axis, the last one, is in code order already
             text = _factor(words, shape, zero, dtype)
+            text = self.in_code_order(text, words_last, words_last[:-1])
         if list(dims) == words_last:
             return text
         order = ", ".join(str(words_last.index(a)) for a in dims)
@@ -77,9 +78,17 @@ class CodeWriter(TileWriter):
         turned = high_first(operand.dims, operand.strides) is not None
         return f"high_first({codes})" if turned else codes
 
-    def in_code_order(self, text: str, dims: Sequence[str]) -> str:
-        """Return a tile with the axes that hold codes in code order. See plan/code_order.py."""
-        for a in self.layout.code_ordered.intersection(dims):
+    def in_code_order(
+        self, text: str, dims: Sequence[str], along: Sequence[str] | None = None
+    ) -> str:
+        """Return a tile in code order along the axes that need it. See plan/code_order.py.
+
+        Args:
+            text: The tile.
+            dims: Its dims.
+            along: The dims that are in the order of memory. None: all.
+        """
+        for a in sorted(self.layout.code_ordered.intersection(dims if along is None else along)):
             at, shape = dims.index(a), [self.tiling.tile(x) for x in dims]
             split = [*shape[:at], shape[at] // CODES_PER_WORD, CODES_PER_WORD, *shape[at + 1 :]]
             order = [*range(at), at + 1, at, *range(at + 2, len(split))]

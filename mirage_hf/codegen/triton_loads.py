@@ -88,7 +88,10 @@ class LoadWriter(CodeWriter):
         self.line(f"{axis}_next = {at}")
         self.bound(loop, f"{axis}_next")
         if self.pipelining.holds_words_ahead:
-            self.line(f"{axis}_next_in = {axis}_next < {start} + {self._share(loop)}")
+            inside = f"{axis}_next < {start} + {self._share(loop)}"
+            if self.masks.needed(loop):
+                inside = f"{axis}_next_in & ({inside})"
+            self.line(f"{axis}_next_in = {inside}")
         elif not self.masks.needed(loop):
             self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
         for i in inputs:

@@ -36,6 +36,13 @@ def test_several_rows_run_on_tensor_cores(interpreted):
     assert any(mma for mma, _, _ in interpreted["fp8 blocks, 16 rows"])
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_loops_may_walk_the_codes_of_words(interpreted, rows):
+    """Such a loop holds no words ahead."""
+    for stages, blocks, error, eager in interpreted[f"along words, {rows} rows"]:
+        assert error <= 1.25 * eager + 1e-3, (stages, blocks, error, eager)
+
+
 def group_loop(rows: int):
     """Return a µGraph that loops over groups of 128 codes."""
     found, _ = search(coded_programs.int4_linear(rows, 64, 512, 128), SearchOptions(threads=1))

@@ -49,6 +49,17 @@ def int4_linear(
     return g
 
 
+def int4_rows(rows: int, columns: int, width: int) -> KernelGraph:
+    """Return x · Wᵀ for W = (code − 8) · scale, with one scale for each row of W."""
+    g = mi.new_graph()
+    x = g.new_input((rows, width), "float16", name="x")
+    codes = g.new_input((columns, width), "uint4", name="codes", constant=True)
+    scales = g.new_input((columns, 1), "float16", name="scales", constant=True)
+    w = g.mul(g.sub(g.cast(codes, "float16"), 8.0), scales)
+    g.mark_output(g.matmul(x, g.permute(w, (1, 0))))
+    return g
+
+
 def int4_joined(rows: int, widths: tuple[int, ...], width: int, group: int) -> KernelGraph:
     """Return RMSNorm and linears of one input side by side, as q, k and v are."""
     g = mi.new_graph()
@@ -133,6 +144,32 @@ def _few(choices: Any) -> list[Schedule]:
     return [s for s in choices if not s.mma][:1] + staged[:1] + held[:1]
 
 
+def errors_along_words(rows: int) -> list[tuple[int, int, float, float]]:
+    """Return (stages, blocks, error, eager's error) of kernels that walk the codes of words."""
+    g = int4_rows(rows, 32, 256)
+    inputs = random_inputs(g, "cpu")
+    exact = run_kernel_graph(g, inputs, torch.float64)[0]
+    largest = exact.abs().max()
+    allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
+    found, _ = search(g, SearchOptions(threads=1))
+    ugraph = next(r.ugraph for r in found if r.ugraph.num_kernels == 1)
+    axes = ugraph.block_ops[0].block.axes
+    tiles = {a.name: 64 if a.size == 256 else 16 if a.size >= 16 else 8 for a in axes}
+    results = []
+    for stages, blocks in ((1, 1), (1, 2), (3, 1), (3, 2)):
+        schedule = Schedule(
+            tiles, mma=True, num_warps=1, num_stages=stages, cooperating_blocks=blocks
+        )
+        program = triton.generate(ugraph, [schedule])
+        assert "uint4_pairs(tl" in program.source
+        (y,) = compiler.load(program.source, program.digest).run(random_inputs(g, "cpu"))
+        error = float((y.double() - exact).abs().max() / largest)
+        results.append((stages, blocks, error, allowed))
+    return results
+
+
 def main() -> None:
     """Print the errors of all cases as JSON."""
-    print(json.dumps({name: errors_of(make()) for name, make in CASES.items()}))
+    errors: dict[str, Any] = {name: errors_of(make()) for name, make in CASES.items()}
+    errors |= {f"along words, {rows} rows": errors_along_words(rows) for rows in (1, 16)}
+    print(json.dumps(errors))

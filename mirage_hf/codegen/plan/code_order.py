@@ -85,6 +85,17 @@ def code_factors(
     return found
 
 
+def packs_along(tiling: Tiling, axis: str) -> bool:
+    """Return True if words of an input hold codes along an axis."""
+    for i in tiling.block.inputs:
+        operand = tiling.operands[i.sources[0]]
+        if is_packed(operand.dtype):
+            packed = word_dims(operand.dims, operand.strides)
+            if axis in (i.axes[d] for d in packed):
+                return True
+    return False
+
+
 def _readers(tiling: Tiling, value: str) -> set[str]:
     """Return the ops and accumulators that read a value."""
     found = {op.out for op in tiling.ops.values() if value in op.args}

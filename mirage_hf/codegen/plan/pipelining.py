@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib import metadata
 
 from mirage_hf import errors
+from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.cooperation import Cooperation
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, Dot, TensorLayout
 from mirage_hf.codegen.plan.tiling import Tiling
@@ -145,9 +146,12 @@ class Pipelining:
 
         That suits words of codes, of which a step has few, if the loop is not pipelined through
         shared memory: threads then load the words that they multiply, and wait for no other thread.
+        A loop along the codes of words is left out.
         """
-        in_registers = self._tiling.is_looped and self.num_stages == 1
-        return in_registers and bool(self.layout.code_factors)
+        tiling = self._tiling
+        if self.num_stages > 1 or not tiling.is_looped or not self.layout.code_factors:
+            return False
+        return not code_order.packs_along(tiling, str(tiling.loop))
 
     @cached_property
     def _all_of_loop(self) -> frozenset[str]:
