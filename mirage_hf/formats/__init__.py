@@ -25,6 +25,7 @@ __all__ = [
     "holds_codes",
     "loose_tensors",
     "memory_of",
+    "runs_codes",
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
@@ -49,6 +50,15 @@ def coded_weight(
         if reader.recognizes(module):
             return reader.read(module, dtype)
     return None
+
+
+def runs_codes(module: nn.Module) -> bool:
+    """Return whether the library's forward of a linear in codes runs as the module is.
+
+    compressed-tensors decodes the whole model first, and transformers may fetch a kernel for FP8.
+    """
+    reader = next((r for r in _READERS if r.recognizes(module)), None)
+    return reader not in (None, compressed_tensors, fp8, unread)
 
 
 def holds_codes(kind: type) -> bool:

@@ -17,13 +17,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirage_hf.formats import CodedWeight, Coding, coded_weight, held_tensors, memory_of
+from mirage_hf.formats import (
+    CodedWeight,
+    Coding,
+    coded_weight,
+    held_tensors,
+    memory_of,
+    runs_codes,
+)
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 
 #: The entry of a module's dictionary that holds its binding.
 CODES_KEY = "_mirage_hf_codes"
+
+#: How far the result of a library may be from ours, relative to its size: if it rounds the input to
+#: codes, and otherwise.
+_ROUNDED, _CLOSE = 0.15, 0.02
+
+#: Rows of the input that both are compared on.
+_COMPARED_ROWS = 4
 
 #: Runs a program on its inputs.
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -71,6 +85,28 @@ class CodedBinding:
             decode = partial(run_kernel_graph, decoding_program(self.weight.coding))
         decoded, bias = decode(list(self.weight.tensors))[0], self.weight.bias
         return F.linear(x, decoded.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def difference(self, module: nn.Module) -> float | None:
+        """Return how far our result is from the library's, relative to its size, if it is too far.
+
+        None if they agree, or if the library's forward does not run as the module is.
+        """
+        if not runs_codes(module) or "forward" in module.__dict__:
+            return None
+        weight = self.weight
+        device = weight.tensors[0].device
+        draw = torch.Generator(device).manual_seed(0)
+        shape = _COMPARED_ROWS, weight.coding.columns
+        x = torch.randn(shape, generator=draw, device=device, dtype=weight.coding.dtype)
+        with torch.no_grad():
+            try:
+                theirs = module.forward(x).float()
+            except Exception:  # it needs another device, or a library that is not installed
+                return None
+            distance = (self.run(module, x).float() - theirs).norm() / theirs.norm().clamp_min(1e-9)
+        found = distance.item()
+        allowed = _ROUNDED if weight.quantizes_activations else _CLOSE
+        return found if found > allowed else None  # not NaN, which weights may hold
 
     def put_back(self, module: nn.Module) -> None:
         """Give a linear its library's forward."""

@@ -83,7 +83,8 @@ class Optimization:
             resolve: Finds the kernel of a program, as `resolver.resolve`.
 
         Raises:
-            OptimizeError: A weight cannot be decoded.
+            OptimizeError: A weight cannot be decoded, or its library computes other numbers. One
+                linear of each coding is compared.
         """
         found: dict[Coding, Run] = {}
         dtype = dtype_of(self.model)
@@ -94,12 +95,20 @@ class Optimization:
             if not isinstance(weight, CodedWeight):
                 continue
             coding = weight.coding
-            if coding not in found:
+            is_first = coding not in found
+            if is_first:
                 try:
                     found[coding] = resolve(decoding_program(coding), pattern="decoding").run
                 except (SearchError, VerificationError, CodegenError) as error:
                     raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None
             binding = CodedBinding(weight, found[coding])
+            difference = binding.difference(module) if is_first else None
+            if difference is not None:
+                raise OptimizeError(
+                    f"optimize: {path}: our decoding of its codes gives other results than its "
+                    f"library (relative difference {difference:.2g}); its container is damaged, or "
+                    "of a version that is read wrongly"
+                )
             self.ledger.undos.append(bind_codes(module, binding))
 
     def add_traced(self, report_rows: Sequence[ReportRow], note: str) -> None:

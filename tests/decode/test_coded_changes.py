@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mirage_hf as mi
-from mirage_hf.formats import CodedWeight, coded_weight
+from mirage_hf.errors import OptimizeError
+from mirage_hf.formats import CodedWeight, coded_weight, torchao
 from scripts.coded_models import linears, with_codes
 from tests.decode.test_coded_models import coded, decoded_twin, generated, small_llama, snapshot
 
@@ -190,3 +192,25 @@ def test_codes_that_are_replaced_after_restore_are_freed() -> None:
     linear.weight = nn.Parameter(torch.zeros(linear.weight.shape))
     gc.collect()
     assert codes.expired()
+
+
+@pytest.mark.parametrize("quantizes_inputs", [False, True])
+def test_a_weight_that_is_read_wrongly_is_an_error(monkeypatch, quantizes_inputs):
+    """The library's own forward is compared with ours, so scales of other rows are noticed."""
+    model = coded("int8")
+    ids = torch.arange(4)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+    read = torchao._read
+
+    def wrong(module):
+        weight = read(module)
+        codes, scales, *others = weight.tensors
+        moved = (codes, scales.roll(1, 0), *others)
+        return replace(weight, tensors=moved, quantizes_activations=quantizes_inputs)
+
+    monkeypatch.setattr(torchao, "_read", wrong)
+    with pytest.raises(OptimizeError, match="other results than its library"):
+        mi.optimize(model, backend="cpu")
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
