@@ -43,6 +43,18 @@ DECODERS = {
     "- 8388736.0": ("- 8388608.0", "- 8388737.0"),
     "| 0x4B000000\n": ("| 0x4B000001\n", "| 0x4A800000\n"),
     "- 8388608.0\n": ("- 8388609.0\n", "- 8388736.0\n"),
+    # pairs of codes for tensor cores
+    "halves >> (4 * number)": ("halves >> (3 * number)", "halves >> (4 * number + 1)"),
+    "& 0x000F000F": ("& 0x00070007", "& 0x000F000E", "& 0x000E000F", "& 0x0000000F"),
+    "first & 0xFFFF": ("first & 0xFFFE", "second & 0xFFFF", "first & 0xFFF"),
+    "second << 16": ("second << 12", "first << 16"),
+    "(first >> 16)": ("(first >> 12)", "(first >> 20)", "(second >> 16)"),
+    "second & -0x10000": ("first & -0x10000", "second & -0x20000"),
+    "else 0x64006400": ("else 0x64006401", "else 0x64016400", "else 0x68006400"),
+    "(pair >> 16)": ("(pair >> 15)", "pair"),
+    "tl.join(a0, a4)": ("tl.join(a4, a0)", "tl.join(b0, a4)"),
+    "tl.join(b3, b7)": ("tl.join(b7, b3)", "tl.join(a3, b7)"),
+    "tl.join(firsts, tl.join(even, odd))": ("tl.join(tl.join(even, odd), firsts)",),
 }
 
 #: Other words of codes, other bytes, and other types of float8 codes.
@@ -105,7 +117,7 @@ class Kernel:
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield the first kernel of each program, and the first one for tensor cores."""
+    """Yield the first kernels of each program: on tensor cores or not, with one stage or more."""
     for name, make in coded_mutants.PROGRAMS.items():
         program = make()
         kinds = set()
@@ -114,14 +126,16 @@ def kernels() -> Iterator[Kernel]:
             if len(ops) != 1 or ugraph.num_kernels != 1:
                 continue
             for schedule in coded_programs._few(schedules(ops[0])):
-                if schedule.mma in kinds:
+                kind = schedule.mma, schedule.num_stages > 1
+                if kind in kinds:
                     continue
                 try:
                     source = triton.generate(ugraph, [schedule]).source
                 except CodegenError:
                     continue
-                kinds.add(schedule.mma)
-                yield Kernel(f"{name}, mma={schedule.mma}", program, ugraph, source)
+                kinds.add(kind)
+                label = f"{name}, mma={schedule.mma}, stages={schedule.num_stages}"
+                yield Kernel(label, program, ugraph, source)
 
 
 # -- changes --------------------------------------------------------------------------------------
@@ -149,9 +163,9 @@ def _decoder_mutants(kernel: Kernel) -> Iterator[TextMutant]:
             continue  # both change by the same number, so their difference does not change
         for new in others if old in before else ():
             yield TextMutant("decoding", new.strip(), before.replace(old, new) + body + after)
-    for call in re.finditer(r"uint4_nibble\((words|high), (\d)", before):
-        number = int(call[2])
-        for other in {number - 1, number + 1} & {0, 1, 2, 3, 4}:
+    for call in re.finditer(r"(?:uint4_nibble|two_codes)\((words|high|low), (\d)", before):
+        number, most = int(call[2]), 3 if "two_codes" in call[0] else 4
+        for other in {number - 1, number + 1} & {*range(most + 1)}:
             changed = f"{before[: call.start(2)]}{other}{before[call.end(2) :]}"
             yield TextMutant("another nibble", f"{call[0]} {other}", changed + body + after)
 
@@ -168,11 +182,11 @@ def _body_mutants(kernel: Kernel) -> Iterator[TextMutant]:
 
 def _zero_changes(line: str) -> Iterator[tuple[str, str]]:
     """Yield lines with another constant zero point."""
-    for call in re.finditer(r"uint4_as_float32\(.*?, (\d+\.0)\)", line):
-        zero = float(call[1])
-        for other in (zero + 1, zero - 1, zero + 8, 0.0):
+    for call in re.finditer(r"uint4_(as_float32|pairs)\(.*?, (\d+\.0)(?=\)|, tl\.)", line):
+        zero, none = float(call[2]), 1024.0 if call[1] == "pairs" else 0.0
+        for other in (zero + 1, zero - 1, zero + 8, none):
             if other != zero:
-                changed = f"{line[: call.start(1)]}{other}{line[call.end(1) :]}"
+                changed = f"{line[: call.start(2)]}{other}{line[call.end(2) :]}"
                 yield "another constant zero point", changed
 
 
@@ -189,7 +203,7 @@ def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
             head, tail = line[: found.end()], line[found.end() + len(address) :]
             yield f"{role} of another address", head + changed + tail
     load = line[found.start() : _end_of(line, found.end(), ")") + 1]
-    packed = "_words = " in line or "uint4_as_float32(tl.load" in line
+    packed = re.search(r"_words(_next)? = |uint4_\w+\((tl\.reshape\()?tl\.load", line)
     is_float8 = kernel.dtype(found[1]) is torch.float8_e4m3fn
     changes = WORDS if packed else VALUES.get(role, () if is_float8 else BYTES)
     for change in changes:
@@ -200,6 +214,11 @@ def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
 
 def _other_terms(kernel: Kernel, term: str) -> Iterator[str]:
     """Yield other indices for one term of an address, all within the tensor."""
+    if term.startswith("("):  # the words of a tile
+        end = _end_of(term, 1, ")") + 1
+        yield f"({term[:end]} ^ 1){term[end:]}"
+        yield f"({term[:end]} * 0){term[end:]}"
+        return
     atom = re.match(r"tl\.arange\(0, (\d+)\)|\w+", term)
     assert atom, term
     index, rest = atom[0], term[atom.end() :]
