@@ -17,6 +17,7 @@ from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.space import schedules, smallest
 from tests.helpers import coded_modules, coded_programs
+from tests.helpers.thorough import count
 from tests.helpers.triton_interpreter import run
 
 pytest.importorskip("triton")
@@ -84,11 +85,11 @@ def main() -> None:
     for name, coding in codings(32, 64, 32, 32).items():
         for rows, norm in ROWS:
             program = coded_modules.linear(coding, rows, norm)
-            results[f"{name}, {rows} rows"] = coded_programs.errors_of(program)
+            results[f"{name}, {rows} rows"] = coded_programs.errors_of(program, count(3, 1))
     for name in JOINED:
         parts = [codings(n, 64, 32, 16)[name] for n in (64, 32, 32)]
         program = coded_modules.joined(parts, 1, True)
-        results[f"{name}, joined"] = coded_programs.errors_of(program)
+        results[f"{name}, joined"] = coded_programs.errors_of(program, count(3, 1))
     print(json.dumps(results))
 
 

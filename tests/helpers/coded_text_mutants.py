@@ -263,13 +263,17 @@ def verdict(check: NumericCheck, source: str) -> Verdict:
 
 
 def tally(count: int, seed: int = 0) -> dict:
-    """Return what the numeric check says of a random choice of mutants."""
+    """Return what the numeric check says of a random choice of mutants, one of each kind first."""
     every, checks, faults = [], {}, []
     for kernel in kernels():
         key = str(kernel.program.graph)
         checks.setdefault(key, NumericCheck(kernel.program.graph))
         every += [(kernel, checks[key], m) for m in mutants_of(kernel)]
-    chosen = random.Random(seed).sample(every, min(count, len(every)))
+    random.Random(seed).shuffle(every)
+    of_each_kind = {m.kind: n for n, (_, _, m) in enumerate(every)}
+    first = [every[n] for n in of_each_kind.values()]
+    chosen = first + [m for n, m in enumerate(every) if n not in of_each_kind.values()]
+    chosen = chosen[:count]
     for kernel in {k.source: k for k, _, _ in chosen}.values():
         said = verdict(checks[str(kernel.program.graph)], kernel.source)
         if isinstance(said, Rejected):
