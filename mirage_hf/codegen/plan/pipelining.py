@@ -144,9 +144,9 @@ class Pipelining:
     def holds_words_ahead(self) -> bool:
         """Return True if all that a step loads is loaded one step ahead, in registers.
 
-        That suits words of codes, of which a step has few, if the loop is not pipelined through
-        shared memory: threads then load the words that they multiply, and wait for no other thread.
-        A loop along the codes of words is left out.
+        A step has few words of codes, so registers have room for those of the next one. Threads
+        then load the words that they multiply, and wait for no other thread. The loop must not be
+        pipelined through shared memory, nor walk the codes of words.
         """
         tiling = self._tiling
         if self.num_stages > 1 or not tiling.is_looped or not self.layout.code_factors:
