@@ -68,6 +68,10 @@ def _power(x: Expr, y: Expr) -> Expr:
     return Expr(f"power({base}, {exponent})")
 
 
+def _lookup(x: Expr, *values: Expr) -> Expr:
+    return Expr(f"entry_of({x.text}, ({', '.join(v.text for v in values)}))")
+
+
 TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "add": lambda x, y: Expr(f"{x.at(SUM)} + {y.at(PRODUCT)}", SUM),
     "sub": lambda x, y: Expr(f"{x.at(SUM)} - {y.at(PRODUCT)}", SUM),
@@ -83,6 +87,7 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "min": _bound("minimum", math.inf),
     "pow": _power,
     "select": lambda m, x, y: Expr(f"tl.where({m.at(SUM)} != 0.0, {x.text}, {y.text})"),
+    "lookup": _lookup,
 }
 
 #: Functions that kernels may call, by name. A file carries those that it uses.
@@ -226,6 +231,15 @@ def uint8_as_float32(x):
     """Return unsigned integers of 8 bits as float32: they become the mantissa of 2^23."""
     bits = x.to(tl.int32) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - 8388608.0
+''',
+    "entry_of": '''
+@triton.jit
+def entry_of(x, values: tl.constexpr):
+    """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
+    found = tl.full(x.shape, values[0], tl.float32)
+    for i in tl.static_range(1, len(values)):
+        found = tl.where(x < i, found, values[i])
+    return found
 ''',
     "larger": '''
 @triton.jit
