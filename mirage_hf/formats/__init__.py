@@ -6,15 +6,25 @@ library.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import awq, compressed_tensors, fp8, gptq, hqq, torchao, unread
+from mirage_hf.formats import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    hqq,
+    torchao,
+    unread,
+)
 from mirage_hf.formats.coding import CodedWeight, Coding
 from mirage_hf.formats.compressed_tensors import decoding_hooks
 from mirage_hf.formats.containers import memory_of
-from mirage_hf.formats.hqq import loose_tensors
 
 __all__ = [
     "CodedWeight",
@@ -28,7 +38,7 @@ __all__ = [
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
-_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, unread)
+_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, bitsandbytes, unread)
 
 
 def coded_weight(
@@ -53,7 +63,7 @@ def coded_weight(
 
 def holds_codes(kind: type) -> bool:
     """Return whether a class of parameters holds codes. Its parameters are read by a reader."""
-    return kind.__module__.partition(".")[0] == "torchao"
+    return kind.__module__.partition(".")[0] in ("torchao", "bitsandbytes")
 
 
 def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
@@ -65,3 +75,12 @@ def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
         if reader.recognizes(module):
             return tuple(t for t in reader.tensors(module) if isinstance(t, Tensor))
     return ()
+
+
+def loose_tensors(state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return the tensors of a container that are neither parameters nor buffers.
+
+    Args:
+        state: The instance dictionary of a module. Plain modules have none of these tensors.
+    """
+    return hqq.loose_tensors(state) + bitsandbytes.loose_tensors(state)
