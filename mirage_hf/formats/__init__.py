@@ -30,10 +30,11 @@ __all__ = [
     "CodedWeight",
     "Coding",
     "coded_weight",
+    "copied_facts",
     "decoding_hooks",
     "held_tensors",
     "holds_codes",
-    "loose_tensors",
+    "loose_facts",
     "memory_of",
 ]
 
@@ -47,7 +48,7 @@ def coded_weight(
     """Return how a linear stores its weight in codes.
 
     Args:
-        module: The module. It is not changed, and no number is copied.
+        module: The module. It is not changed, and no code of its weight is copied.
         dtype: The dtype of the activations. It matters only for containers that do not tell in
             which dtype they compute, such as `FP8Linear`.
 
@@ -63,7 +64,7 @@ def coded_weight(
 
 def holds_codes(kind: type) -> bool:
     """Return whether a class of parameters holds codes. Its parameters are read by a reader."""
-    return kind.__module__.partition(".")[0] in ("torchao", "bitsandbytes")
+    return kind.__module__.partition(".")[0] == "torchao" or bitsandbytes.is_parameter(kind)
 
 
 def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
@@ -77,10 +78,16 @@ def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
     return ()
 
 
-def loose_tensors(state: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return the tensors of a container that are neither parameters nor buffers.
+def loose_facts(state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return facts of the tensors of a container that are neither parameters nor buffers.
 
     Args:
         state: The instance dictionary of a module. Plain modules have none of these tensors.
     """
-    return hqq.loose_tensors(state) + bitsandbytes.loose_tensors(state)
+    loose = tuple([memory_of(t) for t in hqq.loose_tensors(state)])
+    return loose + bitsandbytes.loose_facts(state)
+
+
+def copied_facts(module: nn.Module) -> tuple[Any, ...]:
+    """Return facts that change if numbers are written that the weight of a module is a copy of."""
+    return bitsandbytes.copied_facts(module) if bitsandbytes.recognizes(module) else ()

@@ -2,6 +2,9 @@
 
 A code is the index of an entry of a table of 16 floats. A byte holds two codes, the first one in
 its high bits. Each block has a scale, the largest absolute value of its weights ("absmax").
+
+With "double quantization" the scales are codes of 8 bits, in blocks of their own. They are decoded
+once, to float32. So they take a part of the memory that double quantization saves.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
@@ -64,10 +69,21 @@ TABLES = {
     ),
 }
 
+#: Entries of the table of scales that are codes.
+_SCALE_CODES = 256
+
+#: Decoded scales by the weight that they belong to, with what they were decoded from.
+_decoded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 
 def recognizes(module: nn.Module) -> bool:
     """Return whether a module is a Linear4bit."""
     return containers.qualified_name(module) in _CLASSES
+
+
+def is_parameter(kind: type) -> bool:
+    """Return whether a class is that of the parameters that hold codes."""
+    return f"{kind.__module__}.{kind.__qualname__}" == _PARAMETER
 
 
 def tensors(module: Any) -> tuple[Tensor | None, ...]:
@@ -76,21 +92,45 @@ def tensors(module: Any) -> tuple[Tensor | None, ...]:
     return (weight, *_tensors_of_state(getattr(weight, "quant_state", None)))
 
 
-def loose_tensors(state: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return the tensors of a Linear4bit that are neither parameters nor buffers.
+def loose_facts(state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells whether tensors of a Linear4bit in no parameter or buffer are the same.
 
     Args:
-        state: The instance dictionary of a module. Other modules have none of these tensors.
+        state: The instance dictionary of a module. Other modules have no such facts.
     """
-    weight = (state.get("_parameters") or {}).get("weight")
-    if containers.qualified_name(weight) != _PARAMETER:
+    if not is_linear(state):
         return ()
-    held = _tensors_of_state(getattr(weight, "quant_state", None))
-    return tuple(t for t in held if isinstance(t, Tensor))
+    return _facts(getattr(state["_parameters"].get("weight"), "quant_state", None))
+
+
+def is_linear(state: dict[str, Any]) -> bool:
+    """Return whether an instance dictionary is that of a Linear4bit."""
+    return "quant_storage" in state and "compute_type_is_set" in state
+
+
+def copied_facts(module: Any) -> tuple[Any, ...]:
+    """Return how often scales were written that are decoded once."""
+    state = getattr(module._parameters.get("weight"), "quant_state", None)
+    return _facts(state) if getattr(state, "state2", None) is not None else ()
+
+
+def _facts(state: Any) -> tuple[Any, ...]:
+    """Return which memory holds scales, and how often it was written if they are decoded once."""
+    nested = getattr(state, "state2", None) is not None
+    return tuple(
+        [
+            (containers.memory_of(t), t._version if nested and not t.is_inference() else 0)
+            for t in _tensors_of_state(state)
+            if isinstance(t, Tensor)
+        ]
+    )
 
 
 def _tensors_of_state(state: Any) -> tuple[Tensor | None, ...]:
-    return (getattr(state, "absmax", None),)
+    absmax, nested = getattr(state, "absmax", None), getattr(state, "state2", None)
+    if nested is None:
+        return (absmax,)
+    return (absmax, nested.absmax, nested.code, state.offset)
 
 
 def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
@@ -108,15 +148,13 @@ def _wrong_module(module: Any) -> str | None:
     if why:
         return why
     weight = module._parameters.get("weight")
-    if containers.qualified_name(weight) != _PARAMETER:
+    if not is_parameter(type(weight)):
         return f"its weight is a {type(weight).__name__}, not a Params4bit"
     state = getattr(weight, "quant_state", None)
     if state is None:
         return "it is not quantized yet: bitsandbytes does that when the model moves to its device"
     if getattr(state, "packing_format_for_cpu", False):
         return "its codes are in the order of the library's CPU kernels; read it before it runs"
-    if state.state2 is not None or state.offset is not None:
-        return "its scales are codes, too: load it with bnb_4bit_use_double_quant=False"
     if state.quant_type not in TABLES:
         return f"codes of type {state.quant_type!r} are not read"
     if state.dtype not in COMPUTE_DTYPES:
@@ -135,20 +173,54 @@ def _read(module: Any) -> CodedWeight | str:
     why = uneven("inputs", columns, block) or uneven("inputs of a block", block, 8)
     if why:
         return why
-    blocks, words = (rows * (columns // block),), weight.data
+    words = weight.data
     flat = words.detach().reshape(-1) if words.is_contiguous() else words
     if flat.dtype.itemsize in (1, 2, 4):  # FSDP wants the codes in the dtype of other weights
         flat = flat.view(torch.uint8)
     why = (
         wrong_tensor("weight", flat, (rows * columns // 2,), (torch.uint8,))
-        or wrong_tensor("absmax", state.absmax, blocks, (torch.float32,))
+        or _wrong_scales(state, rows * (columns // block))
         or containers.wrong_bias(module.bias, rows)
-        or containers.other_device(flat, state.absmax, module.bias)
+        or containers.other_device(flat, *_tensors_of_state(state), module.bias)
     )
     if why:
         return why
     coding = _coding(rows, columns, block, state.dtype, TABLES[state.quant_type])
-    return CodedWeight(coding, view_as(coding, (flat, state.absmax)), module.bias)
+    scales = state.absmax if state.state2 is None else _decoded_scales(weight)
+    return CodedWeight(coding, view_as(coding, (flat, scales)), module.bias)
+
+
+def _wrong_scales(state: Any, blocks: int) -> str | None:
+    """Return why scales are not read."""
+    nested = state.state2
+    if nested is None:
+        return wrong_tensor("absmax", state.absmax, (blocks,), (torch.float32,))
+    per_scale = nested.blocksize
+    if type(per_scale) is not int or per_scale <= 0:
+        return f"its scales come in blocks of {per_scale!r}"
+    scale_blocks = -(-blocks // per_scale)
+    return (
+        wrong_tensor("absmax", state.absmax, (blocks,), (torch.uint8,))
+        or wrong_tensor("absmax of scales", nested.absmax, (scale_blocks,), (torch.float32,))
+        or wrong_tensor("table of scales", nested.code, (_SCALE_CODES,), (torch.float32,))
+        or wrong_tensor("offset of scales", state.offset, (), (torch.float32,))
+    )
+
+
+def _decoded_scales(weight: Any) -> Tensor:
+    """Return scales that are codes as float32. They are decoded again after a change."""
+    state = weight.quant_state
+    facts = _facts(state)
+    known = _decoded.get(weight)
+    if known is not None and known[0] == facts:
+        return known[1]  # type: ignore[no-any-return]
+    codes, nested = state.absmax, state.state2
+    with torch.no_grad(), _disable_current_modes():
+        of_block = nested.absmax.repeat_interleave(nested.blocksize)[: len(codes)]
+        scales = nested.code[codes.long()] * of_block + state.offset
+    # what the facts name is kept, so that nothing else comes to lie at its address
+    _decoded[weight] = facts, scales, _tensors_of_state(state)
+    return scales
 
 
 def _coding(

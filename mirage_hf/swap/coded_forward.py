@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirage_hf.formats import CodedWeight, Coding, coded_weight, held_tensors, memory_of
+from mirage_hf.formats import (
+    CodedWeight,
+    Coding,
+    coded_weight,
+    copied_facts,
+    held_tensors,
+    memory_of,
+)
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -92,7 +99,8 @@ def _reading(weight: CodedWeight) -> tuple[Coding, torch.device]:
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return which memory holds a linear's codes and bias. To read a container takes longer."""
     held = (*module._parameters.values(), *held_tensors(module), getattr(module, "bias", None))
-    return tuple([(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)])
+    facts = [(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)]
+    return (*facts, *copied_facts(module))
 
 
 def _writes(t: Tensor) -> int:

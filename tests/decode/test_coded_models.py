@@ -25,7 +25,7 @@ from scripts.coded_models import FORMATS, linears, with_codes
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
-KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4")
+KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested")
 NEW = 12
 
 
@@ -52,8 +52,8 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_words_of_gptqmodel(small_llama(), kind)
     if kind == "hqq":
         return with_bytes_of_hqq(small_llama())
-    if kind in ("nf4", "fp4"):
-        return with_codes_of_bitsandbytes(small_llama(), kind)
+    if kind in ("nf4", "fp4", "nf4 nested"):
+        return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,7 +98,9 @@ def with_bytes_of_hqq(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
-def with_codes_of_bitsandbytes(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM:
+def with_codes_of_bitsandbytes(
+    model: LlamaForCausalLM, kind: str, nested: bool
+) -> LlamaForCausalLM:
     """Replace the linears of a model's layers by those of bitsandbytes with 4 bits."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for parent, child, linear in list(linears(model)):
@@ -108,7 +110,7 @@ def with_codes_of_bitsandbytes(model: LlamaForCausalLM, kind: str) -> LlamaForCa
             n,
             bias=False,
             compute_dtype=torch.float32,
-            compress_statistics=False,
+            compress_statistics=nested,
             quant_type=kind,
         )
         module.load_state_dict(linear.state_dict())

@@ -1,8 +1,11 @@
 """Linears of bitsandbytes with 4 bits, made and decoded by that library."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import coded_weight
@@ -48,6 +51,43 @@ def test_a_program_decodes_what_the_library_decodes(kind, dtype):
     assert all(caught.values()), caught
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", TABLES)
+def test_scales_that_are_codes_are_decoded_as_the_library_does(kind, dtype):
+    module = module_of(kind, dtype, nested=True, columns=1024)  # 512 blocks, two for the scales
+    found, expected = coded_modules.read(module), expected_of(module)
+    assert torch.equal(coded_modules.decoded(found.coding, found.tensors), expected)
+    codes = module.weight.untyped_storage().data_ptr()
+    assert found.tensors[0].untyped_storage().data_ptr() == codes
+    caught = coded_modules.caught(found, expected)
+    assert all(caught.values()), caught
+
+
+def test_scales_that_are_codes_are_decoded_once():
+    module = module_of(nested=True)
+    first, second = (coded_modules.read(module).tensors[1].data_ptr() for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.absmax.copy_(state.absmax.flip(0)),
+        lambda state: state.state2.absmax.mul_(2.0),
+        lambda state: state.offset.add_(1.0),
+        lambda state: setattr(state.state2, "absmax", state.state2.absmax * 2.0),
+        lambda state: setattr(state, "absmax", state.absmax.flip(0)),
+    ],
+    ids=["codes written", "scales written", "offset written", "scales replaced", "codes replaced"],
+)
+def test_scales_that_change_are_decoded_again(change):
+    module = module_of(nested=True)
+    coded_modules.read(module)
+    change(module.weight.quant_state)
+    found = coded_modules.read(module)
+    assert torch.equal(coded_modules.decoded(found.coding, found.tensors), expected_of(module))
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_the_tables_are_those_of_the_library(kind):
     assert functional.get_4bit_type(kind, device="cpu").tolist() == list(TABLES[kind])
@@ -79,6 +119,26 @@ def test_weights_of_one_table_are_joined():
     assert "by table, groups of 64" in nf4.describe()
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_linears_of_checkpoints_are_read(nested, tmp_path):
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).bfloat16().save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
+    load = partial(AutoModelForCausalLM.from_pretrained, device_map={"": "cpu"})
+    quantized = load(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    quantized.save_pretrained(tmp_path / "quantized")
+    for model in (quantized, load(tmp_path / "quantized")):
+        linears = [m for m in model.model.modules() if isinstance(m, nn.Linear)]
+        assert len(linears) == 7 and coded_weight(model.lm_head) is None
+        for module in linears:
+            found = coded_modules.read(module)
+            decoded = coded_modules.decoded(found.coding, found.tensors)
+            assert torch.equal(decoded, expected_of(module))
+
+
 def reason(module: nn.Module) -> str:
     found = coded_weight(module)
     assert isinstance(found, Rejected), found
@@ -89,6 +149,19 @@ def damaged(name: str, value) -> nn.Module:
     """Return a module with another value of a field of its state."""
     module = module_of()
     setattr(module.weight.quant_state, name, value)
+    return module
+
+
+def damaged_scales(name: str, value) -> nn.Module:
+    """Return a module with another value of a field of the state of its scales."""
+    module = module_of(nested=True)
+    setattr(module.weight.quant_state.state2, name, value)
+    return module
+
+
+def without_offset() -> nn.Module:
+    module = module_of(nested=True)
+    module.weight.quant_state.offset = None
     return module
 
 
@@ -111,7 +184,10 @@ def for_cpu_kernels() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: module_of(nested=True), "bnb_4bit_use_double_quant=False"),
+        (lambda: damaged_scales("absmax", torch.ones(3)), "absmax of scales has shape (3)"),
+        (lambda: damaged_scales("code", torch.ones(16)), "table of scales has shape (16)"),
+        (lambda: damaged_scales("blocksize", 0), "its scales come in blocks of 0"),
+        (without_offset, "offset of scales is missing"),
         (lambda: bitsandbytes.nn.Linear4bit(COLUMNS, ROWS), "it is not quantized yet"),
         (lambda: bitsandbytes.nn.Linear8bitLt(COLUMNS, ROWS), "outliers"),
         (for_cpu_kernels, "the order of the library's CPU kernels"),
