@@ -124,7 +124,7 @@ def described(error: BaseException, *, whole: bool = False) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def shape(dims: Sequence[int]) -> str:
+def shape(dims: Sequence[object]) -> str:
     """Return dims as text, like (2, 3)."""
     return "(" + ", ".join(str(d) for d in dims) + ")"
 

@@ -46,7 +46,12 @@ BUILD_TOOLS = ("scikit-build-core>=0.10,<2", "pybind11>=2.13,<4", "cmake>=3.20",
 
 #: The libraries whose containers of weights are tested, as in pyproject.toml, and what they need
 #: besides torch and transformers.
-FORMATS = ("compressed-tensors>=0.20,<1", "torchao>=0.18,<1", "hqq>=0.2.8,<1")
+FORMATS = (
+    "compressed-tensors>=0.20,<1",
+    "torchao>=0.18,<1",
+    "hqq>=0.2.8,<1",
+    "bitsandbytes>=0.49,<1",
+)
 FORMATS_NEED = ("loguru", "pydantic>=2", "psutil", "einops", "termcolor")
 
 

@@ -57,6 +57,7 @@ class CppNumbers:
             ),
             "min": lambda x, y: x if y.number == math.inf else Expr(f"minimum({x.text}, {y.text})"),
             "select": lambda m, x, y: Expr(f"({m.at(SUM)} != 0 ? {x.text} : {y.text})"),
+            "lookup": _lookup,
             "rsqrt": self._call("rsqrt")
             if self.suffix
             else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
@@ -80,6 +81,12 @@ class CppNumbers:
         return (
             table.lookup(fn).program(**attrs).evaluate(self.algebra, operands, self.constant).text
         )
+
+
+def _lookup(x: Expr, *values: Expr) -> Expr:
+    """Return a choice of one of several values by index."""
+    steps = [f"{x.at(SUM)} < {i} ? {v.text} : " for i, v in enumerate(values[:-1], 1)]
+    return Expr(f"({''.join(steps)}{values[-1].text})")
 
 
 FLOAT, DOUBLE = CppNumbers("f", _FLOAT_MAX), CppNumbers("", math.inf)

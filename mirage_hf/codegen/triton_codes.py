@@ -29,6 +29,16 @@ class CodeWriter(TileWriter):
                 words = self.load_words(i, pointer, None, shift)
                 self.line(f"{self.value[i.name]}_words = {words}")
 
+    def hold_tables(self) -> None:
+        """Put the tables of codes into registers."""
+        for number, table in enumerate(self._tables()):
+            self.line(f"values{number}: tl.constexpr = {table}")
+            self.line(f"table{number} = table_of_lanes(values{number})")
+
+    def _tables(self) -> list[tuple[float, ...]]:
+        """Return the tables of codes, without repeats."""
+        return list(dict.fromkeys(self.layout.tables.values()))
+
     def selected_source(self, i: BlockInput) -> tuple[str, Coordinates]:
         """Return the pointer to the source that this tile lies in, and its names of coordinates."""
         if len(i.sources) == 1:
@@ -73,8 +83,15 @@ class CodeWriter(TileWriter):
         return f"tl.permute({text}, ({order}))"
 
     def _decoded(self, i: BlockInput, words: str, zero: float) -> str:
-        """Return words as float32 codes minus `zero`, with the codes of a word in new last dims."""
+        """Return words as float32, with the codes of a word in new last dims.
+
+        A number is subtracted from the codes, or they are looked up in a table.
+        """
         codes, operand = f"uint4_as_float32({words}, {zero!r})", self.tiling.operands[i.sources[0]]
+        table = self.layout.tables.get(i.name)
+        if table is not None:
+            number = self._tables().index(table)
+            codes = f"uint4_entries({words}, table{number}, values{number})"
         turned = high_first(operand.dims, operand.strides) is not None
         return f"high_first({codes})" if turned else codes
 

@@ -6,7 +6,6 @@ the stages, and the stores.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +56,7 @@ class _KernelWriter(CombineWriter):
 
     def write(self) -> KernelText:
         self.offsets()
+        self.hold_tables()
         for i in self.block.inputs:
             if self.is_selected(i) and self.block.role(str(i.joined)) is Role.GRID:
                 self.select(i)
@@ -100,11 +100,11 @@ class _KernelWriter(CombineWriter):
             names += ["scratch_ptr", "counters_ptr"]
         parameters = ", ".join([*names, "overlaps: tl.constexpr"])
         source = f"@triton.jit\ndef {self.name}({parameters}):\n{body}\n"
-        called = [h for h in triton_math.HELPERS if re.search(rf"(?<![\w.]){h}[(),]", body)]
+        called = triton_math.helpers_of(body)
         return KernelText(
             self.name,
             source,
-            tuple(called),
+            called,
             tuple(self.arguments),
             self.cooperation.scratch,
             self.tiling.num_tiles if shares_loop else 0,

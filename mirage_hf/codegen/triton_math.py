@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,10 @@ def _power(x: Expr, y: Expr) -> Expr:
     return Expr(f"power({base}, {exponent})")
 
 
+def _lookup(x: Expr, *values: Expr) -> Expr:
+    return Expr(f"entry_of({x.text}, ({', '.join(v.text for v in values)}))")
+
+
 TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "add": lambda x, y: Expr(f"{x.at(SUM)} + {y.at(PRODUCT)}", SUM),
     "sub": lambda x, y: Expr(f"{x.at(SUM)} - {y.at(PRODUCT)}", SUM),
@@ -83,6 +88,7 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "min": _bound("minimum", math.inf),
     "pow": _power,
     "select": lambda m, x, y: Expr(f"tl.where({m.at(SUM)} != 0.0, {x.text}, {y.text})"),
+    "lookup": _lookup,
 }
 
 #: Functions that kernels may call, by name. A file carries those that it uses.
@@ -158,11 +164,11 @@ def high_first(codes):
     low, high = tl.split(codes)
     return tl.join(high, low)
 ''',
-    "uint4_pairs": '''
+    "INTERPRETED": """
 #: True if Triton's interpreter runs the kernels. It knows no assembly.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
+""",
+    "uint4_pairs": '''
 @triton.jit
 def two_codes(halves, number: tl.constexpr, exponent: tl.constexpr):
     """Return one nibble of each half of these words as a 16-bit float, the low half first.
@@ -210,6 +216,79 @@ def uint4_pairs(words, offset: tl.constexpr, dtype: tl.constexpr):
     codes = tl.join(firsts, tl.join(even, odd))
     return codes.to(dtype, bitcast=True) - offset
 ''',
+    "table_of_lanes": '''
+@triton.jit
+def one_of_two(values: tl.constexpr, first: tl.constexpr, step: tl.constexpr, takes_second):
+    """Return values[first + step] if a condition holds, else values[first]."""
+    second: tl.constexpr = first + step
+    return tl.where(takes_second, values[second], values[first])
+
+
+@triton.jit
+def table_of_lanes(values: tl.constexpr):
+    """Return a number that differs between the threads of a warp: thread n has values[n % 16].
+
+    `uint4_entries` reads it. Its type is int32.
+    """
+    if INTERPRETED:
+        return 0
+    lane = tl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r,r", [tl.program_id(0)], tl.int32, is_pure=True, pack=1
+    )
+    odd = (lane & 1) != 0
+    a, b = one_of_two(values, 0, 1, odd), one_of_two(values, 2, 1, odd)
+    c, d = one_of_two(values, 4, 1, odd), one_of_two(values, 6, 1, odd)
+    e, f = one_of_two(values, 8, 1, odd), one_of_two(values, 10, 1, odd)
+    g, h = one_of_two(values, 12, 1, odd), one_of_two(values, 14, 1, odd)
+    second = (lane & 2) != 0
+    a, c = tl.where(second, b, a), tl.where(second, d, c)
+    e, g = tl.where(second, f, e), tl.where(second, h, g)
+    third = (lane & 4) != 0
+    a, e = tl.where(third, c, a), tl.where(third, g, e)
+    return tl.where((lane & 8) != 0, e, a).to(tl.float32).to(tl.int32, bitcast=True)
+''',
+    "uint4_entries": '''
+@triton.jit
+def uint4_entries(words, table, values: tl.constexpr):
+    """Return the elements of a table whose indices are the eight codes of each int32 word.
+
+    The first code is in the lowest bits. The codes are in three new last dims of 2. Each thread of
+    a warp has one element of the table, so an exchange between threads is a lookup. It reads four
+    bits of an index only.
+    """
+    if INTERPRETED:
+        return entry_of(uint4_as_float32(words, 0.0), values)
+    n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 index;
+        shfl.sync.idx.b32 $0, $9, $8, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 4;
+        shfl.sync.idx.b32 $1, $9, index, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 8;
+        shfl.sync.idx.b32 $2, $9, index, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 12;
+        shfl.sync.idx.b32 $3, $9, index, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 16;
+        shfl.sync.idx.b32 $4, $9, index, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 20;
+        shfl.sync.idx.b32 $5, $9, index, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 24;
+        shfl.sync.idx.b32 $6, $9, index, 0x101f, 0xffffffff;
+        shr.u32 index, $8, 28;
+        shfl.sync.idx.b32 $7, $9, index, 0x101f, 0xffffffff;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+        [words, table],
+        (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+    even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
+    odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
+    return tl.join(even, odd).to(tl.float32, bitcast=True)
+''',
     "int8_as_float32": '''
 @triton.jit
 def int8_as_float32(x):
@@ -226,6 +305,15 @@ def uint8_as_float32(x):
     """Return unsigned integers of 8 bits as float32: they become the mantissa of 2^23."""
     bits = x.to(tl.int32) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - 8388608.0
+''',
+    "entry_of": '''
+@triton.jit
+def entry_of(x, values: tl.constexpr):
+    """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
+    found = tl.full(x.shape, values[0], tl.float32)
+    for i in tl.static_range(1, len(values)):
+        found = tl.where(x < i, found, values[i])
+    return found
 ''',
     "larger": '''
 @triton.jit
@@ -256,6 +344,18 @@ def power(x, y):
     return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
 ''',
 }
+
+
+def helpers_of(text: str) -> tuple[str, ...]:
+    """Return the names of the helpers that a text needs, in the order of `HELPERS`."""
+    needed: set[str] = set()
+    texts = [text]
+    while texts:
+        read = texts.pop()
+        found = {h for h in HELPERS if re.search(rf"(?<![\w.]){h}[(),:]", read)} - needed
+        needed |= found
+        texts += [HELPERS[h] for h in found]
+    return tuple(h for h in HELPERS if h in needed)
 
 
 def last(fn: str, attrs: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ from mirage_hf.decode.model_obstacles import (
     model_obstacle,
     why_no_graph,
 )
-from mirage_hf.formats import holds_codes, loose_tensors, memory_of
+from mirage_hf.formats import holds_codes, loose_facts, memory_of
 from mirage_hf.layers.rope import LengthRope, length_rope
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.plain import foreign_hook
@@ -225,13 +225,14 @@ def _is_special(state: dict[str, Any]) -> bool:
         or "_active_adapter" in state
         or BINDING_KEY in state
         or "meta" in state
+        or "quant_storage" in state
     )
 
 
 def _special(state: dict[str, Any]) -> tuple[Any, ...]:
     """Return facts that few modules have: an own forward, a tuner's attributes, our kernels.
 
-    HQQ's linears hold tensors that are neither parameters nor buffers.
+    Linears of some containers hold tensors that are neither parameters nor buffers.
     A forward itself is kept and not its id, because the id of a deleted one may be used again.
     """
     tuner: tuple[Any, ...] | None = None
@@ -239,8 +240,7 @@ def _special(state: dict[str, Any]) -> tuple[Any, ...]:
         tuner = tuple([_comparable(state[name]) for name in _TUNER if name in state])
     bound = state.get(BINDING_KEY)
     kernels = () if bound is None else (id(bound), bound.retired)
-    loose = tuple([memory_of(t) for t in loose_tensors(state)])
-    return state.get("forward"), tuner, kernels, loose
+    return state.get("forward"), tuner, kernels, loose_facts(state)
 
 
 def _comparable(value: Any) -> Any:

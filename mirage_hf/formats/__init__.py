@@ -6,30 +6,41 @@ library.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import awq, compressed_tensors, fp8, gptq, hqq, torchao, unread
+from mirage_hf.formats import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    hqq,
+    torchao,
+    unread,
+)
 from mirage_hf.formats.coding import CodedWeight, Coding
 from mirage_hf.formats.compressed_tensors import decoding_hooks
 from mirage_hf.formats.containers import memory_of
-from mirage_hf.formats.hqq import loose_tensors
 
 __all__ = [
     "CodedWeight",
     "Coding",
     "coded_weight",
+    "copied_facts",
     "decoding_hooks",
     "held_tensors",
     "holds_codes",
-    "loose_tensors",
+    "loose_facts",
     "memory_of",
     "runs_codes",
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
-_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, unread)
+_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, bitsandbytes, unread)
 
 
 def coded_weight(
@@ -38,7 +49,7 @@ def coded_weight(
     """Return how a linear stores its weight in codes.
 
     Args:
-        module: The module. It is not changed, and no number is copied.
+        module: The module. It is not changed, and no code of its weight is copied.
         dtype: The dtype of the activations. It matters only for containers that do not tell in
             which dtype they compute, such as `FP8Linear`.
 
@@ -63,7 +74,7 @@ def runs_codes(module: nn.Module) -> bool:
 
 def holds_codes(kind: type) -> bool:
     """Return whether a class of parameters holds codes. Its parameters are read by a reader."""
-    return kind.__module__.partition(".")[0] == "torchao"
+    return kind.__module__.partition(".")[0] == "torchao" or bitsandbytes.is_parameter(kind)
 
 
 def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
@@ -75,3 +86,18 @@ def held_tensors(module: nn.Module) -> tuple[Tensor, ...]:
         if reader.recognizes(module):
             return tuple(t for t in reader.tensors(module) if isinstance(t, Tensor))
     return ()
+
+
+def loose_facts(state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return facts of the tensors of a container that are neither parameters nor buffers.
+
+    Args:
+        state: The instance dictionary of a module. Plain modules have none of these tensors.
+    """
+    loose = tuple([memory_of(t) for t in hqq.loose_tensors(state)])
+    return loose + bitsandbytes.loose_facts(state)
+
+
+def copied_facts(module: nn.Module) -> tuple[Any, ...]:
+    """Return facts that change if numbers are written that the weight of a module is a copy of."""
+    return bitsandbytes.copied_facts(module) if bitsandbytes.recognizes(module) else ()

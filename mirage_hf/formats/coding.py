@@ -102,6 +102,8 @@ class Split:
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
+    If there is a table, its entries come in place of the codes that are their indices.
+
     The weight is decoded in the dtype of the scales, or in float32 if it has shifts. Then it is
     cast to `dtype`.
 
@@ -114,6 +116,7 @@ class Coding:
         zeros: The zero points, as codes or floats. None if all are equal.
         zero: A zero point of all codes.
         shifts: What is added to the scaled codes, as floats. None if nothing is.
+        table: What each code stands for. None if codes stand for themselves.
     """
 
     rows: int
@@ -124,6 +127,7 @@ class Coding:
     zeros: Stored | None = None
     zero: float = 0.0
     shifts: Stored | None = None
+    table: tuple[float, ...] | None = None
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -142,6 +146,8 @@ class Coding:
     def joins(self, other: Coding) -> bool:
         """Return whether the rows of another weight may follow those of this one in one tensor."""
         if (self.columns, self.dtype, self.zero) != (other.columns, other.dtype, other.zero):
+            return False
+        if self.table != other.table:
             return False
         if (self.zeros is None, self.shifts is None) != (other.zeros is None, other.shifts is None):
             return False
@@ -164,7 +170,8 @@ class Coding:
         else:
             where = f"blocks of {shared} codes"
         zeros = ", zero points" if self.zeros or self.shifts else ""
-        return f"{dtype_name(self.codes.dtype)}, {where}{zeros}"
+        table = " by table" if self.table else ""
+        return f"{dtype_name(self.codes.dtype)}{table}, {where}{zeros}"
 
 
 def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
@@ -189,6 +196,8 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
         for same in map(list, zip(*parts, strict=True))
     ]
     w, scales = whole[:2]
+    if first.table:
+        w = graph.apply("lookup", [w], {"values": first.table})
     if first.zeros:
         w = graph.sub(w, whole[2])
     if first.zero:

@@ -14,6 +14,9 @@ from mirage_hf.ops.dtypes import COMPUTE_DTYPES, dtype_name
 #: The Python types of tensors that hold numbers in their own memory.
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
+#: Parameters of a class of their own that hold numbers in their own memory, too.
+_OWN_MEMORY = ("bitsandbytes.nn.modules.Params4bit",)
+
 
 def qualified_name(x: Any) -> str:
     """Return the module and name of an object's class. It identifies a class without an import."""
@@ -44,6 +47,8 @@ def memory_of(t: Tensor) -> Any:
     """
     if type(t) in PLAIN_TENSORS:
         return t.data_ptr()
+    if qualified_name(t) in _OWN_MEMORY:
+        return (id(t), t.data_ptr())
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
         return id(t)

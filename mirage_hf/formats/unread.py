@@ -12,7 +12,6 @@ from mirage_hf.formats import containers
 
 #: Reasons by the first words of a class's module and name.
 _REASONS = {
-    "bitsandbytes.nn.modules.Linear4bit": "bitsandbytes: NF4 and FP4 are table codes",
     "bitsandbytes.nn.modules.Linear8bitLt": "bitsandbytes: outliers are computed in float16",
     "gptqmodel.nn_modules.qlinear.": (
         "GPTQ and AWQ: this class of GPT-QModel has an order of words of its own; load GPTQ with "

@@ -307,9 +307,7 @@ def _number(place: _Place) -> float:
 
 def _attr(place: _Place) -> Any:
     if isinstance(place.value, list):
-        for item in place.items():
-            item.expect("int")
-        return tuple(place.value)
+        return tuple(map(_attr, place.items()))
     return _number(place) if isinstance(place.value, dict) else place.expect("scalar")
 
 

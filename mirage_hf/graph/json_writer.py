@@ -93,7 +93,7 @@ def _value(v: Any) -> Any:
     """Return an attribute or number. JSON lacks infinities: they are {"number": "inf"}."""
     if isinstance(v, float) and math.isinf(v):
         return {"number": repr(v)}
-    return list(v) if isinstance(v, tuple) else v
+    return [*map(_value, v)] if isinstance(v, tuple) else v
 
 
 # -- block graphs ----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def _op(op: KernelOp) -> str:
 def _value(v: Any) -> str:
     """Return an attribute or number as text. A float is the shortest text that reads back as it."""
     if isinstance(v, (tuple, list)):
-        return errors.shape(v)
+        return errors.shape([*map(_value, v)])
     if isinstance(v, bool):
         return str(v).lower()
     return repr(v) if isinstance(v, (int, float)) else str(v)

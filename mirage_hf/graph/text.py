@@ -259,7 +259,7 @@ class _Parser(_TokenReader):
 
     def attribute(self) -> Any:
         if self.sees("("):
-            return tuple(self.many(self.integer, "(", ")"))
+            return tuple(self.many(self.number, "(", ")"))
         if self.next.kind == "number":
             return self.number()
         word = self.take("word")

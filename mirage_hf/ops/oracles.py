@@ -92,3 +92,10 @@ def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def select(m: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return x where m is not 0, else y."""
     return torch.where(m != 0, x, y)
+
+
+def lookup(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+    """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
+    steps = torch.arange(1, len(values), dtype=x.dtype, device=x.device)
+    known = torch.tensor(values, dtype=x.dtype, device=x.device)
+    return known[torch.bucketize(x.contiguous(), steps, right=True)]

@@ -26,6 +26,7 @@ PRIMITIVES = (
     "min",
     "pow",
     "select",
+    "lookup",
 )
 
 
@@ -158,7 +159,12 @@ def select(m: Scalar, x: Scalar | float, y: Scalar | float) -> Scalar:
     return m._node("select", m, x, y)
 
 
-def trace(body: Callable[..., Scalar], arity: int, **attrs: float) -> ScalarProgram:
+def lookup(x: Scalar, values: Sequence[float]) -> Scalar:
+    """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
+    return x._node("lookup", x, *values)
+
+
+def trace(body: Callable[..., Scalar], arity: int, **attrs: Any) -> ScalarProgram:
     """Trace `body(*scalars, **attrs)`, a function of `arity` scalars, to a program."""
     nodes: list[tuple[Any, ...]] = [("arg", i) for i in range(arity)]
     out = body(*(Scalar(nodes, i) for i in range(arity)), **attrs)

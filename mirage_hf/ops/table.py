@@ -112,7 +112,7 @@ class Op:
                 "give a named function, or torch_form"
             )
 
-    def program(self, **attrs: float) -> ScalarProgram:
+    def program(self, **attrs: Any) -> ScalarProgram:
         """Return the traced body for these attribute values."""
         assert self.body is not None, f"{self.name} has no scalar body"
         return _traced(self.name, self.body, self.arity[0], tuple(sorted(attrs.items())))
@@ -120,7 +120,7 @@ class Op:
 
 @cache
 def _traced(
-    name: str, body: Callable[..., Any], arity: int, attrs: tuple[tuple[str, float], ...]
+    name: str, body: Callable[..., Any], arity: int, attrs: tuple[tuple[str, Any], ...]
 ) -> ScalarProgram:
     return scalar.trace(body, arity, **dict(attrs))
 
@@ -211,12 +211,17 @@ def _all_ints(least: int) -> Callable[[Any], bool]:
     return holds
 
 
+def _are_numbers(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) > 1 and all(_is_number(v) for v in x)
+
+
 #: The type of attributes by their name, in words and as a test. Any other attribute is a number.
 _ATTRS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dim": ("an integer", is_int),
     "start": ("an integer", is_int),
     "stop": ("an integer", is_int),
     "dims": ("positive integers", _all_ints(1)),
+    "values": ("a tuple of two or more numbers", _are_numbers),
     "order": ("integers", _all_ints(-(1 << 63))),
     "kind": ("a word", lambda x: isinstance(x, str)),
     "dtype": ("a dtype", lambda x: as_dtype(x) is not None),
@@ -336,6 +341,13 @@ _elementwise(
     oracles.select,
     arity=3,
     opaque=False,
+)
+_elementwise(
+    "lookup",
+    "values[i] for i = x rounded down and clamped to the indices of `values`",
+    scalar.lookup,
+    oracles.lookup,
+    attrs={"values": None},
 )
 register(
     Op(

@@ -21,6 +21,7 @@ from mirage_hf.formats import (
     CodedWeight,
     Coding,
     coded_weight,
+    copied_facts,
     held_tensors,
     memory_of,
     runs_codes,
@@ -128,7 +129,8 @@ def _reading(weight: CodedWeight) -> tuple[Coding, torch.device]:
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return which memory holds a linear's codes and bias. To read a container takes longer."""
     held = (*module._parameters.values(), *held_tensors(module), getattr(module, "bias", None))
-    return tuple([(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)])
+    facts = [(id(t), memory_of(t), _writes(t)) for t in held if isinstance(t, Tensor)]
+    return (*facts, *copied_facts(module))
 
 
 def _writes(t: Tensor) -> int:

@@ -145,7 +145,11 @@ def test_a_block_that_exceeds_shared_memory_is_refused():
 @pytest.mark.parametrize("numbers", [FLOAT, DOUBLE], ids=["float", "double"])
 @pytest.mark.parametrize("name", [op.name for op in table.OPS.values() if op.kind == "elementwise"])
 def test_every_elementwise_op_prints(name, numbers):
-    attrs = {"cast": {"dtype": "float16"}, "clamp": {"min": -1.0, "max": 2.0}}.get(name, {})
+    attrs = {
+        "cast": {"dtype": "float16"},
+        "clamp": {"min": -1.0, "max": 2.0},
+        "lookup": {"values": (0.5, -1.5, 2.0)},
+    }.get(name, {})
     text = numbers.apply(name, ["x", "y", "z"][: table.lookup(name).arity[0]], attrs)
     assert "x" in text and text.count("(") == text.count(")")
 

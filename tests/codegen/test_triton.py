@@ -556,6 +556,7 @@ CALLS_OF_OPS = {
         (((4, 6),), dict(max=0.5)),
         (((4, 6),), dict(min=-0.5)),
     ],
+    "lookup": [(((4, 6),), dict(values=(0.5, -1.5, 2.0)))],
     "matmul": [(((2, 4, 6), (6, 3)), {})],
     "reduction": [(((4, 6),), dict(dim=1, kind=kind)) for kind in ("sum", "mean", "max")],
     "rms_norm": [(((4, 6),), {}), (((4, 6), (1, 6)), dict(eps=0.25))],

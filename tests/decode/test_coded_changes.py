@@ -95,6 +95,20 @@ def test_tensors_of_hqq_that_are_no_parameters_are_read_anew_if_they_are_replace
     torch.testing.assert_close(logits_now, logits(model))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_scales_of_bitsandbytes_that_are_replaced_are_read_from_then_on(nested: bool) -> None:
+    model = optimized_and_run(coded("nf4 nested" if nested else "nf4"))
+    for linear in coded_linears(model):
+        state = linear.weight.quant_state
+        scales = state.state2 if nested else state
+        scales.absmax = scales.absmax * torch.linspace(0.5, 2, len(scales.absmax))
+        if nested:
+            state.offset.add_(0.01)
+    plain = decoded_twin(model)
+    torch.testing.assert_close(logits(model), logits(plain))
+    assert torch.equal(generated(model, 1), generated(plain, 1))
+
+
 def test_a_bias_that_is_replaced_between_two_optimizations_is_read() -> None:
     model = coded("fp8")
     for linear in coded_linears(model):

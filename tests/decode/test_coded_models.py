@@ -25,7 +25,7 @@ from scripts.coded_models import FORMATS, linears, with_codes
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
-KINDS = (*FORMATS, "gptq", "awq", "hqq")
+KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested")
 NEW = 12
 
 
@@ -52,6 +52,8 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_words_of_gptqmodel(small_llama(), kind)
     if kind == "hqq":
         return with_bytes_of_hqq(small_llama())
+    if kind in ("nf4", "fp4", "nf4 nested"):
+        return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,6 +95,26 @@ def with_bytes_of_hqq(model: LlamaForCausalLM) -> LlamaForCausalLM:
     for parent, child, linear in list(linears(model)):
         module = hqq.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu")
         setattr(parent, child, module.eval())
+    return model
+
+
+def with_codes_of_bitsandbytes(
+    model: LlamaForCausalLM, kind: str, nested: bool
+) -> LlamaForCausalLM:
+    """Replace the linears of a model's layers by those of bitsandbytes with 4 bits."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for parent, child, linear in list(linears(model)):
+        n, k = linear.weight.shape
+        module = bitsandbytes.nn.Linear4bit(
+            k,
+            n,
+            bias=False,
+            compute_dtype=torch.float32,
+            compress_statistics=nested,
+            quant_type=kind,
+        )
+        module.load_state_dict(linear.state_dict())
+        setattr(parent, child, module.to("cpu").eval())
     return model
 
 

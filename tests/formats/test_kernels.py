@@ -10,7 +10,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.formats import awq, gptq, hqq, torchao_int4
+from mirage_hf.formats import awq, bitsandbytes, gptq, hqq, torchao_int4
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
@@ -58,6 +58,8 @@ def codings(
         "torchao int4": torchao_int4._coding_of_rows(rows, columns, group, dtype, False),
         "torchao int4, shifts": torchao_int4._coding_of_rows(rows, columns, group, dtype, True),
         "torchao tiles": torchao_int4._coding_of_tiles(rows, wide, wide, group, dtype),
+        "NF4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["nf4"]),
+        "FP4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["fp4"]),
     }
 
 
@@ -76,7 +78,7 @@ JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points")
 ROWS = ((1, False), (2, True), (16, False))
 
 #: Kinds whose kernels have no products on tensor cores.
-NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8", "torchao tiles")
+NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8", "torchao tiles", "NF4", "FP4")
 
 
 def main() -> None:

@@ -1,9 +1,12 @@
-"""Known words of GPTQ and AWQ, in stand-ins for linears of GPT-QModel, which need no library."""
+"""Known words of GPTQ, AWQ and bitsandbytes, in stand-ins for their linears, without a library."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from mirage_hf.formats.bitsandbytes import TABLES
 from tests.helpers import coded_modules
 
 #: The class and file of a stand-in, and the outputs and inputs that nibbles 0 to 7 of a word hold.
@@ -52,3 +55,37 @@ def test_zero_points_and_scales_belong_to_an_output_and_a_group(kind):
     for nibble, row in enumerate(places):
         expected[row, 16:] = -nibble * row / 4
     assert torch.equal(decoded(module).float(), expected)
+
+
+def linear_of_bitsandbytes(kind: str, rows: int, columns: int) -> nn.Module:
+    """Return a module with the names of a Linear4bit, and codes of zeros."""
+    names = {"__module__": "bitsandbytes.nn.modules"}
+    made = type("Linear4bit", (nn.Module,), names)()
+    made.out_features, made.in_features, made.bias = rows, columns, None
+    parameter = type("Params4bit", (nn.Parameter,), names)
+    codes = torch.zeros(rows * columns // 2, 1, dtype=torch.uint8)
+    made.weight = parameter(codes, requires_grad=False)
+    made.weight.quant_state = SimpleNamespace(
+        absmax=torch.ones(rows * columns // 64),
+        shape=(rows, columns),
+        blocksize=64,
+        quant_type=kind,
+        dtype=torch.float32,
+        state2=None,
+        offset=None,
+    )
+    return made
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_byte_of_bitsandbytes_holds_the_first_code_in_its_high_half(kind):
+    module = linear_of_bitsandbytes(kind, 2, 128)
+    first = module.weight.data.view(2, 64)
+    first[0, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF])
+    module.weight.quant_state.absmax.copy_(torch.tensor([1.0, 2.0, 4.0, 8.0]))
+    table = torch.tensor(TABLES[kind])
+    expected = table[0].expand(2, 128) * torch.tensor([[1.0, 2.0], [4.0, 8.0]]).repeat_interleave(
+        64, 1
+    )
+    expected[0, :16] = table
+    assert torch.equal(decoded(module), expected)

@@ -297,7 +297,11 @@ def test_three_grid_dims_and_composites_in_a_block():
 
 @pytest.mark.parametrize("name", [n for n, row in table.OPS.items() if row.kind == "elementwise"])
 def test_every_elementwise_op(name):
-    attrs = {"cast": {"dtype": "float32"}, "clamp": {"min": -0.25, "max": 0.5}}.get(name, {})
+    attrs = {
+        "cast": {"dtype": "float32"},
+        "clamp": {"min": -0.25, "max": 0.5},
+        "lookup": {"values": (0.5, -1.5, 2.0)},
+    }.get(name, {})
     g = mi.new_kernel_graph()
     X, Y = g.new_input((4, 8), "float32"), g.new_input((1, 8), "float32")
     bg = mi.new_block_graph((2, 2))

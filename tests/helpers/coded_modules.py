@@ -79,6 +79,11 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
     if coding.shifts is not None:
         yield "nothing is added", replace(coding, shifts=None), tensors[:-1]
         yield "what is added to another row", coding, [*tensors[:-1], tensors[-1].roll(1, 0)]
+    if coding.table is not None:
+        yield "no table", replace(coding, table=None), tensors
+        for by in (1, -1):
+            table = coding.table[by:] + coding.table[:by]
+            yield f"table moved by {by}", replace(coding, table=table), tensors
     for by in (1, -1, 8):
         yield f"zero point plus {by}", replace(coding, zero=coding.zero + by), tensors
     if coding.zero:

@@ -102,9 +102,11 @@ def elementwise(fn: str) -> dict:
     Return the worst relative error, and where finiteness or NaN differ from torch.
     """
     row = table.lookup(fn)
-    attrs = (
-        {"min": -1.5, "max": 2.5} if fn == "clamp" else {"dtype": "float32"} if fn == "cast" else {}
-    )
+    attrs = {
+        "clamp": {"min": -1.5, "max": 2.5},
+        "cast": {"dtype": "float32"},
+        "lookup": {"values": (0.5, -1.5, 0.0, 2.0)},
+    }.get(fn, {})
     x = torch.tensor(HARD)
     args = (
         [x]

@@ -37,6 +37,9 @@ SCALAR = {
     "tanh": torch.tanh,
     "clamp": lambda x, min=-math.inf, max=math.inf: x.clamp(min, max),
     "cast": lambda x, dtype=None: x,
+    "lookup": lambda x, values: torch.tensor(values, dtype=x.dtype)[
+        x.floor().clamp(0, len(values) - 1).long()
+    ],
     "select": lambda m, x, y: torch.where(m == 0, y, x),
     "ratio": lambda x, y: torch.where(y == 0, torch.zeros_like(x / y), x / y),
 }

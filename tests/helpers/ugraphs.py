@@ -344,7 +344,11 @@ def every_op() -> UGraph:
     for op in table.OPS.values():
         if op.kind != "elementwise":
             continue
-        attrs = {"cast": {"dtype": "float32"}, "clamp": {"min": -0.25, "max": 0.5}}.get(op.name, {})
+        attrs = {
+            "cast": {"dtype": "float32"},
+            "clamp": {"min": -0.25, "max": 0.5},
+            "lookup": {"values": (0.5, -1.5, 2.0)},
+        }.get(op.name, {})
         pair = (
             ("positive", "y")
             if op.name == "pow"

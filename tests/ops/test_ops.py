@@ -11,6 +11,12 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.ops import scalar, table
 
+
+def entry(x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+    index = x.nan_to_num(nan=math.inf).floor().clamp(0, len(values) - 1).long()
+    return torch.stack(values)[index]
+
+
 FLOAT64 = {
     "add": torch.add,
     "sub": torch.sub,
@@ -26,8 +32,13 @@ FLOAT64 = {
     "min": torch.minimum,
     "pow": torch.pow,
     "select": lambda m, x, y: torch.where(m != 0, x, y),
+    "lookup": entry,
 }
-ATTRS = {"clamp": {"min": -0.5, "max": 2.0}, "cast": {"dtype": "float64"}}
+ATTRS = {
+    "clamp": {"min": -0.5, "max": 2.0},
+    "cast": {"dtype": "float64"},
+    "lookup": {"values": (0.5, -1.5, 0.0, 2.0)},
+}
 ELEMENTWISE = [op.name for op in table.OPS.values() if op.kind == "elementwise"]
 EXTREME = torch.tensor(
     [
@@ -114,6 +125,7 @@ SHAPES = [
     ("cache_append", ((2, 3, 9, 4), (2, 3, 1, 4), (2,)), {}, (2, 3, 9, 4)),
     ("clamp", ((3,),), {"min": 0.0}, (3,)),
     ("cast", ((3,),), {"dtype": "bfloat16"}, (3,)),
+    ("lookup", ((3, 4),), {"values": (1.0, 2.0)}, (3, 4)),
     ("within", ((2, 3, 4), (3, 1), (3, 1)), {"dim": 2}, (2, 3, 4)),
     ("softmax", ((2, 3, 4), (2, 1, 1), (2, 1, 1)), {"dim": -1}, (2, 3, 4)),
 ]

@@ -89,6 +89,8 @@ def test_opaque_functions_are_keyed_by_name_attributes_arguments_and_trial():
     values += [
         f.elementwise(n, args, {}).p for n in ("max", "min", "pow") for args in ([x, y], [y, x])
     ]
+    tables = ((1.0, 2.0), (1.0, 3.0), (1.0, 2.0, 3.0))
+    values += [f.elementwise("lookup", [x], {"values": table}).p for table in tables]
     values += [g.elementwise("silu", [x], {}).p]
     for i, a in enumerate(values):
         assert (a == f.elementwise(names[i], [x], {}).p).all() if i < len(names) else True

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from mirage_hf.codegen.plan.code_runs import partial_sums, run_lengths
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.coded import is_packed
-from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
+from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, COMPUTE_DTYPES
 
 #: Fewest rows of a product on tensor cores, and fewest elements that each of its sums adds.
 MMA_MIN = 16
@@ -29,6 +30,9 @@ MMA_COLUMNS = 8
 
 #: Most elements of an axis that are unrolled, so that each is a variable of its own.
 MOST_UNROLLED = 8
+
+#: Bits of a packed code.
+_CODE_BITS = 32 // CODES_PER_WORD
 
 #: Ends the name of a dim that numbers the runs of an axis.
 _RUNS = "/runs"
@@ -334,10 +338,32 @@ class TensorLayout:
         return found
 
     @cached_property
+    def tables(self) -> Mapping[str, tuple[float, ...]]:
+        """The table in which codes are looked up as they are decoded, by packed input.
+
+        Nothing reads the codes in another way.
+        """
+        tiling, found = self.tiling, {}
+        accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}
+        for i in tiling.block.inputs:
+            if tiling.dtype(i) is not torch.uint4 or i.name in accumulated:
+                continue
+            readers = [op for op in tiling.ops.values() if i.name in op.args]
+            tables = {dict(op.attrs)["values"] if op.fn == "lookup" else None for op in readers}
+            table: Any = tables.pop() if len(tables) == 1 else None
+            if table is not None and len(table) == 1 << _CODE_BITS:
+                found[i.name] = table
+        return found
+
+    @cached_property
     def decoded(self) -> frozenset[str]:
-        """The differences of codes and zero points, which are there once codes are decoded."""
+        """The values that are there once codes are decoded.
+
+        These are differences of codes and zero points, and elements of tables.
+        """
         ops = self.tiling.ops.values()
-        return frozenset(op.out for op in ops if op.args and op.args[0] in self.zero_points)
+        inputs = {*self.zero_points, *self.tables}
+        return frozenset(op.out for op in ops if op.args and op.args[0] in inputs)
 
     @cached_property
     def code_factors(self) -> Mapping[str, torch.dtype]:
