@@ -66,10 +66,11 @@ def coded_weight(
 def runs_codes(module: nn.Module) -> bool:
     """Return whether the library's forward of a linear in codes runs as the module is.
 
-    compressed-tensors decodes the whole model first, and transformers may fetch a kernel for FP8.
+    compressed-tensors decodes the whole model first, transformers may fetch a kernel for FP8, and
+    bitsandbytes may reorder the codes on a CPU.
     """
     reader = next((r for r in _READERS if r.recognizes(module)), None)
-    return reader not in (None, compressed_tensors, fp8, unread)
+    return reader not in (None, bitsandbytes, compressed_tensors, fp8, unread)
 
 
 def holds_codes(kind: type) -> bool:
