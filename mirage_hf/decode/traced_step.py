@@ -36,10 +36,10 @@ from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node, is_replaced
 from mirage_hf.trace.host_values import HostValues
-from mirage_hf.trace.library_kernels import torch_functions_only
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, host_reads_named, record
 from mirage_hf.trace.sizes import Sizes, generalized, shape_at
+from mirage_hf.trace.torch_functions import torch_functions_only
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
 _PROMPT = 4

@@ -64,9 +64,9 @@ def coded_weight(
 
 
 def runs_codes(module: nn.Module) -> bool:
-    """Return whether the library's forward of a linear in codes runs as the module is.
+    """Return whether a library runs the codes of a linear without changing the model.
 
-    compressed-tensors decodes the whole model first, transformers may fetch a kernel for FP8, and
+    compressed-tensors first decodes the whole model. transformers may fetch a kernel for FP8.
     bitsandbytes may reorder the codes on a CPU.
     """
     reader = next((r for r in _READERS if r.recognizes(module)), None)

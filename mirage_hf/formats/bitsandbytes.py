@@ -218,7 +218,7 @@ def _decoded_scales(weight: Any) -> Tensor:
     with torch.no_grad(), _disable_current_modes():
         of_block = nested.absmax.repeat_interleave(nested.blocksize)[: len(codes)]
         scales = nested.code[codes.long()] * of_block + state.offset
-    # what the facts name is kept, so that nothing else comes to lie at its address
+    # The facts name addresses. The tensors there are kept, so no other tensor takes their place.
     _decoded[weight] = facts, scales, _tensors_of_state(state)
     return scales
 

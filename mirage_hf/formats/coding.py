@@ -102,7 +102,7 @@ class Split:
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    If there is a table, its entries come in place of the codes that are their indices.
+    If there is a table, each code is the index of an entry, which takes its place.
 
     The weight is decoded in the dtype of the scales, or in float32 if it has shifts. Then it is
     cast to `dtype`.

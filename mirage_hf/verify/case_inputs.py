@@ -136,7 +136,10 @@ def _reach(t: DTensor) -> int:
 
 
 def _middles(program: KernelGraph) -> dict[int, float]:
-    """Return the middle of the codes from which each float input is subtracted, by position."""
+    """Return the float inputs that are subtracted from codes, with the middle of those codes.
+
+    Inputs are given by position.
+    """
     position = {t.index: n for n, t in enumerate(program.inputs)}
     #: The inputs that a tensor is made of, by its index.
     made_of = {index: {index} for index in position}

@@ -1,4 +1,4 @@
-"""Codes as factors of tensor-core products, and the order in which threads hold them.
+"""Find codes that tensor cores multiply, and say in which order threads hold them.
 
 A word holds eight neighbouring codes, lowest bits first. Tensor cores want two neighbouring
 elements of the summed axis in each register. So a thread takes two neighbouring words and decodes

@@ -339,9 +339,9 @@ class TensorLayout:
 
     @cached_property
     def tables(self) -> Mapping[str, tuple[float, ...]]:
-        """The table in which codes are looked up as they are decoded, by packed input.
+        """The tables of packed inputs whose codes are looked up as they are decoded.
 
-        Nothing reads the codes in another way.
+        Only inputs whose codes nothing reads in another way have one.
         """
         tiling, found = self.tiling, {}
         accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations import hub_kernels
 
-from mirage_hf.trace.library_kernels import torch_functions_only
 from mirage_hf.trace.record import TraceError
+from mirage_hf.trace.torch_functions import torch_functions_only
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
