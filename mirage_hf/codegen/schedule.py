@@ -166,3 +166,8 @@ class Schedule:
 def next_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
+
+
+def power_of_two_up_to(n: int) -> int:
+    """Return the largest power of two that is at most `n`, which is 1 or more."""
+    return 1 << (n.bit_length() - 1)

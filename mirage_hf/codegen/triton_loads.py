@@ -12,7 +12,7 @@ from mirage_hf.codegen.triton_codes import CodeWriter
 from mirage_hf.codegen.triton_names import slot_pointer
 from mirage_hf.codegen.triton_tiles import Coordinates, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
-from mirage_hf.ops.dtypes import CODES_PER_WORD
+from mirage_hf.ops.dtypes import CODES_PER_WORD, can_be_added
 
 _NO_SHIFT = Coordinates()
 
@@ -236,7 +236,10 @@ class LoadWriter(CodeWriter):
             low += size
 
     def _load_from_each_source(self, i: BlockInput, value: str) -> None:
-        """Load a tile that may lie in several sources, as the sum of one masked load from each."""
+        """Load a tile that may lie in several sources: one masked load from each.
+
+        The loads are added, or selected if their dtype cannot be added.
+        """
         joined = str(i.joined)
         axis = self.axis[joined]
         dims = self.layout.dims(self.block.input_axes(i))
@@ -253,7 +256,10 @@ class LoadWriter(CodeWriter):
             mask = self.spread(condition, own, dims)
             shift = Coordinates({joined: f"({axis} - {low})" if low else axis})
             load = self.read(i, pointer, k, mask, shift)
-            self.line(f"{value} {'+=' if k else '='} {load}")
+            if k and not can_be_added(self.tiling.dtype(i)):
+                load = f"tl.where({mask}, {load}, {value})"
+            added = k and can_be_added(self.tiling.dtype(i))
+            self.line(f"{value} {'+=' if added else '='} {load}")
             low += size
 
     # -- bounds -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mirage_hf.codegen.schedule import next_power_of_two
+from mirage_hf.codegen.schedule import next_power_of_two, power_of_two_up_to
 from mirage_hf.codegen.triton_loads import LoadWriter
 from mirage_hf.codegen.triton_tiles import FAR
 from mirage_hf.graph.block import BlockInput, Role
@@ -34,7 +34,9 @@ class PrefetchWriter(LoadWriter):
         for a, stride in strides.items():
             per_line = int(LINE_BYTES / element_bytes(self.tiling.dtype(i)))
             within_line = stride == 1 or (self.holds_packed(i) and 0 < stride < per_line)
-            every = per_line // stride if within_line and a != joined else 1
+            every = 1
+            if within_line and a != joined:
+                every = power_of_two_up_to(per_line // stride)  # `tl.arange` takes no other counts
             if a == self.tiling.loop and self.tiling.is_looped:
                 indices[a] = self._lines_of_first_steps(a, every)
             elif every > 1 and self.tiling.tile(a) > 1:

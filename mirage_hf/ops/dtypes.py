@@ -51,6 +51,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def can_be_added(dtype: torch.dtype) -> bool:
+    """Return False for floats of 8 bits, which GPUs convert but do not add."""
+    return not (dtype.is_floating_point and dtype.itemsize == 1)
+
+
 def element_bytes(dtype: torch.dtype) -> float:
     """Return the bytes that an element takes in memory."""
     return 4 / CODES_PER_WORD if dtype in PACKED_DTYPES else float(dtype.itemsize)

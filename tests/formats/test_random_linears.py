@@ -7,6 +7,7 @@ is installed.
 
 import pytest
 
+from mirage_hf.codegen import compile as compiler
 from tests.helpers import random_linears
 from tests.helpers.thorough import count
 from tests.helpers.triton_interpreter import run
@@ -34,6 +35,14 @@ def test_kernels_are_as_close_to_float64_as_torch(start):
     stop = min(start + CHUNK, count(SEEDS, 4))
     code = f"from tests.helpers import random_linears; random_linears.main({start}, {stop})"
     check(random_linears.Summary(**run(code)))
+
+
+@pytest.mark.parametrize("seed", sorted({*range(count(SEEDS, 8)), 18, 30, 57}))
+def test_kernels_compile_for_a_gpu(seed):
+    """The interpreter takes more than the compiler, such as a sum of floats of 8 bits."""
+    c = random_linears.config(seed)
+    for program, _ in list(random_linears.kernels(c, random_linears.case(c).program))[:2]:
+        assert compiler.ahead_of_time(program, 90)
 
 
 @pytest.mark.gpu

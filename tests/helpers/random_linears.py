@@ -11,7 +11,7 @@ import importlib.util
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -333,15 +333,21 @@ ATTEMPTS = 30
 def runs(c: Config, device: str = "cpu") -> list[Run]:
     """Return what generated kernels of proven µGraphs compute, or [] if there is none."""
     found = case(c)
-    ranked, _ = search(found.program, SearchOptions(threads=1))
+    chosen = kernels(c, found.program, STEPS if device == "cpu" else math.inf)
+    return [_run(c, found, program, schedules, device) for program, schedules in chosen]
+
+
+def kernels(
+    c: Config, program: KernelGraph, steps: float = math.inf
+) -> Iterator[tuple[GeneratedProgram, list[Schedule]]]:
+    """Yield kernels of proven µGraphs with random schedules of at most so many steps."""
+    ranked, _ = search(program, SearchOptions(threads=1))
     r = random.Random(c.seed)
-    made = []
     for candidate in accept(ranked, keep=2).candidates[:3]:
         for mma in (False, True):
-            chosen = _generated(candidate, mma, r, STEPS if device == "cpu" else math.inf)
+            chosen = _generated(candidate, mma, r, steps)
             if chosen is not None:
-                made.append(_run(c, found, *chosen, device))
-    return made
+                yield chosen
 
 
 def _generated(
