@@ -61,7 +61,7 @@ class CppNumbers:
             "rsqrt": self._call("rsqrt")
             if self.suffix
             else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
-            **{f: self._call(f) for f in ("exp", "sqrt", "tanh", "erf", "pow")},
+            **{f: self._call(f) for f in ("exp", "sqrt", "tanh", "erf", "log1p", "pow")},
         }
 
     def _call(self, function: str) -> Callable[..., Expr]:

@@ -25,7 +25,7 @@ _RESERVED = frozenset(
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
     run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
-    max exp sqrt tanh erf pow
+    max exp sqrt tanh erf log1p pow
     """.split()
 )
 

@@ -84,6 +84,7 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "rsqrt": _call("tl.rsqrt"),
     "erf": _call("tl.erf"),
     "tanh": _call("tanh"),
+    "log1p": _call("log1p"),
     "max": _bound("maximum", -math.inf),
     "min": _bound("minimum", math.inf),
     "pow": _power,
@@ -330,6 +331,14 @@ def tanh(x):
     square = x * x
     series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -size, size))
+''',
+    "log1p": '''
+@triton.jit
+def log1p(x):
+    """Return log(1 + x) in float32. The rounding of 1 + x cancels in the quotient."""
+    total = 1.0 + x
+    quotient = tl.log(total) * (x / (total - 1.0))
+    return tl.where(total == 1.0, x, tl.where(total == float("inf"), total, quotient))
 ''',
     "power": '''
 @triton.jit

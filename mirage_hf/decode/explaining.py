@@ -91,7 +91,8 @@ def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
     for region in plan.regions_to_run():
         ops = ", ".join(dict.fromkeys(op.name for op in region.graph.ops))
         if region.state is None:
-            counts[Explained("norm", plan.recording.nodes[region.nodes[0]].where, ops, 1)] += 1
+            where = plan.recording.nodes[region.nodes[0]].where
+            counts[Explained(region.kind, where, ops, 1)] += 1
             continue
         state = region.graph.outputs[0]
         size = 2 * math.prod(state.dims) * state.dtype.itemsize  # it is read and written

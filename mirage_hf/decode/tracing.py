@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import mirage_hf.decode.kernels.short_convolution  # noqa: F401 (gives the op its kernel)
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.routing import rejected_masks, rejected_model
@@ -222,12 +223,10 @@ class _Tracer:
         for region in plan.regions:
             if str(region.graph) not in self.found:
                 continue
+            where = plan.recording.nodes[region.nodes[0]].where
             if region.state is not None:
-                name, _, layer = region.state.name.rpartition(".")
-                row = ReportRow(f"layers.{layer}", TRACED, STOCK, part=f"state {name}", rows=rows)
-            else:
-                where = plan.recording.nodes[region.nodes[0]].where
-                row = ReportRow(where, TRACED, STOCK, part="norm", rows=rows)
+                where = f"layers.{region.state.name.rpartition('.')[2]}"
+            row = ReportRow(where, TRACED, STOCK, part=region.kind, rows=rows)
             self.report_rows.append(resolved_row(row, self.found[str(region.graph)]))
         for group in plan.groups:
             names = [

@@ -22,6 +22,7 @@ PRIMITIVES = (
     "rsqrt",
     "tanh",
     "erf",
+    "log1p",
     "max",
     "min",
     "pow",
@@ -137,6 +138,11 @@ def tanh(x: Scalar) -> Scalar:
 def erf(x: Scalar) -> Scalar:
     """Return the error function of x."""
     return x._node("erf", x)
+
+
+def log1p(x: Scalar) -> Scalar:
+    """Return the natural logarithm of 1 + x."""
+    return x._node("log1p", x)
 
 
 def maximum(x: Scalar, y: Scalar | float) -> Scalar:

@@ -319,6 +319,12 @@ _elementwise(
 )
 _elementwise("tanh", "tanh(x)", scalar.tanh, torch.tanh)
 _elementwise(
+    "softplus",
+    "The logarithm of 1 + e^x",
+    lambda x: scalar.maximum(x, 0.0) + scalar.log1p(scalar.exp(scalar.minimum(x, -x))),
+    F.softplus,
+)
+_elementwise(
     "clamp",
     "x, or `min` where it is below, `max` where it is above",
     lambda x, min, max: scalar.minimum(scalar.maximum(x, min), max),

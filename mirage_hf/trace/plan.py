@@ -16,8 +16,10 @@ from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value
 from mirage_hf.trace.regions import Region, find_regions
+from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
 from mirage_hf.trace.terms import Term, Terms
+from mirage_hf.trace.whole_writes import without_whole_writes
 
 #: Runs a program on its inputs. Outputs may be given: `run(inputs, out)`.
 Run = Callable[..., list[Tensor]]
@@ -70,6 +72,7 @@ class StepPlan:
     """
 
     def __init__(self, recording: Recording, rows: int):
+        recording = with_short_convolutions(without_whole_writes(recording))
         self.recording, self.rows = recording, rows
         self.terms = Terms(recording, rows)
         self._before, self._effects = dependencies(recording), effects(recording)

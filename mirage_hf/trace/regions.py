@@ -1,10 +1,11 @@
-"""Find ops without products that become one program: updates of states, and norms.
+"""Find ops without products that become one program: updates of states, norms, and what is left.
 
 A recurrence reads its state, computes the next state and a result, and writes the state back. All
 ops on tensors as large as the state become one program, with the sums that make the result, so that
 the state is read and written once.
 
-Around any other sum, such as that of a norm, the elementwise ops before and after it join.
+Around any other sum, such as that of a norm, the elementwise ops before and after it join. So do
+elementwise ops that are left, if there are enough of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from mirage_hf.trace.axes import (
 from mirage_hf.trace.order import run_together
 from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
+from mirage_hf.trace.terms import elementwise_row
 
 #: How many ops a region may have. A search of 24 took minutes.
 MOST_OPS = 14
@@ -69,19 +71,24 @@ class Result:
 
     Attributes:
         value: The recorded tensor.
-        axes: The sizes of its axes, in the program's order.
-        order: The order of the axes in the tensor.
+        axes: The sizes of the output's axes, in the program's order.
+        order: The order of these axes in the tensor.
+        once: The sizes of all axes of the tensor, 1 where its elements repeat.
+        full: The sizes of all axes of the tensor.
         shape: Its shape.
     """
 
     value: Value
     axes: tuple[int, ...]
     order: tuple[int, ...]
+    once: tuple[int, ...]
+    full: tuple[int, ...]
     shape: tuple[int, ...]
 
     def of(self, y: Tensor) -> Tensor:
         """Return the tensor as torch made it."""
-        return y.reshape(self.axes).permute(self.order).reshape(self.shape)
+        y = y.reshape(self.axes).permute(self.order)
+        return y.reshape(self.once).expand(self.full).reshape(self.shape)
 
 
 @dataclass(eq=False)
@@ -101,6 +108,14 @@ class Region:
     graph: KernelGraph
     inputs: list[Operand]
     results: list[Result]
+
+    @property
+    def kind(self) -> str:
+        """What the region is, for reports."""
+        if self.state is not None:
+            return f"state {self.state.name.rpartition('.')[0]}"
+        has_sum = any(op.name == "reduction" for op in self.graph.ops)
+        return "norm" if has_sum else "elementwise"
 
     @property
     def write(self) -> int | None:
@@ -132,10 +147,20 @@ def find_regions(
             return
         finder.take(members)
 
-    for number in finder.writes():
-        add(finder.members_of_update(number), number)
+    updates = {number: finder.members_of_update(number) for number in finder.writes()}
+    reserved = set().union(*(members for members in updates.values() if members))
+    finder.taken |= reserved
     for number in finder.sums():
-        add(finder.members_around(number))
+        if finder.may_join(number):
+            add(finder.members_around(number))
+    finder.taken -= reserved
+    for number, members in updates.items():
+        if members is not None:
+            finder.add_what_leads(members)
+            add(members, number)
+    for number in finder.elementwise():
+        if finder.may_join(number):
+            add(finder.members_around(number))
     return found
 
 
@@ -193,6 +218,16 @@ class _Finder:
             else:
                 yield number
 
+    def as_read(self, x: Value) -> Value:
+        """Return the float that a tensor is cast to before all else, or the tensor itself."""
+        readers = self._readers.get(x, [])
+        if len(readers) != 1 or self.nodes[readers[0]].name != "aten._to_copy":
+            return x
+        cast = Value(readers[0])
+        before, after = self.recording.meta(x), self.recording.meta(cast)
+        same = fixed_shape(before) == fixed_shape(after) and after.dtype.is_floating_point
+        return cast if same else x
+
     def makers(self, number: int) -> list[int]:
         """Return the nodes whose results a node reads, through views."""
         found: dict[int, None] = {}
@@ -238,21 +273,26 @@ class _Finder:
         if members is None:
             return None
         self._add_what_follows(members, size)
-        self._add_what_leads(members)
         return members
 
     def sums(self) -> Iterator[int]:
-        """Iterate over the sums and means that no region has yet."""
+        """Iterate over the sums and means."""
         for number, node in enumerate(self.nodes):
-            if node.name in ("aten.sum", "aten.mean") and self.may_join(number):
+            if node.name in ("aten.sum", "aten.mean"):
+                yield number
+
+    def elementwise(self) -> Iterator[int]:
+        """Iterate over the elementwise ops."""
+        for number, node in enumerate(self.nodes):
+            if elementwise_row(node) is not None:
                 yield number
 
     def members_around(self, number: int) -> set[int] | None:
-        """Return a sum with the elementwise ops around it, None if they are few."""
+        """Return an op with the elementwise ops around it, None if they are few."""
         members = {number}
-        self._add_what_leads(members)
+        self.add_what_leads(members)
         self._add_what_follows(members)
-        self._add_what_leads(members)
+        self.add_what_leads(members)
         return members if len(members) >= FEWEST_OPS else None
 
     def _core(self, write: int, size: int, first_readers: list[int]) -> set[int] | None:
@@ -291,6 +331,8 @@ class _Finder:
                 large = [m for m in makers if m in members and size and self.size(m) >= size]
                 if self.nodes[user].name in _REDUCTIONS and not large:
                     continue
+                if size and self.size(user) < size and self._only_sums_read(user):
+                    continue  # it belongs to the region around that sum
                 # what it reads must not depend on the region, except through members
                 if any(m not in members and self.ancestors[m] & bits for m in makers):
                     continue
@@ -298,7 +340,12 @@ class _Finder:
                 bits |= 1 << user
                 waiting = sorted({*waiting, user})
 
-    def _add_what_leads(self, members: set[int]) -> None:
+    def _only_sums_read(self, number: int) -> bool:
+        """Return whether nothing but sums reads what a node makes."""
+        readers = [*self.readers(Value(number))]
+        return bool(readers) and all(self.nodes[n].name in _REDUCTIONS for n in readers)
+
+    def add_what_leads(self, members: set[int]) -> None:
         """Add elementwise ops that make operands, if only the region reads what they make."""
         waiting = sorted({m for n in members for m in self.makers(n)} - members)
         while waiting and len(members) < MOST_OPS:
@@ -369,7 +416,8 @@ class _Writer:
         for number in sorted(self.members):
             readers = set(self.finder.readers(Value(number)))
             if not readers <= own:
-                found.append((Value(number), self.labels.of(Value(number))))
+                value = self.finder.as_read(Value(number))
+                found.append((value, self.labels.of(value)))
         return found
 
     def _used(self, results: Sequence[Labelled]) -> list[AxisTensor]:
@@ -395,6 +443,7 @@ class _Writer:
         for tensor in used:
             order |= dict.fromkeys(atoms_of(tensor.own))
         carried = [set(atoms_of(tensor.own)) for tensor in used]
+        order = {axis: None for axis in order if any(axis in c for c in carried)}
         reduced = {atom for tensor in used for atom in atoms_of(tensor.over)}
         self.groups: list[list[Axis]] = []
         for axis in order:
@@ -444,18 +493,26 @@ class _Writer:
         self.made[tensor] = x
 
     def _output(self, place: Labelled, x: Labelled, dtype: torch.dtype) -> DTensor:
-        """Return the output for a result. It must vary along all axes of its place."""
-        if x.tensor.source is not None or set(atoms_of(x.tensor.own)) != set(_atoms(place)):
-            raise UnfitError("a result repeats along an axis")
+        """Return the output for a result. A state must vary along all its axes."""
+        repeats = set(atoms_of(x.tensor.own)) != set(_atoms(place))
+        if x.tensor.source is not None or (repeats and place is not x):
+            raise UnfitError("a state repeats along an axis, or a result is an operand")
         return self._cast(self.made[x.tensor], dtype)
 
     def _result(self, value: Value, x: Labelled) -> Result:
-        atoms = _atoms(x)
+        own = set(atoms_of(x.tensor.own))
+        atoms = [axis for axis in _atoms(x) if axis in own]
         order = self._order(atoms)
         shape = fixed_shape(self.recording.meta(value))
         assert shape is not None
-        back = tuple(order.index(n) for n in range(len(atoms)))
-        return Result(value, tuple(atoms[n].size for n in order), back, tuple(shape))
+        return Result(
+            value,
+            axes=tuple(atoms[n].size for n in order),
+            order=tuple(order.index(n) for n in range(len(atoms))),
+            once=tuple(axis.size if axis in own else 1 for axis in _atoms(x)),
+            full=tuple(axis.size for axis in _atoms(x)),
+            shape=tuple(shape),
+        )
 
 
 def _atoms(x: Labelled) -> list[Axis]:

@@ -474,6 +474,9 @@ def elementwise_row(node: Node) -> tuple[str, tuple[Any, ...], dict[str, Any]] |
         return (name, args, {}) if is_plain else None
     if name == "pow":
         return _power(args)
+    if name == "softplus":  # torch returns x where it is above 20, which rounds to the same
+        is_plain = args[1:] in ((), (1,), (1, 20)) and not node.kwargs
+        return ("softplus", args[:1], {}) if is_plain else None
     if name == "gelu":
         kind = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
         return kind, args[:1], {}
@@ -498,7 +501,7 @@ def _clamp(args: Sequence[Any]) -> tuple[str, tuple[Any, ...], dict[str, Any]] |
     return "clamp", tuple(args[:1]), attrs
 
 
-@_lowering(*_ROWS, "add", "sub", "pow", "gelu", "clamp", "clamp_min")
+@_lowering(*_ROWS, "add", "sub", "pow", "gelu", "clamp", "clamp_min", "softplus")
 def _row(terms: Terms, node: Node) -> Term | None:
     row = elementwise_row(node)
     if row is None:

@@ -28,6 +28,7 @@ FLOAT64 = {
     "rsqrt": torch.rsqrt,
     "tanh": torch.tanh,
     "erf": torch.erf,
+    "log1p": torch.log1p,
     "max": torch.maximum,
     "min": torch.minimum,
     "pow": torch.pow,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.regions import Region
 from tests.helpers.traced_functions import normal, outputs_of, recorded, results_of
 
 ROWS, HEADS, KEYS, VALUES = 2, 4, 8, 6
@@ -81,6 +83,12 @@ def planned(name: str) -> tuple[StepPlan, dict[str, Tensor], Tensor]:
     return StepPlan(recorded(function, inputs), ROWS), inputs, torch.zeros_like(result)
 
 
+def update_of(plan: StepPlan) -> Region:
+    """Return the region that updates the state."""
+    (region,) = (r for r in plan.regions if r.state is not None)
+    return region
+
+
 def state_and_result(plan: StepPlan, inputs: dict[str, Tensor], out: Tensor) -> list[Tensor]:
     """Run a plan twice, and return the state and the last result."""
     given = {name: x.clone() for name, x in inputs.items()} | {"out.0": out.clone()}
@@ -95,7 +103,7 @@ def state_and_result(plan: StepPlan, inputs: dict[str, Tensor], out: Tensor) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_computes_what_was_recorded(name: str, in_place: bool) -> None:
     plan, inputs, out = planned(name)
-    (region,) = plan.regions
+    region = update_of(plan)
     ran = []
 
     def run(operands: list[Tensor], outputs: list[Tensor] | None = None) -> list[Tensor]:
@@ -119,7 +127,7 @@ def test_an_update_computes_what_was_recorded(name: str, in_place: bool) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_the_state_is_read_and_written_by_the_program_alone(name: str) -> None:
     plan, _, _ = planned(name)
-    (region,) = plan.regions
+    region = update_of(plan)
     plan.schedule({}, regions={region: RegionRun(lambda *_: [])})
     left = [u.node.name for u in plan.units if u.node is not None]
     assert "aten.exp" not in left and "aten.bmm" not in left, left
@@ -134,8 +142,7 @@ def _zeros(t: object) -> Tensor:
 
 def test_heads_that_share_a_key_read_it_once() -> None:
     plan, _, _ = planned("gated delta")
-    (region,) = plan.regions
-    sizes = [t.dims for t in region.graph.inputs]
+    sizes = [t.dims for region in plan.regions for t in region.graph.inputs]
     assert sum(torch.empty(dims).numel() == ROWS * HEADS // 2 * KEYS for dims in sizes) == 2, sizes
 
 
@@ -182,7 +189,7 @@ def test_ops_without_a_row_stay_around_an_update() -> None:
     """What has no row runs before the program, and what reads the next state after it."""
 
     def function(state: Tensor, x: Tensor) -> Tensor:
-        new = state * F.softplus(x)
+        new = state * torch.cos(x)
         state.copy_(new)
         return new.cumsum(-1)
 
@@ -228,3 +235,67 @@ def test_a_part_of_a_result_is_read_after_its_region() -> None:
     plan.schedule({}, regions={region: RegionRun(partial(run_kernel_graph, region.graph))})
     wanted = outputs_of(function, inputs)
     torch.testing.assert_close(results_of(plan, inputs, wanted)[0], wanted[0])
+
+
+def region_runs(plan: StepPlan) -> dict[Region, RegionRun]:
+    """Return what runs each region, op by op."""
+    return {r: RegionRun(partial(run_kernel_graph, r.graph)) for r in plan.regions}
+
+
+def assert_as_recorded(function: Callable[..., Any], inputs: dict[str, Tensor]) -> StepPlan:
+    """Assert that a function's only region computes its result. Return the plan."""
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    (region,) = plan.regions
+    plan.schedule({}, regions=region_runs(plan))
+    assert any(unit.region is region for unit in plan.units)
+    wanted = outputs_of(function, inputs)
+    for got, x in zip(results_of(plan, inputs, wanted), wanted, strict=True):
+        torch.testing.assert_close(got, x)
+    return plan
+
+
+def test_a_result_may_repeat_along_an_axis() -> None:
+    """As queries that heads share, normed after they were repeated."""
+
+    def function(x: Tensor) -> Tensor:
+        x = x.repeat_interleave(2, dim=1)
+        return (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).cumsum(-1)
+
+    plan = assert_as_recorded(function, {"x": normal(3, 2, 8)})
+    (y,) = plan.regions[0].graph.outputs
+    assert y.dims == (6, 8)
+
+
+def test_elementwise_ops_that_are_left_are_one_region() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (-F.softplus(x + y).exp() * y).cumsum(-1)
+
+    plan = assert_as_recorded(function, {"x": normal(3, 2, 8), "y": normal(2, 8, seed=1)})
+    assert plan.regions[0].kind == "elementwise"
+
+
+def test_a_result_that_is_cast_is_stored_in_that_dtype() -> None:
+    def function(x: Tensor) -> Tensor:
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return y.to(torch.bfloat16).cumsum(-1)
+
+    plan = assert_as_recorded(function, {"x": normal(3, 2, 8, dtype=torch.bfloat16)})
+    assert [t.dtype for t in plan.regions[0].graph.outputs] == [torch.bfloat16]
+    assert not any(u.node is not None and u.node.name == "aten._to_copy" for u in plan.units)
+
+
+def test_a_norm_after_an_update_keeps_its_square() -> None:
+    def function(state: Tensor, x: Tensor) -> Tensor:
+        new = state * x.exp() + x
+        state.copy_(new)
+        y = (new * x).sum(-1)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).cumsum(-1)
+
+    inputs = {"state": STATE, "x": normal(*STATE.shape, seed=3)}
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    update = update_of(plan)
+    (norm,) = (r for r in plan.regions if r is not update)
+    assert norm.kind == "norm"
+    assert "square" in {op.name for op in norm.graph.ops}
+    assert "square" not in {op.name for op in update.graph.ops}

@@ -1,0 +1,117 @@
+"""Read a buffer that one op overwrites as the tensor that is written.
+
+Some models make a tensor of zeros and write the result of each token into it. With one token the
+write covers the tensor, and it is a copy that nothing needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mirage_hf.trace.record import Input, Meta, Node, Recording, Value
+from mirage_hf.trace.sizes import fixed_shape
+
+#: Ops that make a tensor and read none.
+_FRESH = frozenset(
+    f"aten.{name}"
+    for name in ("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros")
+)
+
+#: Views that keep the order of elements if they keep all of them.
+_IN_ORDER = frozenset(
+    f"aten.{name}"
+    for name in ("alias", "detach", "select", "slice", "squeeze", "unsqueeze", "view")
+)
+
+
+def without_whole_writes(recording: Recording) -> Recording:
+    """Return a recording in which such buffers are views of the tensors written into them.
+
+    The nodes keep their numbers. What made a buffer is still there, but nothing reads it.
+    """
+    nodes = [*recording.nodes]
+    for number in range(len(nodes)):
+        views = _overwritten(recording, nodes, number)
+        if views is None:
+            continue
+        buffer, source = recording.meta(views[0]), nodes[number].args[1]
+        storage = recording.meta(source).storage
+        whole = replace(buffer, strides=_contiguous(buffer.shape), storage=storage)
+        op, where = torch.ops.aten.view.default, nodes[number].where
+        nodes[number] = Node(op, (source, [*buffer.shape]), {}, [whole], where)
+        names = dict.fromkeys(views, Value(number))
+        for later in range(number + 1, len(nodes)):
+            nodes[later] = _renamed(nodes[later], names)
+    return replace(recording, nodes=nodes)
+
+
+def _overwritten(recording: Recording, nodes: Sequence[Node], number: int) -> list[Value] | None:
+    """Return the buffer that a node overwrites as a whole, and views that are equal to it.
+
+    Return None if the node does something else, or if a part of the buffer is read later.
+    """
+    node = nodes[number]
+    if node.name != "aten.copy_" or len(node.args) != 2 or node.kwargs:
+        return None
+    target, source = node.args
+    if not isinstance(target, Value) or not isinstance(source, (Value, Input)):
+        return None
+    written, given = recording.meta(target), recording.meta(source)
+    if written.dtype != given.dtype or not _same_shape(written, given):
+        return None
+    changing = [s for n in nodes for s in n.written]
+    if changing.count(written.storage) > 1 or given.storage in changing:
+        return None
+    made = target.node
+    while nodes[made].name in _IN_ORDER and isinstance(nodes[made].args[0], Value):
+        made = nodes[made].args[0].node
+    buffer = nodes[made].outputs[0]
+    if nodes[made].name not in _FRESH or buffer is None or _count(buffer) != _count(written):
+        return None
+    equal = [Value(made)]
+    for n, other in enumerate(nodes):
+        read = [x for x in other.operands() if recording.meta(x).storage == written.storage]
+        if n < number and read:
+            if other.name not in _IN_ORDER:
+                return None
+            if other.outputs[0] is not None and _same_shape(other.outputs[0], buffer):
+                equal.append(Value(n))
+        elif n > number and not all(
+            x in equal or (isinstance(x, Value) and x.node > number) for x in read
+        ):
+            return None
+    return equal
+
+
+def _same_shape(a: Meta, b: Meta) -> bool:
+    return fixed_shape(a) is not None and fixed_shape(a) == fixed_shape(b)
+
+
+def _count(meta: Meta) -> int:
+    shape = fixed_shape(meta)
+    return -1 if shape is None else math.prod(shape)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+
+
+def _renamed(node: Node, names: dict[Value, Value]) -> Node:
+    """Return a node that reads other values."""
+    if not any(x in names for x in node.operands() if isinstance(x, Value)):
+        return node
+
+    def renamed(x: Any) -> Any:
+        if isinstance(x, Value):
+            return names.get(x, x)
+        if isinstance(x, (tuple, list)):
+            return type(x)([renamed(each) for each in x])
+        return x
+
+    kwargs = {name: renamed(x) for name, x in node.kwargs.items()}
+    return replace(node, args=renamed(node.args), kwargs=kwargs)
