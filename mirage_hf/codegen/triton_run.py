@@ -18,7 +18,6 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import CODE_DTYPES
 
-
 #: A tensor of at least this many bytes is deleted after its last use, such as a decoded weight.
 _LARGE = 1 << 24
 
