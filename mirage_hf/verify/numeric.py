@@ -160,6 +160,7 @@ class NumericCheck:
                 if errors is not None:
                     eager = self._eager(case, k)
                     worst = max(worst, errors.max / eager.max if eager.max else 0.0)
+            del got  # before the outputs of the next case are made
         return Accepted(0.0, f"largest error {worst:.2f}× eager's")
 
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
@@ -189,8 +190,8 @@ class NumericCheck:
             self._make_room()
             inputs = self._inputs.of(case)
             # A run in float64 copies what it may write. Eager does not.
-            reference = self._wide(inputs)
             eager = run_kernel_graph(self.program, self._writable(inputs), as_on_gpu=True)
+            reference = self._wide(inputs)
             where = [_compared(e, r) for e, r in zip(eager, reference, strict=True)]
             self._data[case] = _CaseData(inputs, reference, eager, where)
         return self._data[case]
@@ -211,7 +212,7 @@ class NumericCheck:
     def _judge_output(self, case: Case, k: int, got: torch.Tensor) -> Errors | Rejected | None:
         """Return the errors of an output, None if they do not count, or why it is rejected."""
         data = self._run_torch(case)
-        if bool((data.where[k] & ~torch.isfinite(got)).any()):
+        if not _is_finite(got, data.where[k]):
             return Rejected(
                 f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has "
                 "none"
@@ -265,6 +266,12 @@ class NumericCheck:
                 for y, r, w in zip(results, data.reference, data.where, strict=True)
             ]
         return self._sum_errors[case]
+
+
+def _is_finite(got: torch.Tensor, where: torch.Tensor) -> bool:
+    """Return whether all elements are finite where `where` is true."""
+    parts = (x.flatten().split(_AT_ONCE) for x in (got, where))
+    return not any(bool((~torch.isfinite(y) & w).any()) for y, w in zip(*parts, strict=True))
 
 
 def _compared(eager: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
