@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from mirage_hf import decode as decoding
@@ -174,7 +175,15 @@ def optimize(
             optimization.undo()
             _restore_stock(model)
             raise
+        finally:
+            _release_cached_memory(device)
     return model
+
+
+def _release_cached_memory(device: torch.device) -> None:
+    """Give back what tuning and checks allocated, so that others can use it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -124,6 +124,12 @@ def with_int4_products(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def product_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the weights that `with_int4_products` gave a model."""
+    products = [m for m in model.modules() if isinstance(m, Int4Product)]
+    return sum(b.nbytes for m in products for b in m.buffers())
+
+
 def coded_bytes(model: PreTrainedModel) -> int:
     """Return the bytes that a step reads of a model with weights in codes: all but the table."""
     from mirage_hf.formats import held_tensors

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from mirage_hf.cli import show
-from mirage_hf.decode import explain_step
+from mirage_hf.decode import explain_step, layout_of
 from mirage_hf.gpus import current_gpu
 
 
@@ -24,6 +24,9 @@ def show_step(model: Any, rows: int) -> None:
     """
     kernels, torch_ops = explain_step(model, rows)
     show.heading(f"{type(model).__name__}: a decoding step of {rows} rows")
+    layout = layout_of(model)
+    if layout is not None:
+        show.plain(str(layout))
     _table(
         ("kernels", "module", "reads", "computes", "MB", "µs at least", "why not"),
         (

@@ -13,10 +13,13 @@ from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph import effects
 from mirage_hf.graph.bounds import bounds_of, extent
-from mirage_hf.graph.coded import storage
-from mirage_hf.graph.kernel import CUSTOMIZED, DTensor
+from mirage_hf.graph.coded import storage, stored_bytes
+from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import CODE_DTYPES
+
+#: A tensor of at least this many bytes is deleted after its last use, such as a decoded weight.
+_LARGE = 1 << 24
 
 
 def run_text(
@@ -59,23 +62,28 @@ class _RunWriter:
             steps: Each kernel in order, with its text and its launch.
         """
         lines = self._begin()
-        for op in self.graph.ops:
+        ended = _ended_after(self.graph)
+        for number, op in enumerate(self.graph.ops):
             if op.name == CUSTOMIZED:
                 placed, kernel, launch = next(steps)
                 self.written |= {t.index for t in op.outputs}
                 lines += self._launch(placed, kernel, launch)
-                continue
-            result = op.outputs[0]
-            if result.index in self.appended:
-                cache = local(self.appended[result.index])
-                lines.append(f"{local(result)} = {cache}  # its new rows are stored")
-                continue
-            text = torch_text.expression(op, torch_text.operand_names(op))
-            if op.name not in VIEWS and result.index in self.read_by_kernels:
-                text = f"({text}).contiguous()"  # torch keeps the order of strides in some ops
-            lines.append(f"{local(result)} = {text}")
+            else:
+                lines.append(self._library_call(op))
+            if number in ended:
+                lines.append(f"del {', '.join(map(local, ended[number]))}")
         body = "\n".join(f"    {line}" for line in [*lines, *self._end()])
         return f"def run(inputs, out=None):\n{body}"
+
+    def _library_call(self, op: KernelOp) -> str:
+        result = op.outputs[0]
+        if result.index in self.appended:
+            cache = local(self.appended[result.index])
+            return f"{local(result)} = {cache}  # its new rows are stored"
+        text = torch_text.expression(op, torch_text.operand_names(op))
+        if op.name not in VIEWS and result.index in self.read_by_kernels:
+            text = f"({text}).contiguous()"  # torch keeps the order of strides in some ops
+        return f"{local(result)} = {text}"
 
     def _begin(self) -> list[str]:
         names = [local(t) for t in self.graph.inputs]
@@ -127,6 +135,23 @@ class _RunWriter:
         is_there = t.index in self.written and self.number[t.index] == n
         text = name if is_there else f"out[{n}].copy_({name})"
         return f"{name} if out[{n}] is {name} else {text}" if t.index in self.appended else text
+
+
+def _ended_after(graph: KernelGraph) -> dict[int, list[DTensor]]:
+    """Return the large tensors that ops make, by the number of the last op that reads them."""
+    kept = {t.index for t in graph.outputs}
+    made = {t.index: t for op in graph.ops for t in op.outputs if t.index not in kept}
+    large = {index for index, t in made.items() if stored_bytes(t) >= _LARGE}
+    last = {
+        x.index: number
+        for number, op in enumerate(graph.ops)
+        for x in op.inputs
+        if isinstance(x, DTensor) and x.index in large
+    }
+    ended: dict[int, list[DTensor]] = {}
+    for index, number in last.items():
+        ended.setdefault(number, []).append(made[index])
+    return ended
 
 
 def _read_by_kernels(ugraph: UGraph) -> set[int]:

@@ -1,7 +1,7 @@
 """Decoding: `generate` of one model instance, over a cache pool, with steps in CUDA graphs."""
 
 from mirage_hf.decode.cache_pool import CachePool
-from mirage_hf.decode.explaining import explain_step, meta_model
+from mirage_hf.decode.explaining import explain_step, layout_of, meta_model
 from mirage_hf.decode.generate_method import DecodeError, Generate, install, uninstall
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.step import CapturedForward, Step
@@ -19,6 +19,7 @@ __all__ = [
     "TracedSteps",
     "explain_step",
     "install",
+    "layout_of",
     "meta_model",
     "trace_steps",
     "uninstall",

@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.traced_step import record_step, rings_variants
 from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_bytes, weight_path
 from mirage_hf.errors import MirageError
+from mirage_hf.formats.config_bytes import CheckpointLayout, WeightLayout, checkpoint_layout
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import VIEWS
+from mirage_hf.trace.terms import Term
+
+#: Returns how a checkpoint stores the weight of a linear, by its path. None: as it is.
+_Stored = Callable[[str], "WeightLayout | None"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +84,25 @@ def _never_run(operands: Any) -> Any:
     raise AssertionError("a plan that explains is not run")
 
 
+def layout_of(model: Any) -> CheckpointLayout | None:
+    """Return how the checkpoint of a model stores its weights, None if it is not quantized."""
+    head = model.get_output_embeddings()
+    path = next((name for name, m in model.named_modules() if m is head), "lm_head")
+    return checkpoint_layout(model.config, path)
+
+
 def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
     paths = {id(p): name for name, p in model.named_parameters()}
+    layout = layout_of(model)
+    tables = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+
+    def stored(path: str) -> WeightLayout | None:
+        # a head that shares the table of tokens is not quantized
+        return None if layout is None or path in tables else layout.of(path)
+
     counts: Counter[Explained] = Counter()
     for group in plan.groups:
-        counts[_group(plan, group, paths)] += 1
+        counts[_group(plan, group, paths, stored)] += 1
     for one in plan.attentions:
         ops = "append, softmax, products"
         ops = f"rope, {ops}" if one.q.cos is not None else ops
@@ -100,15 +121,25 @@ def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
     return _counted(counts)
 
 
-def _group(plan: StepPlan, group: Group, paths: dict[int, str]) -> Explained:
+def _group(plan: StepPlan, group: Group, paths: dict[int, str], stored: _Stored) -> Explained:
     names = [weight_path(plan, product.operands[1], paths) for product in group.products]
     module, parts = common_module(names)
     program = plan.programs.get(group)
     ops = [] if program is None else [op.name for op in program.graph.ops if op.name != "concat"]
-    size = sum(map(weight_bytes, group.products))
+    pairs = zip(group.products, names, strict=True)
+    size = sum(_checkpoint_bytes(product, stored(name)) for product, name in pairs)
     why = "" if program is not None else plan.reasons[group]
     module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module)
     return Explained(module, parts, ", ".join(dict.fromkeys(ops)), 1, size, why)
+
+
+def _checkpoint_bytes(product: Term, stored: WeightLayout | None) -> int:
+    """Return the bytes that the checkpoint has for the weight of a product."""
+    weight = product.operands[1]
+    if stored is None or weight.weight.codes:
+        return weight_bytes(product)
+    columns, rows = weight.dims
+    return stored.bytes_of(rows, columns)
 
 
 def _torch_ops(plan: StepPlan) -> list[Explained]:

@@ -96,8 +96,8 @@ def uint4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
 
     The last of these dims is that of the lowest bits.
     """
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    codes = ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
+    pairs = words.unsqueeze(-1).view(torch.uint8)  # each byte holds two codes, the lower bits first
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     order = []
     for d in range(words.ndim):
         order += [d, words.ndim + [*per_word].index(d)] if d in per_word else [d]
@@ -108,7 +108,7 @@ def uint4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
 def int4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
     """Return signed codes, as `uint4_codes` does unsigned ones."""
     flipped = words ^ -0x77777778  # 0x88888888: x and the other sign bit are x + 8
-    return uint4_codes(flipped, per_word).to(torch.int8) - 8
+    return uint4_codes(flipped, per_word).view(torch.int8) - 8
 
 
 def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
@@ -118,12 +118,12 @@ def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
         return strided.laid_out(codes, stored.strides, stored.dtype, codes.device)
     turned = high_first(t.dims, t.strides)
     codes = codes if turned is None else codes.flip(turned)
-    groups, per_word = codes.to(torch.int64) & 15, word_dims(t.dims, t.strides)
+    groups, per_word = codes.to(torch.uint8) & 15, word_dims(t.dims, t.strides)
     for d, count in per_word.items():
         groups = groups.unflatten(d, (-1, count)).movedim(d + 1, -1)
-    shifts = torch.arange(0, 32, _BITS, dtype=torch.int64, device=codes.device)
-    words = (groups.flatten(-len(per_word)) << shifts).sum(-1)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words)
+    pairs = groups.flatten(-len(per_word)).unflatten(-1, (-1, 2))
+    in_bytes = pairs[..., 0] | pairs[..., 1] << _BITS
+    words = in_bytes.contiguous().view(torch.int32).squeeze(-1)
     return strided.laid_out(words, stored.strides, stored.dtype, codes.device)
 
 
@@ -151,7 +151,8 @@ def random_codes(
         low, high = _range(t.dtype)
         low = max(low, int(middle(t.dtype)) - reach)
         high = min(high, int(middle(t.dtype)) + reach)
-        x = torch.randint(low, high + 1, t.dims, generator=generator, device=device)
+        dtype = torch.uint8 if low >= 0 else torch.int8
+        x = torch.randint(low, high + 1, t.dims, generator=generator, dtype=dtype, device=device)
     return packed(t, x)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,20 +36,63 @@ def run_kernel_graph(
     Returns:
         The outputs.
     """
-    values: dict[int, torch.Tensor] = {}
-    for t, x in zip(graph.inputs, inputs, strict=True):
-        x = unpacked(t, x)
-        values[t.index] = x.to(wide) if wide is not None and x.is_floating_point() else x
-    for op in graph.ops:
-        for t, y in zip(op.outputs, _run_op(op, values, wide, as_on_gpu), strict=True):
-            values[t.index] = y if err is None else err(op, y)
-    return [values[t.index] for t in graph.outputs]
+    values = _Values(graph, inputs, wide)
+    for number, op in enumerate(graph.ops):
+        args = [values.of(x) if isinstance(x, DTensor) else x for x in op.inputs]
+        results = _run_op(op, args, wide, as_on_gpu)
+        del args
+        for t, y in zip(op.outputs, results, strict=True):
+            values.put(t, y if err is None else err(op, y))
+        del results
+        values.free_after(number)
+    return [values.of(t) for t in graph.outputs]
+
+
+class _Values:
+    """The tensors of a run. Each is held from its first to its last use.
+
+    An input is unpacked and converted when it is first used.
+    """
+
+    def __init__(
+        self, graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None
+    ) -> None:
+        self._wide = wide
+        self._inputs = {t.index: (t, x) for t, x in zip(graph.inputs, inputs, strict=True)}
+        self._values: dict[int, torch.Tensor] = {}
+        kept = {t.index for t in graph.outputs}
+        last = {t.index: n for n, op in enumerate(graph.ops) for t in _tensors(op)}
+        #: Tensors by the number of the op after which nothing reads them.
+        self._ends: dict[int, list[int]] = {}
+        for index, number in last.items():
+            if index not in kept:
+                self._ends.setdefault(number, []).append(index)
+
+    def of(self, t: DTensor) -> torch.Tensor:
+        """Return the value of a tensor."""
+        if t.index not in self._values:
+            x = unpacked(*self._inputs[t.index])
+            to_wide = self._wide is not None and x.is_floating_point()
+            self._values[t.index] = x.to(self._wide) if to_wide else x
+        return self._values[t.index]
+
+    def put(self, t: DTensor, x: torch.Tensor) -> None:
+        """Hold the result of an op."""
+        self._values[t.index] = x
+
+    def free_after(self, number: int) -> None:
+        """Let go of the tensors that no op after this one reads."""
+        for index in self._ends.get(number, ()):
+            self._values.pop(index, None)
+
+
+def _tensors(op: KernelOp) -> list[DTensor]:
+    return [x for x in (*op.inputs, *op.outputs) if isinstance(x, DTensor)]
 
 
 def _run_op(
-    op: KernelOp, values: Mapping[int, torch.Tensor], wide: torch.dtype | None, as_on_gpu: bool
+    op: KernelOp, args: list[Any], wide: torch.dtype | None, as_on_gpu: bool
 ) -> list[torch.Tensor]:
-    args: list[Any] = [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
     if op.name == CUSTOMIZED:
         assert op.block is not None
         algebra = TorchAlgebra(wide or torch.float32, device=args[0].device)

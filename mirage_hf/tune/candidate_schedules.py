@@ -153,7 +153,14 @@ class _TileChoices:
         if a.name in self._divided:
             tiles = tuple(t for t in tiles if self._divided[a.name] % t == 0)
         least, size = self._packed_axes.get(a.name), self._block.split_size(a.name)
-        return tiles if least is None else tuple(t for t in tiles if t >= least and size % t == 0)
+        if least is None:
+            return tiles
+        whole = tuple(t for t in tiles if t >= least and size % t == 0)
+        if whole or a.role is not Role.LOOP:
+            return whole
+        # such as 48, which no tile of 32 divides
+        longest = size & -size
+        return (longest,) if longest >= max(least, MMA_MIN if self._mma else 1) else ()
 
     def _is_batch(self, a: Axis) -> bool:
         """Return whether both factors of a product carry an axis that it does not sum over.

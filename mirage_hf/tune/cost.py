@@ -190,9 +190,9 @@ def _copies(plan: KernelPlan) -> float:
     """
     warps = plan.schedule.num_warps
     layout, inputs = plan.layout, plan.tiling.inputs
-    most = [layout.rows(d) // 16 for d in layout.dots.values() if d.left not in inputs]
-    most += [layout.columns(d) // 8 for d in layout.dots.values() if d.right not in inputs]
-    return max([1.0, *(warps / max(n, 1) for n in most)])
+    most = [-(-layout.rows(d) // 16) for d in layout.dots.values() if d.left not in inputs]
+    most += [-(-layout.columns(d) // 8) for d in layout.dots.values() if d.right not in inputs]
+    return max([1.0, *(warps / n for n in most)])
 
 
 def _detours(plan: KernelPlan) -> float:

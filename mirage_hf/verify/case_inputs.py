@@ -21,6 +21,9 @@ from mirage_hf.verify.random_bounds import draw_all
 from mirage_hf.verify.size_classes import SizeClasses
 from mirage_hf.verify.size_relations import PROGRAM, BlockAxis, ResizeError, TensorDim
 
+#: Weights that have more bytes than this in float32 are drawn in parts.
+PART_BYTES = 1 << 26
+
 #: An input "grows" the arguments of exp if doubling it makes them larger by more than this.
 _GROWS = 1.3
 
@@ -65,7 +68,7 @@ class CaseInputs:
                 x, state = self._shared[position]
                 generator.set_state(state)
             else:
-                x = self._laid_out(t, self._drawn(case, position, number, bounds, generator))
+                x = self._made(case, position, number, bounds, generator)
                 if not changes:
                     self._shared[position] = x, generator.get_state()
             inputs.append(x)
@@ -94,7 +97,7 @@ class CaseInputs:
 
         return draw_all(program, shape, partial(extent, program), rng, 0, case.outside)
 
-    def _drawn(
+    def _made(
         self,
         case: Case,
         position: int,
@@ -102,12 +105,39 @@ class CaseInputs:
         bounds: Mapping[int, Any],
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Draw a floating-point input, by its position and by its number among such inputs."""
+        """Make a floating-point input, by its position and by its number among such inputs.
+
+        A large weight is drawn in parts. In float32 a head takes gigabytes.
+        """
+        t = self.program.inputs[position]
+
+        def drawn(dims: tuple[int, ...]) -> torch.Tensor:
+            return self._drawn(case, position, number, bounds, generator, dims)
+
+        parts = math.ceil(4 * math.prod(t.dims) / PART_BYTES)
+        if parts == 1 or number == 0 or position in case.garbage or 0 in t.strides:
+            return self._laid_out(t, drawn(t.dims))
+        x = strided.blank(t.dims, t.strides, t.dtype, self.device)
+        dim = max(range(len(t.dims)), key=lambda d: t.dims[d])
+        for part in x.split(math.ceil(t.dims[dim] / parts), dim):
+            part.copy_(drawn(tuple(part.shape)))
+        return x
+
+    def _drawn(
+        self,
+        case: Case,
+        position: int,
+        number: int,
+        bounds: Mapping[int, Any],
+        generator: torch.Generator,
+        dims: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Draw a floating-point input in float32, or a part of it with these dims."""
         t = self.program.inputs[position]
         most = torch.finfo(t.dtype).max
-        x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device=self.device)
+        x = torch.randn(dims, generator=generator, dtype=torch.float32, device=self.device)
         if number == 0:
-            x = x[..., :1].expand(t.dims) if case.constant_rows else x
+            x = x[..., :1].expand(dims) if case.constant_rows else x
             x = (x * case.factor + case.offset).clamp_(-most, most)
         elif len(t.dims) >= 2 and t.dims[-2] > 1:
             x = x / max(t.dims[-2:]) ** 0.5

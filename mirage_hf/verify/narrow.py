@@ -39,8 +39,8 @@ def narrowed(ugraph: UGraph) -> UGraph | None:
     try:
         classes = SizeClasses(ugraph.program, ugraph.kernels)
         sizes = _NarrowSizes(classes).run()
-        program = _resized(classes, PROGRAM, sizes)
-        kernels = _resized(classes, KERNELS, sizes)
+        program = resized(classes, PROGRAM, sizes)
+        kernels = resized(classes, KERNELS, sizes)
     except (ResizeError, errors.MirageError):
         return None  # dims that contradict each other, or an op that names the full sizes
     outputs, wanted = ([(t.dims, t.dtype) for t in g.outputs] for g in (kernels, program))
@@ -57,7 +57,7 @@ class _NarrowSizes:
         self.classes = classes
         self.full = classes.roots()
         #: Classes that keep their size.
-        self.kept = {classes.find(key) for key in self._keys_to_keep()}
+        self.kept = {classes.find(key) for key in keys_to_keep(classes)}
         #: The sizes of classes that are cut to something other than `_WIDE_AXIS`.
         self.wide = {classes.find(key): _WIDE_BATCH for key in self._batch_dims()}
 
@@ -75,20 +75,6 @@ class _NarrowSizes:
 
     def _limit(self, root: Key) -> int:
         return self.wide.get(root, _WIDE_AXIS)
-
-    def _keys_to_keep(self) -> list[Key]:
-        classes = self.classes
-        keys: list[Key] = [*classes.reduced, *classes.fixed]
-        keys += [key for pair in classes.splits for key in pair]
-        for number, op in enumerate(classes.program.ops):
-            if op.name == "matmul":
-                a, b = (t for t in op.inputs if isinstance(t, DTensor))
-                keys.append(TensorDim(PROGRAM, a.index, len(a.dims) - 1))
-                keys.append(TensorDim(PROGRAM, b.index, len(b.dims) - 2))
-            if op.block is not None:
-                held = [a.name for a in op.block.axes if a.role is not Role.GRID]
-                keys += [BlockAxis(PROGRAM, number, name) for name in held]
-        return keys
 
     def _batch_dims(self) -> list[Key]:
         return [
@@ -123,8 +109,27 @@ class _NarrowSizes:
         return find(rule.total), [find(p) for p in rule.parts]
 
 
-def _resized(classes: SizeClasses, side: str, sizes: Sizes) -> KernelGraph:
-    """Return the program or the kernels (`side`) at other sizes, all tensors row-major.
+def keys_to_keep(classes: SizeClasses) -> list[Key]:
+    """Return the dims and axes of a program along which its results depend on each other."""
+    keys: list[Key] = [*classes.reduced, *classes.fixed]
+    keys += [key for pair in classes.splits for key in pair]
+    for number, op in enumerate(classes.program.ops):
+        if op.name == "matmul":
+            a, b = (t for t in op.inputs if isinstance(t, DTensor))
+            keys.append(TensorDim(PROGRAM, a.index, len(a.dims) - 1))
+            keys.append(TensorDim(PROGRAM, b.index, len(b.dims) - 2))
+        if op.block is not None:
+            held = [a.name for a in op.block.axes if a.role is not Role.GRID]
+            keys += [BlockAxis(PROGRAM, number, name) for name in held]
+    return keys
+
+
+def resized(
+    classes: SizeClasses, side: str, sizes: Sizes, *, keep_strides: bool = False
+) -> KernelGraph:
+    """Return the program or the kernels (`side`) at other sizes.
+
+    Inputs are row-major, or keep the strides that they have.
 
     Raises:
         GraphError: If an op names the full sizes.
@@ -136,7 +141,10 @@ def _resized(classes: SizeClasses, side: str, sizes: Sizes) -> KernelGraph:
     def dims(t: DTensor) -> tuple[int, ...]:
         return resized_dims(classes, side, t, sizes)
 
-    new = {t.index: small.new_input(dims(t), t.dtype, name=t.name) for t in graph.inputs}
+    new = {
+        t.index: small.new_input(dims(t), t.dtype, t.strides if keep_strides else None, name=t.name)
+        for t in graph.inputs
+    }
     for number, op in enumerate(graph.ops):
         tensors = [x for x in op.inputs if isinstance(x, DTensor)]
         attrs = dict(op.attrs)

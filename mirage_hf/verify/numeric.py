@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mirage_hf.errors import Rejected
+from mirage_hf.graph import strided
 from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.coded import unpacked
 from mirage_hf.graph.execute import run_kernel_graph, run_library
@@ -28,9 +29,10 @@ from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.expand import expand
-from mirage_hf.verify.case_inputs import CaseInputs, copied, with_garbage, with_scores
+from mirage_hf.verify.case_inputs import CaseInputs, with_garbage, with_scores
 from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.numeric_cases import Case, cases
+from mirage_hf.verify.slices import WideRun
 from mirage_hf.verify.verdict import Accepted, Verdict
 
 #: A candidate's error may be this many times eager's.
@@ -39,6 +41,12 @@ SLACK = 1.25
 #: Results beyond this share of the dtype's largest number are not compared: rounding alone may make
 #: them infinite.
 _IN_RANGE = 0.98
+
+#: Elements that are compared at once, so that their copies in float64 take little memory.
+_AT_ONCE = 1 << 22
+
+#: Bytes of outputs that a check keeps for the next candidate. Others are computed again.
+_KEPT_BYTES = 1 << 27
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -75,6 +83,9 @@ class Errors:
 
 def measure(got: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> Errors:
     """Return the errors of `got` over the elements where `where` is true."""
+    if got.numel() > _AT_ONCE:
+        parts = (x.flatten().split(_AT_ONCE) for x in (got, reference, where))
+        return _together([(measure(*p), int(p[2].sum())) for p in zip(*parts, strict=True)])
     if not bool(where.any()):
         return Errors(0.0, 0.0, 0.0, 0.0)
     difference = (got.double() - reference)[where]
@@ -87,6 +98,17 @@ def measure(got: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> 
     )
 
 
+def _together(parts: Sequence[tuple[Errors, int]]) -> Errors:
+    """Return the errors of all elements from those of parts, each with its number of elements."""
+    count = max(1, sum(n for _, n in parts))
+    return Errors(
+        max(e.max for e, _ in parts),
+        math.sqrt(sum(e.rms**2 * n for e, n in parts) / count),
+        max(e.scale for e, _ in parts),
+        math.sqrt(sum(e.rms_scale**2 * n for e, n in parts) / count),
+    )
+
+
 @dataclass(frozen=True)
 class _CaseData:
     """A case run by torch: its inputs, float64 and eager outputs, and where they are compared."""
@@ -96,9 +118,16 @@ class _CaseData:
     eager: list[torch.Tensor]
     where: list[torch.Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its outputs. Cases share most of their inputs."""
+        return sum(x.nbytes for x in (*self.reference, *self.eager, *self.where))
+
 
 class NumericCheck:
-    """The numeric check of one program. References and eager's errors are computed once.
+    """The numeric check of one program.
+
+    Eager's errors are computed once. So are references, unless they are large.
 
     >>> check = NumericCheck(program)
     >>> check.judge(lambda inputs: my_kernel(*inputs))
@@ -108,6 +137,7 @@ class NumericCheck:
     def __init__(self, program: KernelGraph, device: torch.device | str = "cpu", seed: int = 0):
         self.program = program
         self._inputs = CaseInputs(program, seed, device)
+        self._wide = WideRun(program)
         self._fitted: dict[Case, Case | None] = {}
         self._data: dict[Case, _CaseData] = {}
         self._eager_errors: dict[tuple[Case, int], Errors] = {}
@@ -122,7 +152,7 @@ class NumericCheck:
         """
         worst = 0.0
         for case, inputs in self.each():
-            got = run(copied(inputs))
+            got = run(self._writable(inputs))
             for k in range(len(self.program.outputs)):
                 errors = self._judge_output(case, k, got[k])
                 if isinstance(errors, Rejected):
@@ -130,6 +160,7 @@ class NumericCheck:
                 if errors is not None:
                     eager = self._eager(case, k)
                     worst = max(worst, errors.max / eager.max if eager.max else 0.0)
+            del got  # before the outputs of the next case are made
         return Accepted(0.0, f"largest error {worst:.2f}× eager's")
 
     def each(self) -> Iterator[tuple[Case, list[torch.Tensor]]]:
@@ -156,21 +187,32 @@ class NumericCheck:
 
     def _run_torch(self, case: Case) -> _CaseData:
         if case not in self._data:
+            self._make_room()
             inputs = self._inputs.of(case)
             # A run in float64 copies what it may write. Eager does not.
-            reference = run_kernel_graph(self.program, inputs, torch.float64)
-            eager = run_kernel_graph(self.program, copied(inputs), as_on_gpu=True)
-            where = [
-                torch.isfinite(e) & (r.abs() <= _IN_RANGE * _largest_number(e.dtype))
-                for e, r in zip(eager, reference, strict=True)
-            ]
+            eager = run_kernel_graph(self.program, self._writable(inputs), as_on_gpu=True)
+            reference = self._wide(inputs)
+            where = [_compared(e, r) for e, r in zip(eager, reference, strict=True)]
             self._data[case] = _CaseData(inputs, reference, eager, where)
         return self._data[case]
+
+    def _make_room(self) -> None:
+        """Forget the oldest outputs if those of one more case would be too many bytes."""
+        sizes = [data.nbytes for data in self._data.values()]
+        while sizes and sum(sizes) + max(sizes) > _KEPT_BYTES:
+            del self._data[next(iter(self._data))], sizes[0]
+
+    def _writable(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return inputs that a run may write: copies of all except constants."""
+        return [
+            x if t.constant else strided.copied(x)
+            for t, x in zip(self.program.inputs, inputs, strict=True)
+        ]
 
     def _judge_output(self, case: Case, k: int, got: torch.Tensor) -> Errors | Rejected | None:
         """Return the errors of an output, None if they do not count, or why it is rejected."""
         data = self._run_torch(case)
-        if bool((data.where[k] & ~torch.isfinite(got)).any()):
+        if not _is_finite(got, data.where[k]):
             return Rejected(
                 f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has "
                 "none"
@@ -218,13 +260,24 @@ class NumericCheck:
                 ulps = math.log2(x.dims[attrs["dim"]]) / 2
                 return y * (1 + sign * ulps * torch.finfo(torch.float32).eps)
 
-            expanded = expand(self.program)
-            results = run_kernel_graph(expanded, data.inputs, torch.float64, err=with_error)
+            results = WideRun(expand(self.program))(data.inputs, with_error)
             self._sum_errors[case] = [
                 measure(y, r, w)
                 for y, r, w in zip(results, data.reference, data.where, strict=True)
             ]
         return self._sum_errors[case]
+
+
+def _is_finite(got: torch.Tensor, where: torch.Tensor) -> bool:
+    """Return whether all elements are finite where `where` is true."""
+    parts = (x.flatten().split(_AT_ONCE) for x in (got, where))
+    return not any(bool((~torch.isfinite(y) & w).any()) for y, w in zip(*parts, strict=True))
+
+
+def _compared(eager: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return where eager is finite and the reference is in range."""
+    most = _IN_RANGE * _largest_number(eager.dtype)
+    return torch.isfinite(eager) & (reference <= most) & (reference >= -most)
 
 
 def _largest_number(dtype: torch.dtype) -> float:

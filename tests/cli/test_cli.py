@@ -551,3 +551,30 @@ def test_the_demo_runs_and_the_second_optimize_searches_nothing(capture, tmp_pat
     assert {row["source"] for row in json.loads(report.read_text())["rows"]} == {"cache"}
     out, _ = capture("bench", models.DEMO_MODEL, "--tokens", 4, "--rounds", 1, "--device", "cpu")
     assert re.search(r"times (as fast|slower: the cpu backend is for checking)", out)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 16},
+            "quantized by awq: 4 bits in groups of 16; MB are those of codes",
+        ),
+        ({"quant_method": "quanto"}, "quantized by quanto: its config is not read"),
+    ],
+)
+def test_explain_says_how_a_checkpoint_is_quantized(capture, tmp_path, settings, said):
+    import transformers as tf
+
+    config = tf.LlamaConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        quantization_config=settings,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    out, _ = capture("explain", tmp_path)
+    assert said in " ".join(out.split())

@@ -5,14 +5,17 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import errors
-from mirage_hf.codegen import cuda, triton
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import cuda, triton, triton_run
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.measure import random_inputs
 from tests.helpers import coded_programs
 from tests.helpers.coded_programs import CASES
+from tests.helpers.memory import Allocations
 from tests.helpers.triton_interpreter import run
 
 pytest.importorskip("triton")
@@ -174,3 +177,32 @@ def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(rows, make):
     (y,) = mi.superoptimize(g)[0](inputs)
     allowed = 1.25 * (eager - exact).abs().max() + 1e-3 * exact.abs().max()
     assert (y - exact).abs().max() <= allowed
+
+
+def decodings(large: int, monkeypatch) -> tuple[str, int, torch.Tensor]:
+    """Return the library path of two weights, the most bytes that it held, and its result."""
+    monkeypatch.setattr(triton_run, "_LARGE", large)
+    g = mi.new_graph()
+    x = g.new_input((1, 512), "float16")
+    y = x
+    for _ in range(2):
+        codes = g.new_input((512, 512), "uint4", constant=True)
+        scales = g.new_input((512, 1), "float16", constant=True)
+        w = g.mul(g.sub(g.cast(codes, "float16"), 8.0), scales)
+        y = g.matmul(y, g.permute(w, (1, 0)))
+    g.mark_output(y)
+    program = triton.generate(library_ugraph(g))
+    inputs = random_inputs(g, "cpu")
+    run = compiler.load(program.source, program.digest).run
+    with Allocations() as counted:
+        (result,) = run(inputs)
+    return program.source, counted.peak, result
+
+
+def test_a_library_path_deletes_decoded_weights(monkeypatch):
+    """A weight takes 0.5 MiB in float16. Three forms of two weights were alive at the end."""
+    kept, held, expected = decodings(1 << 40, monkeypatch)
+    source, peak, result = decodings(1 << 16, monkeypatch)
+    assert "    del " in source and "    del " not in kept.partition("def program")[0]
+    assert torch.equal(result, expected)
+    assert held >= 6 * 2**19 and peak <= 3 * 2**19

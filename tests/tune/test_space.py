@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+import mirage_hf as mi
 from mirage_hf import errors, gpus
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
@@ -11,6 +12,9 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
+from mirage_hf.graph.block import Role
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
 from tests.helpers import kernel_cases
 from tests.helpers.schedule_cases import SPACES
@@ -97,3 +101,39 @@ def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any
         s and s.mma
         for s in (space.chosen(place_kernels(split)[0], may) for may in ({True}, {False}, ()))
     ] == [True, False, None]
+
+
+def coded_kernels(rows, columns, width, norm=False):
+    """Return the single kernels of a linear with codes of 4 bits and a scale for each output."""
+    g = mi.new_graph()
+    x = g.new_input((rows, width), "float16")
+    if norm:
+        x = g.rms_norm(x, g.new_input((1, width), "float16", constant=True))
+    codes = g.new_input((columns, width), "uint4", constant=True)
+    scales = g.new_input((columns, 1), "float16", constant=True)
+    w = g.mul(g.sub(g.cast(codes, "float16"), 8.0), scales)
+    g.mark_output(g.matmul(x, g.permute(w, (1, 0))))
+    found, _ = search(g, SearchOptions(threads=1))
+    return [r.ugraph for r in found if r.ugraph.num_kernels == 1]
+
+
+@pytest.mark.parametrize("width", [40, 48, 80])
+def test_words_of_any_number_of_columns_have_kernels(width):
+    """No tile of 32 columns divides these, so a tile is as long as it can be."""
+    made = 0
+    for u in coded_kernels(4, 16, width):
+        (op,) = u.block_ops
+        for schedule in space.schedules(op)[:4]:
+            loops = [a.name for a in op.block.axes if a.role is Role.LOOP and a.size == width]
+            assert all(width % schedule.tiles[a] == 0 for a in loops)
+            try:
+                made += bool(triton.generate(u, [schedule]).source)
+            except errors.CodegenError:
+                continue
+    assert made
+
+
+def test_one_row_that_is_computed_for_tensor_cores_has_an_estimate():
+    """The row is a product of one column, which one warp handles."""
+    kernels = coded_kernels(1, 24, 384, norm=True)
+    assert any(s.mma for u in kernels for s in space.schedules(u.block_ops[0]))

@@ -12,7 +12,7 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
-from mirage_hf.verify import numeric
+from mirage_hf.verify import numeric, slices
 from mirage_hf.verify.numeric import Errors, NumericCheck, _CaseData, measure, run_kernels
 from mirage_hf.verify.numeric_cases import Case, cases
 from mirage_hf.verify.verdict import Accepted
@@ -213,9 +213,12 @@ def test_every_divisor_of_a_ratio_is_zero_once() -> None:
 def test_what_torch_computes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     run = numeric.run_kernel_graph
-    monkeypatch.setattr(
-        numeric, "run_kernel_graph", lambda *args, **kwargs: runs.append(1) or run(*args, **kwargs)
-    )
+    for module in (numeric, slices):
+        monkeypatch.setattr(
+            module,
+            "run_kernel_graph",
+            lambda *args, **kwargs: runs.append(1) or run(*args, **kwargs),
+        )
     fits: list[Any] = []
     monkeypatch.setattr(numeric, "with_scores", lambda inputs, case: fits.append(case) or case)
     check = NumericCheck(doubled())
@@ -223,6 +226,28 @@ def test_what_torch_computes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -
         assert isinstance(check.judge(lambda inputs: [inputs[0] * 2]), Accepted)
         assert len(runs) == 2 * len(check._data) and len(fits) == 2  # float64 and eager; two signs
     assert len(check._eager_errors) == len(USUAL)
+
+
+def test_outputs_that_are_many_bytes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, kept = NumericCheck(doubled()), 40
+    monkeypatch.setattr(numeric, "_KEPT_BYTES", kept)
+    for _ in range(3):
+        assert isinstance(check.judge(lambda inputs: [inputs[0] * 2]), Accepted)
+        assert 0 < sum(data.nbytes for data in check._data.values()) <= kept
+    assert len(check._eager_errors) == len(USUAL)
+
+
+def test_errors_of_many_elements_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    reference = torch.randn(7, 11, generator=draw, dtype=torch.float64)
+    got = (reference + 0.1 * torch.randn(7, 11, generator=draw)).float()
+    where = torch.rand(7, 11, generator=draw) < 0.5
+    where.view(-1)[20:40] = False
+    whole = measure(got, reference, where)
+    monkeypatch.setattr(numeric, "_AT_ONCE", 10)
+    parts = measure(got, reference, where)
+    assert (parts.max, parts.scale) == (whole.max, whole.scale)
+    assert (parts.rms, parts.rms_scale) == pytest.approx((whole.rms, whole.rms_scale), rel=1e-12)
 
 
 # -- sums that cancel -----------------------------------------------------------------------------

@@ -401,17 +401,17 @@ def test_no_narrow_form_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise GraphError("it names the full sizes")
 
-    monkeypatch.setattr(narrow, "_resized", refuse)
+    monkeypatch.setattr(narrow, "resized", refuse)
     assert narrowed(u) is None
 
 
 def test_other_outputs_at_narrow_sizes_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     u = ugraphs.rms_norm_linear(rows=40)
-    resized = narrow._resized
+    resized = narrow.resized
     other = ugraphs.rms_norm_linear(rows=7).kernels
     monkeypatch.setattr(
         narrow,
-        "_resized",
+        "resized",
         lambda c, side, sizes: other if side == KERNELS else resized(c, side, sizes),
     )
     assert narrowed(u) is None

@@ -1,0 +1,198 @@
+"""Programs run in float64 slice by slice, and the bytes that checks of large programs take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.swap.coded_forward import decoding_program
+from mirage_hf.tune.measure import random_inputs
+from mirage_hf.verify import case_inputs, numeric, slices
+from mirage_hf.verify.case_inputs import CaseInputs
+from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.verify.numeric_cases import Case
+from mirage_hf.verify.slices import WideRun
+from mirage_hf.verify.verdict import Accepted
+from tests.helpers.coded_programs import fp8_linear, int4_joined, int4_linear
+from tests.helpers.memory import Allocations
+
+RANDOM = Case("random")
+BF16 = torch.bfloat16
+
+
+def int4(rows: int, columns: int, group: int = 64) -> Coding:
+    split = Split(rows, columns, 1, group)
+    return Coding(rows, columns, BF16, split.codes(torch.uint4), split.per_row(BF16), zero=8.0)
+
+
+def awq_like() -> KernelGraph:
+    """Return the decoding of words that hold codes of eight rows, in an order of their own."""
+    g = new_kernel_graph()
+    codes = g.new_input((40, 4, 2, 16), "uint4", (128, 1, 4, 8), constant=True)
+    scales = g.new_input((40, 4, 2, 1), "bfloat16", constant=True)
+    g.mark_output(g.reshape(g.mul(g.cast(codes, "bfloat16"), scales), (320, 16)))
+    return g
+
+
+def gate_and_up() -> KernelGraph:
+    g = new_kernel_graph()
+    x = g.new_input((2, 128), BF16)
+    y = g.rms_norm(x, g.new_input((1, 128), BF16, constant=True))
+    gate, up = (g.matmul(y, int4(200, 128).write(g)[1]) for _ in range(2))
+    g.mark_output(g.mul(g.silu(gate), up))
+    return g
+
+
+def head() -> KernelGraph:
+    g = new_kernel_graph()
+    x, w = g.new_input((1, 64), BF16), g.new_input((500, 64), BF16, constant=True)
+    g.mark_output(g.matmul(x, g.permute(w, (1, 0))))
+    return g
+
+
+def softmax_of_scores() -> KernelGraph:
+    g = mi.new_graph()
+    q, k = g.new_input((8, 4, 16), "float32"), g.new_input((8, 16, 64), "float32")
+    g.mark_output(g.softmax(g.matmul(q, k)), g.mul(q, 2.0))
+    return g
+
+
+def two_sums() -> KernelGraph:
+    g = mi.new_graph()
+    x = g.new_input((30, 70), "float32")
+    g.mark_output(g.reduction(x, 0, "sum"), g.reduction(x, 1, "sum"))
+    return g
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        gate_and_up,
+        head,
+        softmax_of_scores,
+        awq_like,
+        lambda: decoding_program(int4(136, 128)),
+        lambda: int4_linear(3, 72, 128, 64, zeros=True, norm=True),
+    ],
+)
+def test_slices_together_are_the_whole(
+    program: Callable[[], KernelGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = program()
+    inputs = CaseInputs(graph).of(RANDOM)
+    whole = run_kernel_graph(graph, inputs, torch.float64)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 11)
+    run = WideRun(graph)
+    assert run._axis is not None
+    for t, y, expected in zip(graph.outputs, run(inputs), whole, strict=True):
+        assert y.shape == expected.shape
+        close = 1e-6 if t.dtype.itemsize == 2 else 1e-12
+        torch.testing.assert_close(y.double(), expected, rtol=close, atol=close)
+    sizes = {part.outputs[0].dims for part in run._parts.values()}
+    assert sizes and all(dims != graph.outputs[0].dims for dims in sizes)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [two_sums, lambda: fp8_linear(1, 256, 256), lambda: int4_joined(1, (8, 24), 128, 64)],
+)
+def test_programs_without_an_axis_to_cut_run_whole(
+    program: Callable[[], KernelGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = program()
+    inputs = CaseInputs(graph).of(RANDOM)
+    whole = run_kernel_graph(graph, inputs, torch.float64)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 9)
+    for y, expected in zip(WideRun(graph)(inputs), whole, strict=True):
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_words_of_a_slice_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of successive rows share a word, so slices have multiples of eight rows."""
+    g = new_kernel_graph()
+    codes = g.new_input((48, 16), "uint4", (1, 48), constant=True)
+    scales = g.new_input((48, 1), "bfloat16", constant=True)
+    g.mark_output(g.mul(g.cast(codes, "bfloat16"), scales))
+    inputs = CaseInputs(g).of(RANDOM)
+    whole = run_kernel_graph(g, inputs, torch.float64)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 10)
+    run = WideRun(g)
+    (y,) = run(inputs)
+    torch.testing.assert_close(y.double(), whole[0], rtol=1e-6, atol=0)
+    assert [part.outputs[0].dims for part in run._parts.values()] == [(8, 16)]
+
+
+def test_a_large_weight_is_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is scaled as the whole weight is."""
+    monkeypatch.setattr(case_inputs, "PART_BYTES", 1 << 12)
+    _, weight = CaseInputs(head()).of(RANDOM)
+    assert weight.float().std().item() == pytest.approx(500**-0.5, rel=0.05)
+    assert len(weight.unique(dim=0)) == 500
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def large_gate() -> Any:
+    """Return gate and up of half a million codes each: 4 MiB in float64."""
+    g = new_kernel_graph()
+    x = g.new_input((1, 512), BF16)
+    gate, up = (g.matmul(x, int4(1024, 512).write(g)[1]) for _ in range(2))
+    g.mark_output(g.mul(g.silu(gate), up))
+    return g
+
+
+@pytest.mark.parametrize(
+    "program, most",
+    [
+        # On a CPU eager multiplies in float32: 2 MiB. The weight in bfloat16 is 1 MiB.
+        (large_gate, 5 * MIB),
+        # The outputs of one case: 1 MiB in bfloat16 and 2 in float32, and 0.5 for where they count.
+        (lambda: decoding_program(int4(1024, 512)), 8 * MIB),
+    ],
+)
+def test_a_check_takes_little_memory(
+    program: Callable[[], KernelGraph], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 one weight takes 4 MiB. Two of them and all outputs were held at once."""
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 18)
+    monkeypatch.setattr(numeric, "_AT_ONCE", 1 << 15)
+    monkeypatch.setattr(numeric, "_KEPT_BYTES", 0)
+    graph = program()
+    with torch.no_grad(), Allocations() as counted:
+        check = NumericCheck(graph)
+        verdict = check.judge(lambda inputs: run_kernel_graph(graph, inputs, as_on_gpu=True))
+    assert isinstance(verdict, Accepted)
+    assert counted.peak <= most
+
+
+def test_random_codes_take_little_memory() -> None:
+    graph = large_gate()
+    with Allocations() as counted:
+        inputs = random_inputs(graph, "cpu")
+    held = sum(x.nbytes for x in inputs)
+    assert counted.live == held
+    assert counted.peak <= 8 * held
+
+
+def test_a_run_holds_no_tensor_after_its_last_use() -> None:
+    g = new_kernel_graph()
+    x = g.new_input((1024, 128), "float32")
+    y = x
+    for _ in range(6):
+        y = g.mul(y, 2.0)
+    g.mark_output(y)
+    given = torch.ones(1024, 128)
+    with Allocations() as counted:
+        (result,) = run_kernel_graph(g, [given])
+    assert counted.live == result.nbytes
+    assert counted.peak <= 2 * result.nbytes + 64
