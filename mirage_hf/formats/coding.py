@@ -73,6 +73,14 @@ class Split:
         """Return one value for the whole weight."""
         return self._row_major((1,) * (len(self._rows()) + len(self._columns(1))), dtype)
 
+    def shared(self, dtype: torch.dtype) -> Stored:
+        """Return one value for the whole weight that is read as one for each row.
+
+        Weights with such values can be joined.
+        """
+        ones = (1,) * (len(self._rows()) + len(self._columns(1)) - 1)
+        return Stored((self._rows()[0], *ones), (0, *ones), dtype)
+
     def packed_along_rows(self, dtype: torch.dtype, per_word: int) -> Stored:
         """Return one code for each group of each row, where words hold codes of successive rows.
 
@@ -102,21 +110,23 @@ class Split:
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    If there is a table, each code is the index of an entry, which takes its place.
+    If there is a table, each code is the index of an entry, which takes its place. If there are
+    divisors, the scales are divided by them first.
 
-    The weight is decoded in the dtype of the scales, or in float32 if it has shifts. Then it is
-    cast to `dtype`.
+    The weight is decoded in the dtype of the scales. It is decoded in float32 if the scales are
+    codes, too, or if there are divisors or shifts. Then it is cast to `dtype`.
 
     Attributes:
         rows: The rows of the weight: outputs of the linear.
         columns: Its columns: inputs of the linear.
         dtype: The dtype of the decoded weight, in which the module computes.
         codes: The codes. Their dims, in row-major order, are those of the weight (rows, columns).
-        scales: The scales. Their dims broadcast to those of the codes.
+        scales: The scales, as codes or floats. Their dims broadcast to those of the codes.
         zeros: The zero points, as codes or floats. None if all are equal.
         zero: A zero point of all codes.
         shifts: What is added to the scaled codes, as floats. None if nothing is.
         table: What each code stands for. None if codes stand for themselves.
+        divisors: What the scales are divided by, as floats. None if nothing divides them.
     """
 
     rows: int
@@ -128,12 +138,23 @@ class Coding:
     zero: float = 0.0
     shifts: Stored | None = None
     table: tuple[float, ...] | None = None
+    divisors: Stored | None = None
 
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The inputs of a program, in order."""
-        every = (self.codes, self.scales, self.zeros, self.shifts)
-        return tuple(s for s in every if s is not None)
+        return tuple(s for s in self._fields if s is not None)
+
+    @property
+    def computes(self) -> torch.dtype:
+        """The dtype in which the weight is decoded."""
+        if self.divisors or self.shifts or self.scales.dtype in CODE_DTYPES:
+            return torch.float32
+        return self.scales.dtype
+
+    @property
+    def _fields(self) -> tuple[Stored | None, ...]:
+        return (self.codes, self.scales, self.divisors, self.zeros, self.shifts)
 
     def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
         """Add the inputs that hold the weight, and the ops that decode it.
@@ -149,7 +170,7 @@ class Coding:
             return False
         if self.table != other.table:
             return False
-        if (self.zeros is None, self.shifts is None) != (other.zeros is None, other.shifts is None):
+        if [s is None for s in self._fields] != [s is None for s in other._fields]:
             return False
         if coded.is_packed(self.codes.dtype) and abs(self.codes.strides[0]) < CODES_PER_WORD:
             return False  # the rows of one weight share words
@@ -189,22 +210,26 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
         [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in coding.stored]
         for coding in codings
     ]
-    compute = torch.float32 if first.shifts else first.scales.dtype
-    parts = [[_as(graph, x, compute) for x in each] for each in inputs]
-    whole = [
+    parts = [[_as(graph, x, first.computes) for x in each] for each in inputs]
+    whole = iter(
         same[0] if len(same) == 1 else graph.concat(same, 0)
         for same in map(list, zip(*parts, strict=True))
-    ]
-    w, scales = whole[:2]
+    )
+    w, scales, divisors, zeros, shifts = (
+        None if stored is None else next(whole) for stored in first._fields
+    )
+    assert w is not None and scales is not None
     if first.table:
         w = graph.apply("lookup", [w], {"values": first.table})
-    if first.zeros:
-        w = graph.sub(w, whole[2])
+    if zeros is not None:
+        w = graph.sub(w, zeros)
     if first.zero:
         w = graph.sub(w, first.zero)
+    if divisors is not None:
+        scales = graph.div(scales, divisors)
     w = graph.mul(w, scales)
-    if first.shifts:
-        w = graph.add(w, whole[-1])
+    if shifts is not None:
+        w = graph.add(w, shifts)
     w = _as(graph, w, first.dtype)
     shape = sum(coding.rows for coding in codings), first.columns
     if w.dims != shape:
