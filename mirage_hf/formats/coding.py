@@ -143,7 +143,19 @@ class Coding:
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The inputs of a program, in order."""
-        return tuple(s for s in self._fields if s is not None)
+        return tuple(self.roles.values())
+
+    @property
+    def roles(self) -> dict[str, Stored]:
+        """The inputs of a program by the names of their attributes, in order."""
+        fields = {
+            "codes": self.codes,
+            "scales": self.scales,
+            "divisors": self.divisors,
+            "zeros": self.zeros,
+            "shifts": self.shifts,
+        }
+        return {name: s for name, s in fields.items() if s is not None}
 
     @property
     def computes(self) -> torch.dtype:
@@ -151,10 +163,6 @@ class Coding:
         if self.divisors or self.shifts or self.scales.dtype in CODE_DTYPES:
             return torch.float32
         return self.scales.dtype
-
-    @property
-    def _fields(self) -> tuple[Stored | None, ...]:
-        return (self.codes, self.scales, self.divisors, self.zeros, self.shifts)
 
     def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
         """Add the inputs that hold the weight, and the ops that decode it.
@@ -170,7 +178,7 @@ class Coding:
             return False
         if self.table != other.table:
             return False
-        if [s is None for s in self._fields] != [s is None for s in other._fields]:
+        if self.roles.keys() != other.roles.keys():
             return False
         if coded.is_packed(self.codes.dtype) and abs(self.codes.strides[0]) < CODES_PER_WORD:
             return False  # the rows of one weight share words
@@ -211,25 +219,22 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
         for coding in codings
     ]
     parts = [[_as(graph, x, first.computes) for x in each] for each in inputs]
-    whole = iter(
-        same[0] if len(same) == 1 else graph.concat(same, 0)
-        for same in map(list, zip(*parts, strict=True))
-    )
-    w, scales, divisors, zeros, shifts = (
-        None if stored is None else next(whole) for stored in first._fields
-    )
-    assert w is not None and scales is not None
+    whole = {
+        role: same[0] if len(same) == 1 else graph.concat(same, 0)
+        for role, same in zip(first.roles, map(list, zip(*parts, strict=True)), strict=True)
+    }
+    w, scales = whole["codes"], whole["scales"]
     if first.table:
         w = graph.apply("lookup", [w], {"values": first.table})
-    if zeros is not None:
-        w = graph.sub(w, zeros)
+    if first.zeros:
+        w = graph.sub(w, whole["zeros"])
     if first.zero:
         w = graph.sub(w, first.zero)
-    if divisors is not None:
-        scales = graph.div(scales, divisors)
+    if first.divisors:
+        scales = graph.div(scales, whole["divisors"])
     w = graph.mul(w, scales)
-    if shifts is not None:
-        w = graph.add(w, shifts)
+    if first.shifts:
+        w = graph.add(w, whole["shifts"])
     w = _as(graph, w, first.dtype)
     shape = sum(coding.rows for coding in codings), first.columns
     if w.dims != shape:

@@ -70,21 +70,24 @@ def read(module: Any, args: Any, written: Format, dtype: torch.dtype) -> CodedWe
     )
     if why:
         return why
-    split = Split(rows, columns, group=group)
     computes = dtype if module.bias is None else module.bias.dtype
-    coding = Coding(
-        rows,
-        columns,
+    coding = _coding(Split(rows, columns, group=group), computes, written)
+    held = [module.weight_packed, module.weight_scale]
+    if written.divides:
+        held.append(module.weight_global_scale)
+    return CodedWeight(coding, view_as(coding, tuple(held)), module.bias)
+
+
+def _coding(split: Split, computes: torch.dtype, written: Format) -> Coding:
+    return Coding(
+        split.rows,
+        split.columns,
         computes,
         split.codes(torch.uint4),
         split.per_row(written.scales),
         table=E2M1,
         divisors=split.shared(torch.float32) if written.divides else None,
     )
-    held = [module.weight_packed, module.weight_scale]
-    if written.divides:
-        held.append(module.weight_global_scale)
-    return CodedWeight(coding, view_as(coding, tuple(held)), module.bias)
 
 
 def _wrong_scheme(args: Any, written: Format) -> str | None:
