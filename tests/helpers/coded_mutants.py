@@ -124,6 +124,7 @@ PROGRAMS: dict[str, Callable[[], CodedProgram]] = {
     "nvfp4, joined": lambda: coded_linear(
         [coding("nvfp4", n, 128, 16) for n in (16, 8, 8)], 2, norm=True
     ),
+    "mxfp4, 16 rows": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 16),
     "mxfp4, norm": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 2, norm=True),
 }
 
