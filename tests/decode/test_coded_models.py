@@ -25,7 +25,8 @@ from scripts.coded_models import FORMATS, linears, with_codes
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
-KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested")
+FLOATS = ("nvfp4", "mxfp4")
+KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested", *FLOATS)
 NEW = 12
 
 
@@ -54,6 +55,8 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_bytes_of_hqq(small_llama())
     if kind in ("nf4", "fp4", "nf4 nested"):
         return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
+    if kind in FLOATS:
+        return with_floats_of_compressed_tensors(small_llama(), kind)
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,6 +121,15 @@ def with_codes_of_bitsandbytes(
     return model
 
 
+def with_floats_of_compressed_tensors(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM:
+    """Compress the linears of a model's layers to floats of 4 bits."""
+    from tests.formats import test_compressed_tensors_fp4 as made
+
+    for _, _, linear in linears(model):
+        made.compressed(linear, f"{kind.upper()}A16")
+    return model
+
+
 def decoded_twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """Return a stock model whose plain weights are what the codes of another model decode to."""
     plain = small_llama()
@@ -177,7 +189,8 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     twin = copy.deepcopy(model)
     assert [type(m) for m in twin.modules()] == kinds
     assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
-    if kind != "fp8":  # stock's own product needs a GPU
+    # stock's product of "fp8" needs a GPU, and its floats of 4 bits run in bfloat16 only
+    if kind not in ("fp8", *FLOATS):
         assert torch.equal(generated(twin, 1), generated(decoded_twin(model), 1))
     mi.restore(model)
 
