@@ -114,7 +114,7 @@ class Coding:
     divisors, the scales are divided by them first.
 
     The weight is decoded in the dtype of the scales. It is decoded in float32 if the scales are
-    codes, too, or if there are divisors or shifts. Then it is cast to `dtype`.
+    codes, too, if there are divisors or shifts, or if `wide` says so. Then it is cast to `dtype`.
 
     Attributes:
         rows: The rows of the weight: outputs of the linear.
@@ -127,6 +127,7 @@ class Coding:
         shifts: What is added to the scaled codes, as floats. None if nothing is.
         table: What each code stands for. None if codes stand for themselves.
         divisors: What the scales are divided by, as floats. None if nothing divides them.
+        wide: True if the weight is decoded in float32, whatever the dtype of the scales.
     """
 
     rows: int
@@ -139,6 +140,7 @@ class Coding:
     shifts: Stored | None = None
     table: tuple[float, ...] | None = None
     divisors: Stored | None = None
+    wide: bool = False
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -160,9 +162,9 @@ class Coding:
     @property
     def computes(self) -> torch.dtype:
         """The dtype in which the weight is decoded."""
-        if self.divisors or self.shifts or self.scales.dtype in CODE_DTYPES:
-            return torch.float32
-        return self.scales.dtype
+        in_codes = self.scales.dtype in CODE_DTYPES
+        is_wide = self.wide or in_codes or bool(self.divisors or self.shifts)
+        return torch.float32 if is_wide else self.scales.dtype
 
     def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
         """Add the inputs that hold the weight, and the ops that decode it.
@@ -176,7 +178,7 @@ class Coding:
         """Return whether the rows of another weight may follow those of this one in one tensor."""
         if (self.columns, self.dtype, self.zero) != (other.columns, other.dtype, other.zero):
             return False
-        if self.table != other.table:
+        if self.table != other.table or self.wide != other.wide:
             return False
         if self.roles.keys() != other.roles.keys():
             return False

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
 FLOATS = ("nvfp4", "mxfp4")
-KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested", *FLOATS)
+KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested", *FLOATS, "q8_0")
 NEW = 12
 
 
@@ -57,6 +57,8 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
     if kind in FLOATS:
         return with_floats_of_compressed_tensors(small_llama(), kind)
+    if kind == "q8_0":
+        return with_blocks_of_gguf(small_llama())
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,6 +132,15 @@ def with_floats_of_compressed_tensors(model: LlamaForCausalLM, kind: str) -> Lla
     return model
 
 
+def with_blocks_of_gguf(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Replace the linears of a model's layers by those that hold blocks of GGUF."""
+    from tests.formats import test_gguf as made
+
+    for parent, child, linear in list(linears(model)):
+        setattr(parent, child, made.filled(linear))
+    return model
+
+
 def decoded_twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """Return a stock model whose plain weights are what the codes of another model decode to."""
     plain = small_llama()
@@ -189,8 +200,8 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     twin = copy.deepcopy(model)
     assert [type(m) for m in twin.modules()] == kinds
     assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
-    # stock's product of "fp8" needs a GPU, and its floats of 4 bits run in bfloat16 only
-    if kind not in ("fp8", *FLOATS):
+    # stock's products of "fp8" and "q8_0" need kernels, and floats of 4 bits run in bfloat16 only
+    if kind not in ("fp8", "q8_0", *FLOATS):
         assert torch.equal(generated(twin, 1), generated(decoded_twin(model), 1))
     mi.restore(model)
 

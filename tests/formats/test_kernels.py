@@ -10,7 +10,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.formats import awq, bitsandbytes, gptq, hqq, torchao_int4
+from mirage_hf.formats import awq, bitsandbytes, gguf, gptq, hqq, torchao_int4
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.graph.block import Role
@@ -62,6 +62,7 @@ def codings(
         "NF4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["nf4"]),
         "FP4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["fp4"]),
         "NVFP4": fp4._coding(groups, dtype, fp4.FORMATS["nvfp4-pack-quantized"]),
+        "Q8_0": gguf._coding(rows, columns, dtype),
         "MXFP4": fp4._coding(groups, dtype, fp4.FORMATS["mxfp4-pack-quantized"]),
     }
 
