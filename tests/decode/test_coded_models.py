@@ -250,6 +250,25 @@ def decoded_twin_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return plain
 
 
+def test_blocks_of_gguf_in_embedding_and_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("transformers.integrations.gguf.kernels")
+    from tests.formats import test_gguf as made
+
+    monkeypatch.setattr(kernels, "_gguf_kernel", False)  # so that none is looked for
+    model = coded("q8_0")
+    plain = decoded_twin(model)
+    model.lm_head = made.filled(model.lm_head)
+    embedding = made.library.GgufEmbedding(200, 256, made.dequant.GGML_Q8_0, torch.float32)
+    embedding.weight = model.lm_head.weight
+    model.model.embed_tokens = embedding.eval()
+    decoded = nn.Parameter(made.weight_of(model.lm_head))
+    plain.model.embed_tokens.weight = plain.lm_head.weight = decoded
+    mi.optimize(model)
+    assert torch.equal(generated(model, 1), generated(plain, 1))
+    report = model.mirage.report
+    assert report.decode["step: traced"] == 1 and "traced (lm_head)" in str(report), report
+
+
 def test_linears_of_several_formats_and_plain_ones_share_a_step() -> None:
     pytest.importorskip("torchao")
     model = small_llama()
