@@ -197,6 +197,8 @@ def operand_names(op: KernelOp) -> list[str]:
 
 def _elements(t: DTensor) -> str:
     """Return the expression of a tensor's elements."""
+    if coded.is_exponent(t.dtype):
+        return f"{local(t)}.view({t.dtype})"
     if not coded.is_packed(t.dtype):
         return local(t)
     decode = "uint4_codes" if t.dtype is torch.uint4 else "int4_codes"

@@ -37,6 +37,7 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e8m0fnu: "*u8",
 }
 
 #: The last arguments of a kernel whose blocks cooperate.

@@ -16,8 +16,18 @@ from mirage_hf.ops.dtypes import CODES_PER_WORD, can_be_added
 
 _NO_SHIFT = Coordinates()
 
-#: Functions that convert integers of 8 bits, because the instruction for it is slow.
-_FROM_BYTES = {torch.int8: "int8_as_float32", torch.uint8: "uint8_as_float32"}
+#: Functions that convert codes of 8 bits. The instruction for integers is slow, and Triton has no
+#: type of powers of two.
+_FROM_BYTES = {
+    torch.int8: "int8_as_float32",
+    torch.uint8: "uint8_as_float32",
+    torch.float8_e8m0fnu: "e8m0_as_float32",
+}
+
+
+def is_byte(dtype: torch.dtype) -> bool:
+    """Return True if kernels load a dtype as bytes, which a function converts."""
+    return dtype in _FROM_BYTES
 
 
 def as_float32(text: str, dtype: torch.dtype) -> str:
@@ -168,7 +178,8 @@ class LoadWriter(CodeWriter):
         if ahead:
             is_next = f"{self.axis[str(loop)]}_next_in"
             mask.append(self.spread(is_next, self.layout.dims([str(loop)]), dims))
-        other = "0.0" if self.tiling.dtype(i).is_floating_point else "0"
+        dtype = self.tiling.dtype(i)
+        other = "0.0" if dtype.is_floating_point and not is_byte(dtype) else "0"
         if i.padding is not None:
             axis = i.padding.axis
             at = shift.names.get(axis, self.axis[axis])

@@ -307,6 +307,16 @@ def uint8_as_float32(x):
     bits = x.to(tl.int32) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - 8388608.0
 ''',
+    "e8m0_as_float32": '''
+@triton.jit
+def e8m0_as_float32(x):
+    """Return 2^(x - 127) for bytes x, and NaN for 255. The byte becomes the exponent of a float32.
+
+    The exponent 0 is that of numbers below 2^-126. So 2^-127 has other bits.
+    """
+    bits = tl.where(x == 0, 0x00400000, x.to(tl.int32) << 23)
+    return tl.where(x == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+''',
     "entry_of": '''
 @triton.jit
 def entry_of(x, values: tl.constexpr):

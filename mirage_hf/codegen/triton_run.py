@@ -13,7 +13,7 @@ from mirage_hf.codegen.torch_text import local
 from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph import effects
 from mirage_hf.graph.bounds import bounds_of, extent
-from mirage_hf.graph.coded import storage, stored_bytes
+from mirage_hf.graph.coded import is_exponent, storage, stored_bytes
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import CODE_DTYPES
@@ -210,7 +210,7 @@ def _shape(t: DTensor) -> str:
 
 
 def _is_float_code(t: DTensor) -> bool:
-    return t.dtype in CODE_DTYPES and t.dtype.is_floating_point
+    return t.dtype in CODE_DTYPES and t.dtype.is_floating_point and not is_exponent(t.dtype)
 
 
 def _drawn_integers(ugraph: UGraph) -> list[str]:
@@ -219,6 +219,8 @@ def _drawn_integers(ugraph: UGraph) -> list[str]:
     for n, t in enumerate(program.inputs):
         if _is_float_code(t):
             lines.append(f"inputs[{n}] = inputs[{n}].to({t.dtype})")
+        elif is_exponent(t.dtype):
+            lines.append(f"inputs[{n}].random_(123, 130)")
         elif t.dtype in CODE_DTYPES:
             info = torch.iinfo(storage(t).dtype)
             lines.append(f"inputs[{n}].random_({info.min}, {info.max + 1})")

@@ -10,7 +10,7 @@ import torch
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.plan.layout import Dot, runs_of
-from mirage_hf.codegen.triton_loads import as_float32
+from mirage_hf.codegen.triton_loads import as_float32, is_byte
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_prefetches import PrefetchWriter
 from mirage_hf.codegen.triton_tiles import triton_dtype
@@ -367,7 +367,7 @@ class ValueWriter(PrefetchWriter):
         if value in self.layout.kept_as_stored:
             stored = self.tiling.dtype(self.tiling.inputs[value])
         text = self._inside(text, value, over, "sum")
-        if stored in (torch.int8, torch.uint8):
+        if is_byte(stored):
             text, stored = as_float32(text, stored), torch.float32
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
         if len(self.layout.value_dims(value)) == 1:

@@ -17,6 +17,7 @@ from mirage_hf.formats import (
     bitsandbytes,
     compressed_tensors,
     fp8,
+    gguf,
     gptq,
     hqq,
     torchao,
@@ -40,7 +41,12 @@ __all__ = [
 ]
 
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
-_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, bitsandbytes, unread)
+_READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, bitsandbytes, gguf, unread)
+
+#: The readers of modules that do not run as they are, or that change the model as they run.
+#: compressed-tensors first decodes the whole model. transformers may fetch a kernel for FP8, and
+#: GGUF needs one that it has fetched. bitsandbytes may reorder the codes on a CPU.
+_NOT_RUN = (bitsandbytes, compressed_tensors, fp8, gguf, unread)
 
 
 def coded_weight(
@@ -64,13 +70,9 @@ def coded_weight(
 
 
 def runs_codes(module: nn.Module) -> bool:
-    """Return whether a library runs the codes of a linear without changing the model.
-
-    compressed-tensors first decodes the whole model. transformers may fetch a kernel for FP8.
-    bitsandbytes may reorder the codes on a CPU.
-    """
+    """Return whether a library runs the codes of a linear without changing the model."""
     reader = next((r for r in _READERS if r.recognizes(module)), None)
-    return reader not in (None, bitsandbytes, compressed_tensors, fp8, unread)
+    return reader is not None and reader not in _NOT_RUN
 
 
 def holds_codes(kind: type) -> bool:

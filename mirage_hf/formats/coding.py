@@ -73,6 +73,14 @@ class Split:
         """Return one value for the whole weight."""
         return self._row_major((1,) * (len(self._rows()) + len(self._columns(1))), dtype)
 
+    def shared(self, dtype: torch.dtype) -> Stored:
+        """Return one value for the whole weight that is read as one for each row.
+
+        Weights with such values can be joined.
+        """
+        ones = (1,) * (len(self._rows()) + len(self._columns(1)) - 1)
+        return Stored((self._rows()[0], *ones), (0, *ones), dtype)
+
     def packed_along_rows(self, dtype: torch.dtype, per_word: int) -> Stored:
         """Return one code for each group of each row, where words hold codes of successive rows.
 
@@ -102,21 +110,24 @@ class Split:
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    If there is a table, each code is the index of an entry, which takes its place.
+    If there is a table, each code is the index of an entry, which takes its place. If there are
+    divisors, the scales are divided by them first.
 
-    The weight is decoded in the dtype of the scales, or in float32 if it has shifts. Then it is
-    cast to `dtype`.
+    The weight is decoded in the dtype of the scales. It is decoded in float32 if the scales are
+    codes, too, if there are divisors or shifts, or if `wide` says so. Then it is cast to `dtype`.
 
     Attributes:
         rows: The rows of the weight: outputs of the linear.
         columns: Its columns: inputs of the linear.
         dtype: The dtype of the decoded weight, in which the module computes.
         codes: The codes. Their dims, in row-major order, are those of the weight (rows, columns).
-        scales: The scales. Their dims broadcast to those of the codes.
+        scales: The scales, as codes or floats. Their dims broadcast to those of the codes.
         zeros: The zero points, as codes or floats. None if all are equal.
         zero: A zero point of all codes.
         shifts: What is added to the scaled codes, as floats. None if nothing is.
         table: What each code stands for. None if codes stand for themselves.
+        divisors: What the scales are divided by, as floats. None if nothing divides them.
+        wide: True if the weight is decoded in float32, whatever the dtype of the scales.
     """
 
     rows: int
@@ -128,12 +139,32 @@ class Coding:
     zero: float = 0.0
     shifts: Stored | None = None
     table: tuple[float, ...] | None = None
+    divisors: Stored | None = None
+    wide: bool = False
 
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The inputs of a program, in order."""
-        every = (self.codes, self.scales, self.zeros, self.shifts)
-        return tuple(s for s in every if s is not None)
+        return tuple(self.roles.values())
+
+    @property
+    def roles(self) -> dict[str, Stored]:
+        """The inputs of a program by the names of their attributes, in order."""
+        fields = {
+            "codes": self.codes,
+            "scales": self.scales,
+            "divisors": self.divisors,
+            "zeros": self.zeros,
+            "shifts": self.shifts,
+        }
+        return {name: s for name, s in fields.items() if s is not None}
+
+    @property
+    def computes(self) -> torch.dtype:
+        """The dtype in which the weight is decoded."""
+        in_codes = self.scales.dtype in CODE_DTYPES
+        is_wide = self.wide or in_codes or bool(self.divisors or self.shifts)
+        return torch.float32 if is_wide else self.scales.dtype
 
     def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
         """Add the inputs that hold the weight, and the ops that decode it.
@@ -147,9 +178,9 @@ class Coding:
         """Return whether the rows of another weight may follow those of this one in one tensor."""
         if (self.columns, self.dtype, self.zero) != (other.columns, other.dtype, other.zero):
             return False
-        if self.table != other.table:
+        if self.table != other.table or self.wide != other.wide:
             return False
-        if (self.zeros is None, self.shifts is None) != (other.zeros is None, other.shifts is None):
+        if self.roles.keys() != other.roles.keys():
             return False
         if coded.is_packed(self.codes.dtype) and abs(self.codes.strides[0]) < CODES_PER_WORD:
             return False  # the rows of one weight share words
@@ -189,22 +220,23 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
         [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in coding.stored]
         for coding in codings
     ]
-    compute = torch.float32 if first.shifts else first.scales.dtype
-    parts = [[_as(graph, x, compute) for x in each] for each in inputs]
-    whole = [
-        same[0] if len(same) == 1 else graph.concat(same, 0)
-        for same in map(list, zip(*parts, strict=True))
-    ]
-    w, scales = whole[:2]
+    parts = [[_as(graph, x, first.computes) for x in each] for each in inputs]
+    whole = {
+        role: same[0] if len(same) == 1 else graph.concat(same, 0)
+        for role, same in zip(first.roles, map(list, zip(*parts, strict=True)), strict=True)
+    }
+    w, scales = whole["codes"], whole["scales"]
     if first.table:
         w = graph.apply("lookup", [w], {"values": first.table})
     if first.zeros:
-        w = graph.sub(w, whole[2])
+        w = graph.sub(w, whole["zeros"])
     if first.zero:
         w = graph.sub(w, first.zero)
+    if first.divisors:
+        scales = graph.div(scales, whole["divisors"])
     w = graph.mul(w, scales)
     if first.shifts:
-        w = graph.add(w, whole[-1])
+        w = graph.add(w, whole["shifts"])
     w = _as(graph, w, first.dtype)
     shape = sum(coding.rows for coding in codings), first.columns
     if w.dims != shape:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
+from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats import containers
 from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as, words_of
 from mirage_hf.formats.containers import text_of, uneven, wrong_tensor
@@ -26,6 +27,7 @@ _TENSORS = (
     "weight",
     "weight_packed",
     "weight_scale",
+    "weight_global_scale",
     "weight_zero_point",
     "weight_shape",
 )
@@ -71,7 +73,11 @@ def read(module: Any, dtype: torch.dtype) -> CodedWeight | Rejected:
     if why:
         return Rejected(f"compressed-tensors: {why}")
     scheme = module.quantization_scheme
-    found = _read(module, scheme.weights, text_of(scheme.format) == _PACKED)
+    written = text_of(scheme.format)
+    if written in fp4.FORMATS:
+        found = fp4.read(module, scheme.weights, fp4.FORMATS[written], dtype)
+    else:
+        found = _read(module, scheme.weights, written == _PACKED)
     if isinstance(found, str):
         return Rejected(f"compressed-tensors: {found}")
     return replace(found, quantizes_activations=scheme.input_activations is not None)
@@ -93,8 +99,6 @@ def _wrong_module(module: Any) -> str | None:
         return "its quantization is switched off"
     if getattr(module, "weight_g_idx", None) is not None:
         return "its columns are grouped in another order (act-order)"
-    if getattr(module, "weight_global_scale", None) is not None:
-        return "it has a global scale"
     sizes = containers.wrong_sizes(module.out_features, module.in_features)
     return sizes or containers.changed_module(module)
 
@@ -108,8 +112,10 @@ def _wrong_scheme(scheme: Any) -> str | None:
     if args.actorder is not None and text_of(args.actorder) in ("group", "dynamic", "True"):
         return "its columns are grouped in another order (act-order)"
     written = text_of(scheme.format)
+    if written in fp4.FORMATS:
+        return None
     if written not in (_PACKED, *_PLAIN):
-        return f"format {written} is not read (table codes, block exponents or sparse)"
+        return f"format {written} is not read"
     kind = text_of(args.type), args.num_bits
     if written == _PACKED and (kind[0] != "int" or kind[1] not in _PACKED_CODES):
         return f"packed {kind[0]} codes of {kind[1]} bits are not read"
@@ -120,6 +126,8 @@ def _wrong_scheme(scheme: Any) -> str | None:
 
 def _read(module: Any, args: Any, packed: bool) -> CodedWeight | str:
     """Return the weight of a module whose scheme is known, or why it cannot be read."""
+    if _get(module, "weight_global_scale") is not None:
+        return "it has a global scale"
     rows, columns = module.out_features, module.in_features
     code = _code_dtype(args, packed)
     per_word = words_of(code)

@@ -2,8 +2,10 @@
 
 An input of dtype uint4 or int4 has dims and strides in codes. In memory it is an int32 tensor. Its
 words hold eight codes each, the first in the lowest bits: those along the dims of strides below 8.
-All other dtypes are stored as they are. A dim of two codes may have stride −1: its first code is in
-the high half of each byte.
+A dim of two codes may have stride −1: its first code is in the high half of each byte.
+
+An input of dtype float8_e8m0fnu is a uint8 tensor in memory, because Triton has no such type. All
+other dtypes are stored as they are.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ class Storage:
 def is_packed(dtype: torch.dtype) -> bool:
     """Return whether a word of memory holds several elements of this dtype."""
     return dtype in PACKED_DTYPES
+
+
+def is_exponent(dtype: torch.dtype) -> bool:
+    """Return whether elements of a dtype are powers of two. A byte holds the exponent plus 127."""
+    return dtype is torch.float8_e8m0fnu
 
 
 def word_dims(dims: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
@@ -74,7 +81,7 @@ def high_first(dims: Sequence[int], strides: Sequence[int]) -> int | None:
 def storage(t: DTensor) -> Storage:
     """Return the torch tensor that holds `t`."""
     if not is_packed(t.dtype):
-        return Storage(t.dims, t.strides, t.dtype)
+        return Storage(t.dims, t.strides, torch.uint8 if is_exponent(t.dtype) else t.dtype)
     per_word = word_dims(t.dims, t.strides)
     dims = tuple(n // per_word.get(d, 1) for d, n in enumerate(t.dims))
     strides = tuple(max(1, s // CODES_PER_WORD) if s else 0 for s in t.strides)
@@ -82,9 +89,9 @@ def storage(t: DTensor) -> Storage:
 
 
 def unpacked(t: DTensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of an input that `x` stores: codes of 4 bits as bytes, others as is."""
+    """Return the elements of an input that `x` stores. Codes of 4 bits are returned as bytes."""
     if not is_packed(t.dtype):
-        return x
+        return x.view(t.dtype) if is_exponent(t.dtype) else x
     decode = uint4_codes if t.dtype is torch.uint4 else int4_codes
     codes = decode(x, word_dims(t.dims, t.strides))
     turned = high_first(t.dims, t.strides)
@@ -114,6 +121,8 @@ def int4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
 def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the tensor that stores the elements `codes` of input `t`, with its strides."""
     stored = storage(t)
+    if is_exponent(t.dtype):
+        codes = codes.to(t.dtype).view(stored.dtype)
     if not is_packed(t.dtype):
         return strided.laid_out(codes, stored.strides, stored.dtype, codes.device)
     turned = high_first(t.dims, t.strides)
@@ -130,6 +139,9 @@ def packed(t: DTensor, codes: torch.Tensor) -> torch.Tensor:
 #: A reach of `random_codes` that leaves out no code.
 WHOLE_RANGE = 256
 
+#: The least and largest exponent of random powers of two.
+_EXPONENTS = (-4, 2)
+
 
 def random_codes(
     t: DTensor,
@@ -137,7 +149,9 @@ def random_codes(
     device: torch.device | str,
     reach: int = WHOLE_RANGE,
 ) -> torch.Tensor:
-    """Return a tensor that stores random codes of input `t`. Floats of 8 bits are normal.
+    """Return a tensor that stores random codes of input `t`.
+
+    Floats of 8 bits are normal. Powers of two are between 1/16 and 4.
 
     Args:
         t: The input.
@@ -145,7 +159,11 @@ def random_codes(
         device: Where the tensor lies.
         reach: Whole numbers are at most this far from the middle of their range.
     """
-    if t.dtype.is_floating_point:
+    if is_exponent(t.dtype):
+        low, high = _EXPONENTS
+        powers = torch.randint(low, high + 1, t.dims, generator=generator, device=device)
+        x = torch.exp2(powers.float())
+    elif t.dtype.is_floating_point:
         x = torch.randn(t.dims, generator=generator, dtype=torch.float32, device=device)
     else:
         low, high = _range(t.dtype)

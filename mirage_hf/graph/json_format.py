@@ -51,8 +51,8 @@ A node with `op` "input" is an input:
 
 - `name`: an identifier that no other tensor has.
 - `dtype`: "float16", "bfloat16", "float32", "int32" or "int64", or for codes that "cast" reads
-  "uint4", "int4", "uint8", "int8" or "float8_e4m3fn". Eight codes of 4 bits fill an int32 word,
-  lowest bits first.
+  "uint4", "int4", "uint8", "int8", "float8_e4m3fn" or "float8_e8m0fnu". Eight codes of 4 bits fill
+  an int32 word, lowest bits first. A uint8 tensor holds "float8_e8m0fnu".
 - `dims`: sizes. A symbolic dim is `{"dim": name, "max": size}`.
 - `strides`: a stride per dim, in elements. [1, 4096] reads the weight of an nn.Linear transposed.
 - `constant` (optional): true for weights, which nothing writes while kernels run.

@@ -98,11 +98,11 @@ class KernelGraph:
 
         Args:
             dims: Its shape.
-            dtype: Its dtype, as torch's or by name. uint4, int4, uint8, int8 and float8_e4m3fn are
-                codes, which `cast` reads. Codes of 4 bits are given as an int32 tensor with
-                eight codes in each word along the dims of strides below 8, the first code in the
-                lowest bits. A dim of two codes of stride −1 has its first code in the high half
-                of each byte.
+            dtype: Its dtype, as torch's or by name. uint4, int4, uint8, int8, float8_e4m3fn and
+                float8_e8m0fnu are codes, which `cast` reads. Codes of 4 bits are given as an
+                int32 tensor with eight codes in each word along the dims of strides below 8, the
+                first code in the lowest bits. A dim of two codes of stride −1 has its first code
+                in the high half of each byte. float8_e8m0fnu is given as a uint8 tensor.
             strides: A stride per dim in elements. None: row-major. (1, k) reads the weight of an
                 nn.Linear.
             name: An identifier that no other tensor of the graph has. None: t0, t1, …

@@ -18,6 +18,7 @@ DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
     "int8": torch.int8,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
 }
 
 #: The dtypes that ops compute with. Integers are moved and compared, as positions and bounds.
@@ -25,7 +26,14 @@ COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: The dtypes of codes. A code is a number that kernels convert as they load it. Only inputs have
 #: such dtypes, and the op `cast` reads them.
-CODE_DTYPES = (torch.uint4, torch.int4, torch.uint8, torch.int8, torch.float8_e4m3fn)
+CODE_DTYPES = (
+    torch.uint4,
+    torch.int4,
+    torch.uint8,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+)
 
 #: The dtypes of codes that share a word of memory. int4 codes are in two's complement.
 PACKED_DTYPES = (torch.uint4, torch.int4)

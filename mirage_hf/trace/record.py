@@ -54,6 +54,7 @@ VIEWS = frozenset(
         "transpose",
         "unsqueeze",
         "view",
+        "view.dtype",
         "view_as",
     )
 )
@@ -118,8 +119,12 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The op's name without its overload, such as "aten.add"."""
-        return f"{self.op.namespace}.{self.op._opname}"
+        """The op's name without its overload, such as "aten.add".
+
+        A view in another dtype is "aten.view.dtype", because it has other elements.
+        """
+        name = f"{self.op.namespace}.{self.op._opname}"
+        return f"{name}.dtype" if self.op is torch.ops.aten.view.dtype else name
 
     def operands(self) -> list[Value | Input | Held]:
         """Return the tensors among the arguments, in order."""

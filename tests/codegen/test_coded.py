@@ -39,6 +39,19 @@ def test_several_rows_run_on_tensor_cores(interpreted):
     assert any(mma for mma, _, _ in interpreted["fp8 blocks, 16 rows"])
 
 
+def test_kernels_convert_bytes_to_powers_of_two(interpreted):
+    expected = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
+    expected[255] = -1.0  # NaN
+    assert torch.equal(torch.tensor(interpreted["powers of two"]), expected)
+
+
+def test_generated_files_check_kernels_that_read_powers_of_two():
+    ugraph = search(coded_programs.powers_of_two(), SearchOptions(threads=1))[0][0].ugraph
+    source = triton.program_source(ugraph)
+    assert "e8m0_as_float32(tl.load(" in source
+    assert "powers.view(torch.float8_e8m0fnu).to(torch.float32)" in source
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_loops_may_walk_the_codes_of_words(interpreted, rows):
     """Such a loop holds no words ahead."""

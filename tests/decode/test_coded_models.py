@@ -25,7 +25,8 @@ from scripts.coded_models import FORMATS, linears, with_codes
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
-KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested")
+FLOATS = ("nvfp4", "mxfp4")
+KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested", *FLOATS, "q8_0")
 NEW = 12
 
 
@@ -54,6 +55,10 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_bytes_of_hqq(small_llama())
     if kind in ("nf4", "fp4", "nf4 nested"):
         return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
+    if kind in FLOATS:
+        return with_floats_of_compressed_tensors(small_llama(), kind)
+    if kind == "q8_0":
+        return with_blocks_of_gguf(small_llama())
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,6 +123,24 @@ def with_codes_of_bitsandbytes(
     return model
 
 
+def with_floats_of_compressed_tensors(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM:
+    """Compress the linears of a model's layers to floats of 4 bits."""
+    from tests.formats import test_compressed_tensors_fp4 as made
+
+    for _, _, linear in linears(model):
+        made.compressed(linear, f"{kind.upper()}A16")
+    return model
+
+
+def with_blocks_of_gguf(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Replace the linears of a model's layers by those that hold blocks of GGUF."""
+    from tests.formats import test_gguf as made
+
+    for parent, child, linear in list(linears(model)):
+        setattr(parent, child, made.filled(linear))
+    return model
+
+
 def decoded_twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """Return a stock model whose plain weights are what the codes of another model decode to."""
     plain = small_llama()
@@ -177,7 +200,8 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     twin = copy.deepcopy(model)
     assert [type(m) for m in twin.modules()] == kinds
     assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
-    if kind != "fp8":  # stock's own product needs a GPU
+    # stock's products of "fp8" and "q8_0" need kernels, and floats of 4 bits run in bfloat16 only
+    if kind not in ("fp8", "q8_0", *FLOATS):
         assert torch.equal(generated(twin, 1), generated(decoded_twin(model), 1))
     mi.restore(model)
 
@@ -224,6 +248,25 @@ def decoded_twin_of(model: LlamaForCausalLM) -> LlamaForCausalLM:
         if name in own and parameter.dtype == torch.float32 and type(parameter) is nn.Parameter:
             own[name].data.copy_(parameter)
     return plain
+
+
+def test_blocks_of_gguf_in_embedding_and_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("transformers.integrations.gguf.kernels")
+    from tests.formats import test_gguf as made
+
+    monkeypatch.setattr(kernels, "_gguf_kernel", False)  # so that none is looked for
+    model = coded("q8_0")
+    plain = decoded_twin(model)
+    model.lm_head = made.filled(model.lm_head)
+    embedding = made.library.GgufEmbedding(200, 256, made.dequant.GGML_Q8_0, torch.float32)
+    embedding.weight = model.lm_head.weight
+    model.model.embed_tokens = embedding.eval()
+    decoded = nn.Parameter(made.weight_of(model.lm_head))
+    plain.model.embed_tokens.weight = plain.lm_head.weight = decoded
+    mi.optimize(model)
+    assert torch.equal(generated(model, 1), generated(plain, 1))
+    report = model.mirage.report
+    assert report.decode["step: traced"] == 1 and "traced (lm_head)" in str(report), report
 
 
 def test_linears_of_several_formats_and_plain_ones_share_a_step() -> None:

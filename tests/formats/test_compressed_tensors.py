@@ -192,10 +192,8 @@ def set_format(name):
         (change_scheme(strategy="tensor_group"), "strategy tensor_group"),
         (change_scheme(symmetric=True), "it has zero points"),
         (change_scheme(dynamic=True), "quantized dynamically"),
-        (
-            lambda m: setattr(m.quantization_scheme, "format", "nvfp4-pack-quantized"),
-            "format nvfp4",
-        ),
+        (set_format("mxfp6-pack-quantized"), "format mxfp6"),
+        (set_format("nvfp4-pack-quantized"), "packed int codes of 4 bits"),
         (lambda m: setattr(m, "forward", nn.Linear.forward.__get__(m)), "forward was replaced"),
         (lambda m: setattr(m, "quantization_enabled", False), "switched off"),
         (lambda m: setattr(m, "quantization_status", QuantizationStatus.FROZEN), "not compressed"),

@@ -10,7 +10,8 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.formats import awq, bitsandbytes, gptq, hqq, torchao_int4
+from mirage_hf.formats import awq, bitsandbytes, gguf, gptq, hqq, torchao_int4
+from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
@@ -60,6 +61,9 @@ def codings(
         "torchao tiles": torchao_int4._coding_of_tiles(rows, wide, wide, group, dtype),
         "NF4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["nf4"]),
         "FP4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["fp4"]),
+        "NVFP4": fp4._coding(groups, dtype, fp4.FORMATS["nvfp4-pack-quantized"]),
+        "Q8_0": gguf._coding(rows, columns, dtype),
+        "MXFP4": fp4._coding(groups, dtype, fp4.FORMATS["mxfp4-pack-quantized"]),
     }
 
 
@@ -71,8 +75,9 @@ def coding_of_halves(split: Split, dtype: torch.dtype) -> Coding:
 
 NAMES = tuple(codings(32, 64, 32, 32))
 
-#: Kinds whose strides depend on the rows of a weight. Several weights of different rows are joined.
-JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points")
+#: Kinds of which weights of different rows are joined. Either strides depend on the rows, or each
+#: weight has a divisor of its own.
+JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points", "NVFP4", "MXFP4")
 
 #: The rows of the programs that are interpreted, and whether RMSNorm comes first.
 ROWS = ((1, False), (2, True), (16, False))

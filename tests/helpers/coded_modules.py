@@ -13,6 +13,7 @@ from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.accept import accept
@@ -20,7 +21,12 @@ from mirage_hf.verify.accept import accept
 
 def read(module: torch.nn.Module) -> CodedWeight:
     """Return the weight of a module that must be readable."""
-    found = coded_weight(module)
+    return read_as(module, torch.bfloat16)
+
+
+def read_as(module: torch.nn.Module, dtype: torch.dtype) -> CodedWeight:
+    """Return the weight of a module that must be readable, for activations of a dtype."""
+    found = coded_weight(module, dtype)
     assert isinstance(found, CodedWeight), found
     return found
 
@@ -73,6 +79,13 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
     """
     coding, tensors = weight.coding, list(weight.tensors)
     changes = [_other_codes, _other_scales]
+    if coding.divisors is not None:
+        yield "nothing divides scales", replace(coding, divisors=None), tensors[:2]
+        changes.append(_other_divisors)
+    if coding.scales.dtype in CODE_DTYPES:
+        for name, dtype in (("uint8", torch.uint8), ("int8", torch.int8)):
+            other = replace(coding, scales=replace(coding.scales, dtype=dtype))
+            yield f"scales as {name}", other, [tensors[0], tensors[1].view(dtype), *tensors[2:]]
     if coding.zeros is not None:
         yield "no zero points", replace(coding, zeros=None), tensors[:2]
         changes.append(_other_zeros)
@@ -84,6 +97,11 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
         for by in (1, -1):
             table = coding.table[by:] + coding.table[:by]
             yield f"table moved by {by}", replace(coding, table=table), tensors
+        for n in range(len(coding.table) - 1):
+            first, second = coding.table[n : n + 2]
+            table = (*coding.table[:n], second, first, *coding.table[n + 2 :])
+            if first != second:
+                yield f"entries {n} and {n + 1} exchanged", replace(coding, table=table), tensors
     for by in (1, -1, 8):
         yield f"zero point plus {by}", replace(coding, zero=coding.zero + by), tensors
     if coding.zero:
@@ -113,9 +131,22 @@ def _other_scales(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield scales of other rows or groups, and other scales."""
     scales = weight.tensors[1]
     yield from _moved("scales", scales)
+    if weight.coding.scales.dtype in CODE_DTYPES:
+        raw = scales.view(torch.uint8)
+        yield "scales with another lowest bit", (raw ^ 1).view(scales.dtype)
+        yield "scales of another exponent", (raw + 8).view(scales.dtype)
+        yield "scales that are all the same code", torch.full_like(raw, 56).view(scales.dtype)
+        return
     yield "scales squared", scales.square()
     yield "scales inverted", scales.reciprocal()
     yield "no scales", torch.ones_like(scales)
+
+
+def _other_divisors(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield other divisors."""
+    divisors = weight.tensors[2]
+    yield "divisors inverted", divisors.reciprocal()
+    yield "divisors doubled", divisors * 2
 
 
 def _other_zeros(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:

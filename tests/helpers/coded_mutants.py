@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mirage_hf.errors import MirageError, Rejected
+from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats.coding import Coding, Split, write_joined
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOp, Stage
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, new_kernel_graph
@@ -36,7 +37,7 @@ class CodedProgram:
 
     Attributes:
         graph: The program.
-        roles: "x", "norm", "codes", "scales" or "zeros" for each input.
+        roles: "x", "norm", "codes", "scales", "divisors" or "zeros" for each input.
     """
 
     graph: KernelGraph
@@ -53,7 +54,7 @@ def coded_linear(codings: Sequence[Coding], rows: int, norm: bool = False) -> Co
         x = g.rms_norm(x, g.new_input((1, first.columns), first.dtype, constant=True))
         roles.append("norm")
     _, weight = write_joined(codings, g)
-    roles += [r for c in codings for r in ("codes", "scales", "zeros")[: len(c.stored)]]
+    roles += [r for c in codings for r in c.roles]
     g.mark_output(g.matmul(x, weight))
     return CodedProgram(g, tuple(roles))
 
@@ -64,8 +65,8 @@ def coding(
     """Return the coding of a weight (rows, columns).
 
     Args:
-        kind: "int4", "int8" or "fp8". Then "words", "bytes" or "floats" if there are zero points
-            of that form. Zero points in words lie eight rows to a word.
+        kind: "int4", "int8", "fp8", "nvfp4" or "mxfp4". Then "words", "bytes" or "floats" if
+            there are zero points of that form. Zero points in words lie eight rows to a word.
         rows: The rows of the weight.
         columns: Its columns.
         group: The columns that share a scale. 0 means all of them. For "fp8" also the rows.
@@ -73,6 +74,9 @@ def coding(
     """
     code, _, zero_points = kind.partition(" ")
     u4, u8, i8 = torch.uint4, torch.uint8, torch.int8
+    if code.endswith("fp4"):
+        written = fp4.FORMATS[f"{code}-pack-quantized"]
+        return fp4._coding(Split(rows, columns, group=group), dtype, written)
     if code == "fp8":
         split = Split(rows, columns, group or 1, group)
         scales = (split.per_block if group else split.per_row)(torch.float32)
@@ -116,6 +120,12 @@ PROGRAMS: dict[str, Callable[[], CodedProgram]] = {
     "fp8 blocks": lambda: coded_linear([coding("fp8", 32, 128, 16)], 2),
     "fp8 blocks, norm": lambda: coded_linear([coding("fp8", 32, 128, 32)], 1, norm=True),
     "fp8 rows": lambda: coded_linear([coding("fp8", 16, 128)], 3),
+    "nvfp4, 1 row": lambda: coded_linear([coding("nvfp4", 16, 128, 16)], 1),
+    "nvfp4, joined": lambda: coded_linear(
+        [coding("nvfp4", n, 128, 16) for n in (16, 8, 8)], 2, norm=True
+    ),
+    "mxfp4, 16 rows": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 16),
+    "mxfp4, norm": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 2, norm=True),
 }
 
 
@@ -205,7 +215,8 @@ def input_changes(
 ) -> Iterator[tuple[str, str, Callable[[KernelGraph, Sequence[DTensor]], DTensor]]]:
     """Yield changes of input `n`: a kind, where, and what makes the tensor from all inputs."""
     t, role = program.graph.inputs[n], program.roles[n]
-    wide = [d for d, size in enumerate(t.dims) if size > 1]
+    # along a stride of 0 all places are the same
+    wide = [d for d, size in enumerate(t.dims) if size > 1 and t.strides[d]]
 
     def own(change: Callable[..., DTensor], *args: int):
         return lambda g, inputs: change(g, inputs[n], *args)
@@ -230,7 +241,7 @@ def input_changes(
 def _value_changes(program: CodedProgram, n: int):
     """Yield changes of the values of an input. x and the weight of the norm have none."""
     role = program.roles[n]
-    if role not in ("codes", "scales", "zeros"):
+    if role in ("x", "norm"):
         return
 
     def own(name: str, *numbers: float):
@@ -251,11 +262,11 @@ def _value_changes(program: CodedProgram, n: int):
                 return g.apply(name, [inputs[n], g.cast(inputs[scales], inputs[n].dtype)], {})
 
             yield "zero points scaled otherwise", name, scaled
-    if role == "scales":
+    if role in ("scales", "divisors"):
         for name in ("square", "neg", "sqrt"):
-            yield "scales changed", name, own(name)
-        yield "scales inverted", "", lambda g, inputs: g.div(1.0, inputs[n])
-        yield "no scales", "", lambda g, inputs: g.div(inputs[n], inputs[n])
+            yield f"{role} changed", name, own(name)
+        yield f"{role} inverted", "", lambda g, inputs: g.div(1.0, inputs[n])
+        yield f"no {role}", "", lambda g, inputs: g.div(inputs[n], inputs[n])
 
 
 def _with_input(
@@ -344,6 +355,8 @@ def _block_changes(block: BlockGraph, decoded: set[str]):
             if not decoded & {op.out, *op.args}:
                 continue
             yield from _constant_changes(block, s, n, op)
+            if op.fn == "lookup":
+                yield from _table_changes(block, s, n, op)
             if op.fn == "sub":
                 yield "zero point subtracted twice", op.out, _twice(block, s, n, op)
             if op.fn == "mul" and op.over is None:
@@ -361,6 +374,32 @@ def _constant_changes(block: BlockGraph, s: int, n: int, op: BlockOp):
                 return mutants._with_op(block, s, n, replace(op, args=args))
 
             yield "another constant zero point", f"{op.out} {x}", make
+
+
+def _table_changes(block: BlockGraph, s: int, n: int, op: BlockOp):
+    """Yield graphs that look codes up in another table."""
+    values = dict(op.attrs)["values"]
+    tables = {
+        "next entries": values[1:] + values[:1],
+        "other signs": tuple(-x for x in values),
+        "halves exchanged": values[8:] + values[:8],
+        "first half twice": values[:8] * 2,
+    }
+    for k in range(1, len(values)):
+        if values[k]:
+            tables[f"entry {k} doubled"] = (*values[:k], 2 * values[k], *values[k + 1 :])
+            tables[f"entry {k} of the one before"] = (
+                *values[:k],
+                values[k - 1],
+                *values[k + 1 :],
+            )
+    for where, table in tables.items():
+
+        def make(table=table):
+            attrs = tuple((name, table if name == "values" else x) for name, x in op.attrs)
+            return mutants._with_op(block, s, n, replace(op, attrs=attrs))
+
+        yield "another table", f"{op.out} {where}", make
 
 
 def _twice(block: BlockGraph, s: int, n: int, op: BlockOp):
@@ -420,7 +459,7 @@ def _block_mutants(program: CodedProgram, ugraph: UGraph) -> Iterator[Mutant]:
     weights = {
         t.index
         for t, role in zip(kernels.inputs, program.roles, strict=True)
-        if role in ("codes", "scales", "zeros")
+        if role not in ("x", "norm")
     }
     for number, op in enumerate(kernels.ops):
         if weights & {x.index for x in op.inputs if isinstance(x, DTensor)}:
@@ -483,8 +522,10 @@ def _numbers(program: CodedProgram, seed: int) -> list[torch.Tensor]:
     made = []
     for t, role in zip(program.graph.inputs, program.roles, strict=True):
         x = torch.rand(t.dims, generator=generator, dtype=torch.float64)
-        if role == "scales":
+        if role in ("scales", "divisors"):
             x = 0.5 + x
+            for d, stride in enumerate(t.strides):
+                x = x if stride else x.narrow(d, 0, 1).expand(t.dims)
         elif role in ("codes", "zeros"):
             x = torch.floor(16 * x)
         else:
@@ -534,7 +575,7 @@ class Tally:
 
 
 def tally(ugraphs: int, count: int, seed: int = 0) -> Tally:
-    """Judge and prove a random choice of the mutants of all programs.
+    """Judge and prove a random choice of the mutants of all programs, one of each kind first.
 
     Args:
         ugraphs: How many µGraphs of one kernel to mutate for each program. One of each further
@@ -551,6 +592,10 @@ def tally(ugraphs: int, count: int, seed: int = 0) -> Tally:
             result.originals += 1
             assert judges[name](ugraph) == "equal" and not isinstance(prove(ugraph), Rejected), name
             every += [(name, m) for m in mutants_of(program, ugraph)]
-    for name, mutant in random.Random(seed).sample(every, min(count, len(every))):
+    random.Random(seed).shuffle(every)
+    of_each_kind = {m.kind: n for n, (_, m) in enumerate(every)}
+    first = dict.fromkeys(of_each_kind.values())
+    for n in list(first | dict.fromkeys(range(len(every))))[:count]:
+        name, mutant = every[n]
         result.add(name, mutant, judges[name](mutant.ugraph))
     return result

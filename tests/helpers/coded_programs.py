@@ -173,8 +173,29 @@ def errors_along_words(rows: int) -> list[tuple[int, int, float, float]]:
     return results
 
 
+def powers_of_two() -> KernelGraph:
+    """Return a program that converts 256 bytes to the powers of two that they stand for."""
+    g = mi.new_graph()
+    x = g.new_input((1, 256), "float32", name="x")
+    powers = g.new_input((1, 256), "float8_e8m0fnu", name="powers", constant=True)
+    g.mark_output(g.mul(g.cast(powers, "float32"), x))
+    return g
+
+
+def converted_powers() -> list[float]:
+    """Return what a kernel converts each byte to. NaN is given as -1."""
+    g = powers_of_two()
+    ugraph = search(g, SearchOptions(threads=1))[0][0].ugraph
+    schedule = next(iter(schedules(place_kernels(ugraph)[0])))
+    program = triton.generate(ugraph, [schedule])
+    inputs = [torch.ones(1, 256), torch.arange(256).to(torch.uint8)[None]]
+    (y,) = compiler.load(program.source, program.digest).run(inputs)
+    return torch.where(y.isnan(), -1.0, y)[0].tolist()
+
+
 def main() -> None:
     """Print the errors of all cases as JSON."""
     errors: dict[str, Any] = {name: errors_of(make()) for name, make in CASES.items()}
+    errors["powers of two"] = converted_powers()
     errors |= {f"along words, {rows} rows": errors_along_words(rows) for rows in (1, 16)}
     print(json.dumps(errors))

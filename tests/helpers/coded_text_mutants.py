@@ -6,6 +6,7 @@ interpreter runs it, and the numeric check that the tuner uses judges it.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import random
@@ -20,6 +21,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import CodegenError, Rejected
+from mirage_hf.graph.coded import is_exponent
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune.space import schedules
 from mirage_hf.verify.numeric import NumericCheck
@@ -43,6 +45,13 @@ DECODERS = {
     "- 8388736.0": ("- 8388608.0", "- 8388737.0"),
     "| 0x4B000000\n": ("| 0x4B000001\n", "| 0x4A800000\n"),
     "- 8388608.0\n": ("- 8388609.0\n", "- 8388736.0\n"),
+    # tables, and powers of two
+    "tl.where(x < i, found, values[i])": (
+        "tl.where(x <= i, found, values[i])",
+        "tl.where(x < i, values[i], found)",
+    ),
+    "tl.full(x.shape, values[0]": ("tl.full(x.shape, values[1]", "tl.full(x.shape, values[8]+1.0"),
+    "x.to(tl.int32) << 23": ("x.to(tl.int32) << 22", "x.to(tl.int32) << 24"),
     # pairs of codes for tensor cores
     "halves >> (4 * number)": ("halves >> (3 * number)", "halves >> (4 * number + 1)"),
     "& 0x000F000F": ("& 0x00070007", "& 0x000F000E", "& 0x000E000F", "& 0x0000000F"),
@@ -65,6 +74,7 @@ FLOAT8 = (".to(tl.uint8, bitcast=True)", ".to(tl.float8e5, bitcast=True)")
 #: Other scales and zero points.
 VALUES = {
     "scales": ("* 0 + 1.0", "* 2.0", "* -1.0", "+ 0.5"),
+    "divisors": ("* 0 + 1.0", "* 2.0", "* -1.0"),
     "zeros": ("* 0", "* 2", "+ 1", "- 8"),
 }
 
@@ -175,7 +185,8 @@ def _body_mutants(kernel: Kernel) -> Iterator[TextMutant]:
     for line in dict.fromkeys(body.splitlines()):
         if "prefetch(" in line:
             continue  # it reads nothing that is computed with
-        for kind, new in (*_zero_changes(line), *_load_changes(kernel, line)):
+        changes = (*_zero_changes(line), *_table_changes(line), *_load_changes(kernel, line))
+        for kind, new in changes:
             where = new.strip()
             yield TextMutant(kind, where, before + body.replace(line, new) + after)
 
@@ -188,6 +199,19 @@ def _zero_changes(line: str) -> Iterator[tuple[str, str]]:
             if other != zero:
                 changed = f"{line[: call.start(2)]}{other}{line[call.end(2) :]}"
                 yield "another constant zero point", changed
+
+
+def _table_changes(line: str) -> Iterator[tuple[str, str]]:
+    """Yield lines with another table of codes."""
+    found = re.fullmatch(r"( *values\d+: tl\.constexpr = )(\(.*\))", line)
+    if not found:
+        return
+    values = ast.literal_eval(found[2])
+    tables = [values[1:] + values[:1], values[8:] + values[:8]]
+    for n, x in enumerate(values):
+        tables += [(*values[:n], other, *values[n + 1 :]) for other in (-x, x + 0.5) if other != x]
+    for table in tables:
+        yield "another table", f"{found[1]}{table}"
 
 
 def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
@@ -204,12 +228,13 @@ def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
             yield f"{role} of another address", head + changed + tail
     load = line[found.start() : _end_of(line, found.end(), ")") + 1]
     packed = re.search(r"_words(_next)? = |uint4_\w+\((tl\.reshape\()?tl\.load", line)
-    is_float8 = kernel.dtype(found[1]) is torch.float8_e4m3fn
-    changes = WORDS if packed else VALUES.get(role, () if is_float8 else BYTES)
-    for change in changes:
+    dtype = kernel.dtype(found[1])
+    is_float8 = dtype is torch.float8_e4m3fn
+    in_bytes = role == "codes" or is_exponent(dtype)
+    for change in WORDS if packed else () if is_float8 else BYTES if in_bytes else VALUES[role]:
         yield f"{role} changed", line.replace(load, f"({load} {change})")
     for change in FLOAT8 if is_float8 else ():
-        yield "codes of another type", line.replace(load, load + change)
+        yield f"{role} of another type", line.replace(load, load + change)
 
 
 def _other_terms(kernel: Kernel, term: str) -> Iterator[str]:
@@ -222,6 +247,8 @@ def _other_terms(kernel: Kernel, term: str) -> Iterator[str]:
     atom = re.match(r"tl\.arange\(0, (\d+)\)|\w+", term)
     assert atom, term
     index, rest = atom[0], term[atom.end() :]
+    if rest == " * 0":
+        return  # one number for all rows
     axis = index.split("_")[0]
     size = int(atom[1]) if atom[1] else kernel.sizes.get(axis, 0)
     if size == 1:

@@ -42,12 +42,20 @@ GROUPS = (8, 16, 24, 32, 40, 48, 64, 96, 128)
 GROUPS_IN_BLOCKS = (8, 16, 24, 32)
 GROUPS_IN_WORDS = (8, 16, 32, 64, 128)
 
+#: What divides scales that are floats of 8 bits, without a library.
+_DIVISOR = 90.0
+
+#: The group of each kind of 4-bit floats.
+GROUPS_OF_FP4 = {"nvfp4": 16, "mxfp4": 32}
+
 #: Kinds of containers: the library, the granularity of scales, whether there may be zero points,
 #: and the kind of `coded_mutants.coding` that takes its place without the library.
 KINDS = {
     "compressed-tensors int4": ("compressed_tensors", ("group", "rows"), True, "int4"),
     "compressed-tensors int8": ("compressed_tensors", ("group", "rows"), True, "int8"),
     "compressed-tensors fp8": ("compressed_tensors", ("rows", "block"), False, "fp8"),
+    "compressed-tensors nvfp4": ("compressed_tensors", ("group",), False, "nvfp4"),
+    "compressed-tensors mxfp4": ("compressed_tensors", ("group",), False, "mxfp4"),
     "torchao int8": ("torchao", ("group", "rows"), True, "int8"),
     "torchao int4 in bytes": ("torchao", ("group",), False, "int8"),
     "torchao fp8": ("torchao", ("rows",), False, "fp8"),
@@ -100,10 +108,11 @@ def config(seed: int) -> Config:
     """Return the configuration of a seed."""
     r = random.Random(seed)
     kind = r.choice(list(KINDS))
-    _, scales, may_have_zeros, _ = KINDS[kind]
+    _, scales, may_have_zeros, code = KINDS[kind]
     granularity = r.choice(scales)
     in_blocks, in_words = granularity == "block", "int4" in kind and "bytes" not in kind
     group = r.choice(GROUPS_IN_BLOCKS if in_blocks else GROUPS_IN_WORDS if in_words else GROUPS)
+    group = GROUPS_OF_FP4.get(code, group)
     joined = r.choice((1, 1, 2) if in_blocks else (1, 1, 2, 3))
     unit = group if in_blocks else 8
     # Weights of one block do not join. compressed-tensors cannot decode one row of words.
@@ -151,7 +160,13 @@ def _from_library(c: Config, width: int) -> Container:
 
 def _compressed(c: Config, width: int) -> tuple[nn.Module, Tensor]:
     from tests.formats import test_compressed_tensors as made
+    from tests.formats import test_compressed_tensors_fp4 as made_fp4
 
+    linear = nn.Linear(c.columns, width, bias=False, dtype=c.dtype)
+    if KINDS[c.kind][3] in GROUPS_OF_FP4:
+        name = KINDS[c.kind][3].upper() + "A16"
+        module = made_fp4.compressed(linear, name)
+        return module, made_fp4.exact_weight_of(module)
     strategy = {"group": "group", "rows": "channel", "block": "block"}[c.scales]
     args: dict[str, Any] = {"num_bits": 4 if "int4" in c.kind else 8, "strategy": strategy}
     if c.scales == "group":
@@ -162,7 +177,7 @@ def _compressed(c: Config, width: int) -> tuple[nn.Module, Tensor]:
         args |= {"type": "float"}
     if c.scales == "block":
         args |= {"block_structure": [c.group, c.group]}
-    module = made.compressed(nn.Linear(c.columns, width, bias=False, dtype=c.dtype), args)
+    module = made.compressed(linear, args)
     return module, made.weight_of(module)
 
 
@@ -223,11 +238,23 @@ def _stored(c: Config, width: int) -> Container:
         coding = replace(coding, codes=stored[0], scales=stored[1], zeros=zeros)
     inputs, _ = coding.write(new_kernel_graph())
     numbers = [_numbers(s) for s in coding.stored]
-    numbers[1] = torch.empty(coding.scales.dims).uniform_(0.005, 0.02).to(coding.scales.dtype)
+    scales = torch.empty(coding.scales.dims).uniform_(0.005, 0.02)
+    if coding.divisors is not None:  # scales in float8 are near its middle
+        scales *= _DIVISOR
+        numbers[2] = torch.full(coding.divisors.dims, _DIVISOR)
+    numbers[1] = scales.to(coding.scales.dtype)
     tensors = tuple(coded.packed(t, x) for t, x in zip(inputs, numbers, strict=True))
-    codes, scales, *rest = (x.double() for x in numbers)
-    zero = rest[0] if rest else coding.zero
-    return Container(coding, tensors, ((codes - zero) * scales).reshape(width, c.columns))
+    return Container(coding, tensors, _decoded(coding, numbers).reshape(width, c.columns))
+
+
+def _decoded(coding: Coding, numbers: list[Tensor]) -> Tensor:
+    """Return the weight in float64, with the dims of its codes."""
+    read = {role: x.double() for role, x in zip(coding.roles, numbers, strict=True)}
+    codes = read["codes"]
+    if coding.table is not None:
+        codes = torch.tensor(coding.table, dtype=torch.float64)[codes.long()]
+    scales = read["scales"] / read.get("divisors", 1.0)
+    return (codes - read.get("zeros", coding.zero)) * scales
 
 
 def _numbers(s: Stored) -> Tensor:

@@ -57,6 +57,12 @@ def ops(recording: Recording) -> list[str]:
 # -- names ----------------------------------------------------------------------------------------
 
 
+def test_a_view_in_another_dtype_has_a_name_of_its_own() -> None:
+    recording = recording_of(lambda x: x.view(torch.int16).view(2, 4), x=torch.ones(8).half())
+    views = [name for name in ops(recording) if "view" in name]
+    assert views == ["aten.view.dtype", "aten.view"]
+
+
 def test_tensors_are_inputs_held_or_values_of_nodes() -> None:
     weight = normal(4, 4)
     recording = recording_of(
