@@ -35,6 +35,7 @@ SCALAR = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": lambda x: x.clamp(min=0),
     "tanh": torch.tanh,
+    "softplus": F.softplus,
     "clamp": lambda x, min=-math.inf, max=math.inf: x.clamp(min, max),
     "cast": lambda x, dtype=None: x,
     "lookup": lambda x, values: torch.tensor(values, dtype=x.dtype)[
