@@ -305,6 +305,8 @@ BLOCKS = (
     BlockRow(
         "attention_d128_8k", "32 and 8 heads, d 128, 8 k keys", ("sdpa rows", "flex_attention")
     ),
+    BlockRow("gated_delta", "update of a gated delta net, 32 heads, state 128×128", ("fla",)),
+    BlockRow("mamba2", "update of Mamba-2, 64 heads, state 64×128", ()),
 )
 
 
