@@ -214,7 +214,7 @@ class _Tracer:
             layer = "attention" if one is None else f"layers.{one.layer}"
             row = ReportRow(layer, ATTENTION.name, STOCK, rows=rows)
             if one is None:
-                reads_source = any(is_source(x) for x in node.operands())
+                reads_source = any(is_source(x) for x in node.operands)
                 reason = _CROSS_ATTENTION if reads_source else _OTHER_ATTENTION
                 self.report_rows.append(replace(row, reason=reason))
                 continue
@@ -281,7 +281,7 @@ def weight_path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
         return weight.weight.coded.path
     source = weight.weight.source
     while isinstance(source, Value):
-        (source,) = plan.recording.nodes[source.node].operands()
+        (source,) = plan.recording.nodes[source.node].operands
     assert isinstance(source, Held)
     return paths.get(id(source.tensor), "a constant").removesuffix(".weight")
 

@@ -127,7 +127,7 @@ class Labels:
     def __init__(self, recording: Recording, members: Iterable[int], state: Input | None = None):
         self.recording = recording
         self.members, self.state = set(members), state
-        self.changing = {s for node in recording.nodes for s in node.written}
+        self.changing = recording.changing
         self._of_state = None if state is None else recording.meta(state).storage
         self.known: dict[Any, Labelled] = {}
         #: The tensors in order of their first use.

@@ -200,10 +200,10 @@ class _Finder:
         """Return the name of the mask that a tensor is a view of."""
         while isinstance(x, Value):
             node = self.recording.nodes[x.node]
-            same = self._meta(x).shape == self._meta(node.operands()[0]).shape
+            same = self._meta(x).shape == self._meta(node.operands[0]).shape
             if not (node.name in _VIEWS or (node.name == "aten.slice" and same)):
                 return None
-            x = node.operands()[0]
+            x = node.operands[0]
         return x.name if isinstance(x, Input) and x.name.startswith("mask.") else None
 
     # -- q, k and v

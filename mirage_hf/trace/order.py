@@ -14,19 +14,19 @@ def dependencies(recording: Recording) -> list[set[int]]:
     """
     before = effects(recording)
     for node, needs in zip(recording.nodes, before, strict=True):
-        needs.update(x.node for x in node.operands() if isinstance(x, Value))
+        needs.update(x.node for x in node.operands if isinstance(x, Value))
     return before
 
 
 def effects(recording: Recording) -> list[set[int]]:
     """Return for each node those that wrote memory that it touches, or read memory it writes."""
-    changing = {s for node in recording.nodes for s in node.written}
+    changing = recording.changing
     last_writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     before: list[set[int]] = []
     for number, node in enumerate(recording.nodes):
         needs: set[int] = set()
-        touched = {recording.meta(x).storage for x in node.operands()} & changing
+        touched = {recording.meta(x).storage for x in node.operands} & changing
         touched |= {meta.storage for meta in node.outputs if meta is not None} & changing
         for storage in touched:
             if storage in last_writer:

@@ -232,7 +232,7 @@ class StepPlan:
 
     def _reads(self, unit: Unit) -> list[Any]:
         if unit.node is not None:
-            return [x for x in unit.node.operands() if isinstance(x, Value)]
+            return [x for x in unit.node.operands if isinstance(x, Value)]
         if (one := unit.attention) is not None:
             read = (one.q.rows, one.k.rows, one.v.rows, one.q.cos, one.q.sin)
             return [x for x in read if isinstance(x, Value)]
@@ -359,7 +359,7 @@ class StepPlan:
             isinstance(x, Input) and x.name.startswith(("mask.", "ring_slot."))
             for unit in self.units
             if unit.node is not None
-            for x in unit.node.operands()
+            for x in unit.node.operands
         )
 
     def _kernel_action(

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from types import TracebackType
 from typing import Any
 
@@ -126,9 +126,11 @@ class Node:
         name = f"{self.op.namespace}.{self.op._opname}"
         return f"{name}.dtype" if self.op is torch.ops.aten.view.dtype else name
 
-    def operands(self) -> list[Value | Input | Held]:
-        """Return the tensors among the arguments, in order."""
-        return [x for x in _leaves((self.args, self.kwargs)) if isinstance(x, (Value, Input, Held))]
+    @cached_property
+    def operands(self) -> tuple[Value | Input | Held, ...]:
+        """The tensors among the arguments, in order."""
+        leaves = _leaves((self.args, self.kwargs))
+        return tuple(x for x in leaves if isinstance(x, (Value, Input, Held)))
 
 
 @dataclass
@@ -147,10 +149,13 @@ class Recording:
     @property
     def held_tensors(self) -> list[Tensor]:
         """The real tensors that nodes read."""
-        found = {
-            id(x.tensor): x.tensor for n in self.nodes for x in n.operands() if type(x) is Held
-        }
+        found = {id(x.tensor): x.tensor for n in self.nodes for x in n.operands if type(x) is Held}
         return list(found.values())
+
+    @cached_property
+    def changing(self) -> frozenset[int]:
+        """The storages that some node writes. No node may be added any more."""
+        return frozenset(s for node in self.nodes for s in node.written)
 
     def meta(self, of: Value | Input | Held) -> Meta:
         """Return what is known of a tensor."""

@@ -171,10 +171,10 @@ class _Finder:
         self.recording, self.nodes = recording, recording.nodes
         self.ancestors = [*ancestors]
         self.taken: set[int] = set()
-        self.changing = {s for node in self.nodes for s in node.written}
+        self.changing = recording.changing
         self._readers: dict[Tensorlike, list[int]] = {}
         for number, node in enumerate(self.nodes):
-            for x in node.operands():
+            for x in node.operands:
                 if not isinstance(x, Held):
                     self._readers.setdefault(x, []).append(number)
 
@@ -231,11 +231,11 @@ class _Finder:
     def makers(self, number: int) -> list[int]:
         """Return the nodes whose results a node reads, through views."""
         found: dict[int, None] = {}
-        waiting = [x.node for x in self.nodes[number].operands() if isinstance(x, Value)]
+        waiting = [x.node for x in self.nodes[number].operands if isinstance(x, Value)]
         while waiting:
             maker = waiting.pop()
             if is_view(self.recording, self.nodes[maker]):
-                operands = self.nodes[maker].operands()
+                operands = self.nodes[maker].operands
                 waiting += [x.node for x in operands if isinstance(x, Value)]
             else:
                 found[maker] = None

@@ -57,7 +57,7 @@ def with_short_convolutions(recording: Recording) -> Recording:
     nodes = [*recording.nodes]
     readers: dict[Any, list[int]] = {}
     for number, node in enumerate(nodes):
-        for x in set(node.operands()):
+        for x in set(node.operands):
             if isinstance(x, (Value, Input)):
                 readers.setdefault(x, []).append(number)
     for number, node in enumerate(nodes):

@@ -115,10 +115,7 @@ class Terms:
         self.constant = _constant_views(recording)
         self._given: dict[Any, Term] = {}
         self._parts: dict[Value, tuple[Term, int, int]] = {}
-        written = (
-            set().union(*(node.written for node in recording.nodes)) if recording.nodes else ()
-        )
-        self._written = set(written)
+        self._written = recording.changing
         for number, node in enumerate(recording.nodes):
             self._read(number, node)
         self._link()
@@ -300,7 +297,7 @@ class Terms:
         """Find out which terms are needed, and who reads them."""
         readers: dict[Value, list[int]] = {}
         for number, node in enumerate(self.recording.nodes):
-            for x in node.operands():
+            for x in node.operands:
                 if isinstance(x, Value):
                     readers.setdefault(x, []).append(number)
         escaping: dict[Value, bool] = {}
@@ -389,7 +386,7 @@ def _constant_views(recording: Recording) -> set[int]:
     """Return the nodes that are views of held tensors."""
     constant: set[int] = set()
     for number, node in enumerate(recording.nodes):
-        if node.name not in VIEWS or len(operands := node.operands()) != 1:
+        if node.name not in VIEWS or len(operands := node.operands) != 1:
             continue
         (x,) = operands
         if isinstance(x, Held) or (isinstance(x, Value) and x.node in constant):

@@ -7,7 +7,8 @@ write covers the tensor, and it is a copy that nothing needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +36,13 @@ def without_whole_writes(recording: Recording) -> Recording:
     The nodes keep their numbers. What made a buffer is still there, but nothing reads it.
     """
     nodes = [*recording.nodes]
+    writes = Counter(storage for node in nodes for storage in node.written)
+    readers: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        for storage in {recording.meta(x).storage for x in node.operands}:
+            readers.setdefault(storage, []).append(number)
     for number in range(len(nodes)):
-        views = _overwritten(recording, nodes, number)
+        views = _overwritten(recording, nodes, number, writes, readers)
         if views is None:
             continue
         buffer, source = recording.meta(views[0]), nodes[number].args[1]
@@ -45,15 +51,29 @@ def without_whole_writes(recording: Recording) -> Recording:
         op, where = torch.ops.aten.view.default, nodes[number].where
         nodes[number] = Node(op, (source, [*buffer.shape]), {}, [whole], where)
         names = dict.fromkeys(views, Value(number))
-        for later in range(number + 1, len(nodes)):
-            nodes[later] = _renamed(nodes[later], names)
+        for later in readers[buffer.storage]:
+            if later > number:
+                nodes[later] = _renamed(nodes[later], names)
     return replace(recording, nodes=nodes)
 
 
-def _overwritten(recording: Recording, nodes: Sequence[Node], number: int) -> list[Value] | None:
+def _overwritten(
+    recording: Recording,
+    nodes: Sequence[Node],
+    number: int,
+    writes: Mapping[int, int],
+    readers: Mapping[int, Sequence[int]],
+) -> list[Value] | None:
     """Return the buffer that a node overwrites as a whole, and views that are equal to it.
 
     Return None if the node does something else, or if a part of the buffer is read later.
+
+    Args:
+        recording: The recording.
+        nodes: Its nodes, in which buffers were replaced so far.
+        number: The number of the node.
+        writes: How many nodes write into each storage.
+        readers: The nodes that read a tensor of each storage.
     """
     node = nodes[number]
     if node.name != "aten.copy_" or len(node.args) != 2 or node.kwargs:
@@ -64,8 +84,7 @@ def _overwritten(recording: Recording, nodes: Sequence[Node], number: int) -> li
     written, given = recording.meta(target), recording.meta(source)
     if written.dtype != given.dtype or not _same_shape(written, given):
         return None
-    changing = [s for n in nodes for s in n.written]
-    if changing.count(written.storage) > 1 or given.storage in changing:
+    if writes[written.storage] > 1 or given.storage in writes:
         return None
     made = target.node
     while nodes[made].name in _IN_ORDER and isinstance(nodes[made].args[0], Value):
@@ -74,9 +93,10 @@ def _overwritten(recording: Recording, nodes: Sequence[Node], number: int) -> li
     if nodes[made].name not in _FRESH or buffer is None or _count(buffer) != _count(written):
         return None
     equal = [Value(made)]
-    for n, other in enumerate(nodes):
-        read = [x for x in other.operands() if recording.meta(x).storage == written.storage]
-        if n < number and read:
+    for n in readers[written.storage]:
+        other = nodes[n]
+        read = [x for x in other.operands if recording.meta(x).storage == written.storage]
+        if n < number:
             if other.name not in _IN_ORDER:
                 return None
             if other.outputs[0] is not None and _same_shape(other.outputs[0], buffer):
@@ -103,7 +123,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _renamed(node: Node, names: dict[Value, Value]) -> Node:
     """Return a node that reads other values."""
-    if not any(x in names for x in node.operands() if isinstance(x, Value)):
+    if not any(x in names for x in node.operands if isinstance(x, Value)):
         return node
 
     def renamed(x: Any) -> Any:

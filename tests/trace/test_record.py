@@ -70,10 +70,10 @@ def test_tensors_are_inputs_held_or_values_of_nodes() -> None:
     )
     product, relu, split, neg = recording.nodes
     assert ops(recording) == ["aten.mm", "aten.relu", "aten.split", "aten.neg"]
-    given, held = product.operands()
+    given, held = product.operands
     assert given == Input("x") and isinstance(held, Held) and held.tensor is weight
-    assert relu.operands() == [Value(0)] and split.operands() == [Value(1)]
-    assert neg.operands() == [Value(2, 1)] and len(split.outputs) == 2
+    assert relu.operands == (Value(0),) and split.operands == (Value(1),)
+    assert neg.operands == (Value(2, 1),) and len(split.outputs) == 2
     assert recording.held_tensors == [weight]
     assert recording.meta(held).shape == (4, 4) and recording.meta(Input("x")).shape == (3, 4)
     assert recording.meta(Value(2, 1)).shape == (3, 2)
@@ -85,7 +85,7 @@ def test_operands_in_lists_and_keywords_are_named_too() -> None:
 
     recording = recording_of(function, x=normal(3, 2), y=normal(3, 4), out=normal(3, 6))
     (node,) = recording.nodes
-    assert node.operands() == [Input("x"), Input("y"), Input("out")]
+    assert node.operands == (Input("x"), Input("y"), Input("out"))
     assert node.written == {recording.inputs["out"].storage}
 
 
@@ -97,8 +97,8 @@ def test_a_tensor_that_is_written_is_named_by_its_writer() -> None:
 
     recording = recording_of(function, x=normal(3), memory=normal(3))
     copy, add, mul = recording.nodes
-    assert copy.operands() == [Input("memory"), Input("x")]
-    assert add.operands() == [Value(0)] and mul.operands() == [Input("x"), Value(1)]
+    assert copy.operands == (Input("memory"), Input("x"))
+    assert add.operands == (Value(0),) and mul.operands == (Input("x"), Value(1))
     stored, given = (recording.inputs[name].storage for name in ("memory", "x"))
     assert [n.written for n in recording.nodes] == [{stored}, {stored}, {given}]
 
