@@ -1,14 +1,16 @@
 """Recognize attention over a cache in a recording, as the pattern `attention` computes it.
 
 What is recognized: the new key and value are appended to a layer's cache. q and k come from rows of
-all heads, by a norm of heads and by RoPE if a model has them. Other attention (with biases, other
-forms of RoPE) stays with torch's op.
+all heads, by a norm of heads and by RoPE if a model has them. If they are made in another way,
+torch makes them, and the kernel begins with the appends. Attention with biases stays with torch's
+op.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class Projected:
     """Where q, k or v comes from.
 
     Attributes:
-        rows: The tensor (…, heads · d) of all heads.
+        rows: The tensor of all heads: (…, heads · d), or (…, heads, d) with dims of one element.
         heads: How many heads it has.
         norm: The norm of each head, if there is one.
         cos: RoPE's cos, if there is RoPE.
@@ -158,12 +160,13 @@ class _Finder:
         heads, d = shape[1], shape[3]
         if d % 2 or key_shape != value_shape or key_shape[3] != d or heads % key_shape[1]:
             return None
-        q = self._projected(query, heads, d)
-        k = self._projected(new_key, key_shape[1], d)
-        v = self._projected(new_value, key_shape[1], d)
-        if q is None or k is None or v is None or not _agree(q, k, v):
-            return None
+        parts = [(query, heads), (new_key, key_shape[1]), (new_value, key_shape[1])]
         dtype = self._meta(query).dtype
+        made = self._together([self._projected(x, count, d) for x, count in parts], dtype)
+        made = made or self._together([self._as_it_is(x, count, d) for x, count in parts], dtype)
+        if made is None:
+            return None
+        q, k, v = made
         rope_dtype = dtype if q.cos is None else self._meta(q.cos).dtype
         return CachedAttention(
             layer,
@@ -224,9 +227,28 @@ class _Finder:
         else:
             head_norm = None
         rows = self._rows_of(x, heads, d)
-        if rows is None:
+        if rows is not None:
+            return Projected(rows, heads, head_norm, cos, sin, rotary)
+        plain = self._as_it_is(x, heads, d)
+        return plain and replace(plain, norm=head_norm, cos=cos, sin=sin, rotary=rotary)
+
+    def _together(
+        self, made: Sequence[Projected | None], dtype: torch.dtype
+    ) -> tuple[Projected, Projected, Projected] | None:
+        """Return q, k and v, None if one kernel cannot begin with them."""
+        q, k, v = made
+        if q is None or k is None or v is None or not _agree(q, k, v):
             return None
-        return Projected(rows, heads, head_norm, cos, sin, rotary)
+        same = all(self._meta(x.rows).dtype == dtype for x in (q, k, v))
+        return (q, k, v) if same else None
+
+    def _as_it_is(self, x: Any, heads: int, d: int) -> Projected | None:
+        """Return a tensor of heads that torch makes, None if its dims are in another order."""
+        if not isinstance(x, Value):
+            return None
+        shape = fixed_shape(self._meta(x))
+        in_order = shape is not None and _squeezed(shape) == _squeezed((self.rows, heads, d))
+        return Projected(x, heads) if in_order else None
 
     def _same(self, x: Any) -> Any:
         """Return the first tensor that has the same elements in the same order, by heads."""
