@@ -199,12 +199,21 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5_vl_moe_text": _mrope(3, 3, 2),
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
     "gemma3n_text": {"num_kv_shared_layers": 2},
-    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_text": {
+        "global_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
     "glm4v_moe_text": _mrope(1, 1, 2) | {"head_dim": 16},
     "glm4v_text": _mrope(2, 3, 3),
     "glm5_next_text": {"num_key_value_heads": 4, "index_topk": 16, "index_kpool": 4},
     "glm_ocr_text": _mrope(2, 3, 3),
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 32},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 32,
+        "max_position_embeddings": 2048,  # it makes its mask of so many, like real models
+    },
     "granite4_vision": {
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [0, 0, 1, 1],
@@ -228,6 +237,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "ministral": {"head_dim": 16},
+    "mpt": {"max_seq_len": 2048},  # it makes its biases for so many
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {
         "mamba_num_heads": 4,

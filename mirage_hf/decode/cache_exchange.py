@@ -135,12 +135,26 @@ def _kept_states(
     return keys, values
 
 
-def windows_of(cache: Cache, count: int) -> tuple[int | None, ...] | str:
-    """Return the windows of `count` layers of a cache, None for layers that keep all keys.
+def cached_layers(config: Any) -> int:
+    """Return how many layers have keys of their own. Gemma 3n's last layers read those of others.
+
+    Args:
+        config: The config of a decoder.
+    """
+    return config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+
+
+def windows_of(cache: Cache, config: Any) -> tuple[int | None, ...] | str:
+    """Return the windows of the layers of a cache, None for layers that keep all keys.
+
+    Args:
+        cache: The cache.
+        config: The config of its decoder.
 
     Returns:
         The windows, or why the cache cannot be exchanged with a block.
     """
+    count = cached_layers(config)
     cache = of_self_attention(cache)
     if type(cache) is not DynamicCache:
         return f"cache type {type(cache).__name__}"

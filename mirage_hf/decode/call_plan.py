@@ -141,7 +141,7 @@ def plan_call(
         raise NotCoveredError(f"layer type {masks.states[0]}")
     if cache is None or not kwargs.get("use_cache"):
         raise NotCoveredError("no cache")
-    windows = covered(windows_of(cache, text_config.num_hidden_layers))
+    windows = covered(windows_of(cache, text_config))
     covered(masks.mismatch(windows))
     covered(rejected_masks(model, masks, windows))
     _check_rows(cache, len(inputs.input_ids))

@@ -164,8 +164,10 @@ def source_width(model: Any) -> int:
         TraceError: Its config does not have it.
     """
     config = getattr(model.get_encoder(), "config", model.config)
-    width = getattr(config.get_text_config(encoder=True), "hidden_size", None)
-    if not isinstance(width, int):
+    # an encoder of texts and images has a config of its own for texts
+    parts = config.get_text_config(encoder=True), config.get_text_config()
+    width = next((w for p in parts if isinstance(w := getattr(p, "hidden_size", None), int)), None)
+    if width is None:
         raise TraceError("the config of its encoder has no hidden_size")
     return width
 

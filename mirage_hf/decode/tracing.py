@@ -43,7 +43,10 @@ from mirage_hf.trace.regions import Region
 from mirage_hf.trace.terms import Term
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
-_OTHER_ATTENTION = "torch's op runs it: its RoPE or its projections are of another form"
+_OTHER_ATTENTION = (
+    "torch's op runs it: its values have another width than its keys, its mask is its own, or it "
+    "reads the keys of another layer"
+)
 
 #: The note of a dry run.
 WOULD_BE_TRACED = (
@@ -113,7 +116,7 @@ class _Tracer:
         """
         model, config = self.model, self.config
         masks = _or_raise(MaskPlan.of(config))
-        windows = _or_raise(windows_of(new_cache(model), config.num_hidden_layers))
+        windows = _or_raise(windows_of(new_cache(model), config))
         _or_raise(masks.mismatch(windows))
         _or_raise(rejected_masks(model, masks, windows))
         axes = axes_of_positions(model)

@@ -131,10 +131,16 @@ class CachedAttention:
 
 
 def find_attention(recording: Recording, rows: int) -> list[CachedAttention]:
-    """Return the attention of each layer that the pattern `attention` computes."""
+    """Return the attention of each layer that the pattern `attention` computes.
+
+    Layers that read the keys of another layer are left to torch: its kernel appends them.
+    """
     finder = _Finder(recording, rows)
-    found = (finder.read(number) for number in range(len(recording.nodes)))
-    return [attention for attention in found if attention is not None]
+    by_appends: dict[tuple[int, int], CachedAttention] = {}
+    for number in range(len(recording.nodes)):
+        if (one := finder.read(number)) is not None:
+            by_appends.setdefault(one.appends, one)
+    return [*by_appends.values()]
 
 
 class _Finder:

@@ -14,7 +14,7 @@ from mirage_hf.trace.cached_attention import CachedAttention, find_attention
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
-from mirage_hf.trace.record import Held, Input, Node, Recording, Value
+from mirage_hf.trace.record import Held, Input, Node, Recording, TraceError, Value
 from mirage_hf.trace.regions import Region, find_regions
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
@@ -445,5 +445,6 @@ def _ordered(needs: dict[Unit, set[Unit]]) -> list[Unit]:
             if not missing[user]:
                 count += 1
                 heapq.heappush(ready, (max(user.nodes), count, user))
-    assert len(order) == len(needs), "the groups of a step depend on each other in a circle"
+    if len(order) < len(needs):
+        raise TraceError("its kernels would have to wait for each other")
     return order

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,21 +26,23 @@ _SAME = ("alias", "clone", "detach", "view", "expand", "_to_copy", "unsqueeze", 
 
 @dataclass(frozen=True)
 class _Known:
-    """The length plus `rest`, or a comparison of that with a number.
+    """The length plus `rest`, `rest` minus the length, or a comparison of these with a number.
 
     Attributes:
-        rest: What is added to the length.
+        rest: What is added to the length, or what it is subtracted from.
+        sign: −1 if the length is subtracted, else 1.
         compare: The comparison, if it is one.
         number: The number.
     """
 
     rest: float
+    sign: int = 1
     compare: Callable[[Any, Any], bool] | None = None
     number: float = 0
 
     def at(self, length: float) -> Any:
         """Return the value at a length."""
-        value = length + self.rest
+        value = self.sign * length + self.rest
         return value if self.compare is None else self.compare(value, self.number)
 
 
@@ -69,11 +71,14 @@ class LengthQuestions:
         number = args[1] if len(args) > 1 else None
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             return
-        if name in ("add", "sub") and kwargs.get("alpha", 1) == 1:
-            rest = known.rest + (number if name == "add" else -number)
-            self._known[id(result)] = result, _Known(rest)
+        if name in ("add", "sub", "rsub") and kwargs.get("alpha", 1) == 1:
+            sign, rest = known.sign, known.rest + (number if name == "add" else -number)
+            if name == "rsub":  # number − x
+                sign, rest = -sign, -rest
+            self._known[id(result)] = result, _Known(rest, sign)
         elif name in _COMPARISONS:
-            self._known[id(result)] = result, _Known(known.rest, _COMPARISONS[name], number)
+            compared = replace(known, compare=_COMPARISONS[name], number=number)
+            self._known[id(result)] = result, compared
 
     def answer(self, asked: Any) -> bool | None:
         """Return the value of a comparison that the host reads, None if it is unknown."""
@@ -81,7 +86,7 @@ class LengthQuestions:
         if known is None or known.compare is None:
             return None
         answer = known.at(_LEAST)
-        changes_at = math.floor(known.number - known.rest)
+        changes_at = math.floor(known.sign * (known.number - known.rest))
         later = (n for n in (changes_at - 1, changes_at, changes_at + 1) if n > _LEAST)
         first_other = next((n for n in later if known.at(n) != answer), math.inf)
         self.reach = min(self.reach, first_other - 1)

@@ -454,6 +454,8 @@ class _Writer:
             else:
                 self.groups.append([axis])
         self.place = {axis: n for n, axis in enumerate(order)}
+        if not order:
+            raise UnfitError("its tensors have one element each")
 
     def _dims(self, tensor: AxisTensor) -> tuple[int, ...]:
         own = set(atoms_of(tensor.own))

@@ -121,7 +121,9 @@ class _Merger:
 
 
 def _same_constant(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return a.is_meta or bool(torch.equal(a, b))  # a model on the meta device has no numbers
 
 
 def at_size(x: Any, sizes: Sizes) -> Any:

@@ -383,15 +383,28 @@ SAME_TENSOR = frozenset(
 
 
 def _constant_views(recording: Recording) -> set[int]:
-    """Return the nodes that are views of held tensors."""
+    """Return the nodes that are views of held tensors, or of numbers that the forward writes.
+
+    A tensor that a forward makes of a Python number is held, and lifted to the model's device.
+    """
     constant: set[int] = set()
+    lifted: set[int] = set()
     for number, node in enumerate(recording.nodes):
-        if node.name not in VIEWS or len(operands := node.operands) != 1:
+        if len(operands := node.operands) != 1:
             continue
         (x,) = operands
-        if isinstance(x, Held) or (isinstance(x, Value) and x.node in constant):
+        of_lifted = _made_in(x, lifted)
+        is_lifted = node.name == "aten.lift_fresh" and isinstance(x, Held)
+        if is_lifted or (node.name == "aten._to_copy" and of_lifted):
+            lifted.add(number)
+            constant.add(number)
+        elif node.name in VIEWS and (isinstance(x, Held) or _made_in(x, constant)):
             constant.add(number)
     return constant
+
+
+def _made_in(x: Tensorlike, nodes: set[int]) -> bool:
+    return isinstance(x, Value) and x.node in nodes
 
 
 # -- the table: torch's ops as rows of the op table ------------------------------------------------

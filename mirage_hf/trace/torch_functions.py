@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.distributions import Distribution
+
 from mirage_hf.trace.record import TraceError
 
 
@@ -29,8 +31,20 @@ def torch_functions_only() -> Iterator[None]:
     with (
         _replaced(hub_kernels, exporting, lambda: True),
         _replaced(_jit_function(), "run", _refuse),
+        _distributions_unchecked(),
     ):
         yield
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """Let torch's distributions not read their arguments on the host to check them."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 def _jit_function() -> Any:

@@ -192,6 +192,29 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     assert list(snapshot(model)) == before
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4 nested", "hqq"])
+def test_adapters_over_codes_are_read_by_kernels(kind: str) -> None:
+    """As in QLoRA: PEFT's adapters are plain, and their base weights are codes."""
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    base = coded(kind)
+    plain = decoded_twin(base)
+    config = peft.LoraConfig(r=8, target_modules=names, init_lora_weights=False)
+    model, twin = (peft.get_peft_model(m, config).eval() for m in (base, plain))
+    adapters = {name: x for name, x in model.state_dict().items() if "lora_" in name}
+    assert len(adapters) == 2 * 2 * len(names)
+    assert not twin.load_state_dict(adapters, strict=False).unexpected_keys
+    before = list(snapshot(model))
+    mi.optimize(model, batch_sizes=(1, 3))
+    report = model.mirage.report
+    assert "searched kernels read 100% of the bytes" in str(report), report
+    for rows in (1, 3):
+        assert torch.equal(generated(model, rows), generated(twin, rows)), rows
+    assert model.mirage.report.decode["step: traced"] == 2
+    mi.restore(model)
+    assert list(snapshot(model)) == before
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     model = coded(kind)

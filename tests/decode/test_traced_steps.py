@@ -112,6 +112,9 @@ def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
         "roformer",  # makes positions of the number of tokens, as an integer
         "bloom",  # makes its bias of a mask of 0 and 1
         "zaya",  # calls masks by the types of its layers
+        "falcon_h1",  # multiplies keys after it has split them into heads
+        "gemma4_text",  # its last layers read the keys of others
+        "gemma3n_text",  # likewise, and asks a distribution, which checks numbers on the host
     ],
 )
 def test_tokens_logits_and_caches_are_stocks(name: str) -> None:

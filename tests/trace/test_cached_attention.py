@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mirage_hf.trace.attention  # noqa: F401 (defines the op)
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
+from mirage_hf.trace.record import Value
 from tests.helpers.traced_functions import normal, recorded
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 16
@@ -134,3 +135,18 @@ def test_attention_begins_where_it_can(
 def test_rows_have_the_dtype_of_the_cache() -> None:
     one = found(another_dtype, 3, torch.bfloat16)
     assert one.dtype == torch.bfloat16 and one.q.cos is None
+
+
+def test_layers_that_share_keys_are_left_to_torch() -> None:
+    """As in Gemma 3n: a kernel appends the keys that it reads, and these were appended before."""
+
+    def twice(q: Tensor, k: Tensor, v: Tensor, **given: Tensor) -> Tensor:
+        q, k, v = heads(q, HEADS), heads(k, KV_HEADS), heads(v, KV_HEADS)
+        keys = given["keys.0"].index_copy_(2, given["length"], k)
+        values = given["values.0"].index_copy_(2, given["length"], v)
+        for _ in range(2):
+            q = torch.ops.mirage_hf.cached_attention(q, keys, values, given["mask.full"], None)
+        return q
+
+    one = found(twice, 1)  # `found` takes no more than one
+    assert isinstance(one.q.rows, Value) and one.q.rows.node < min(one.appends)

@@ -72,6 +72,20 @@ def written(x: Tensor) -> Tensor:
     return z + y
 
 
+def scaled(x: Tensor) -> Tensor:
+    return x.cumsum(-1) * torch.tensor(0.5)
+
+
+def test_numbers_of_a_forward_are_made_once() -> None:
+    """A step in a CUDA graph cannot copy them from the host."""
+    plan = plan_of(scaled, {"x": X})
+    lifted = [n for n, node in enumerate(plan.recording.nodes) if node.name == "aten.lift_fresh"]
+    assert lifted and set(lifted) <= plan.terms.constant
+    plan.schedule({})
+    wanted = outputs_of(scaled, {"x": X})
+    assert torch.equal(results_of(plan, {"x": X}, wanted)[0], wanted[0])
+
+
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("function", [layer, several, read_by_others, biased])
 def test_results_are_those_of_the_function(function: Callable[..., Any], by_kernels: bool) -> None:

@@ -43,7 +43,7 @@ def step_of(model: Any, rows: int) -> StepPlan:
     """Return the plan of a model's step."""
     masks = MaskPlan.of(model.config)
     assert isinstance(masks, MaskPlan)
-    windows = windows_of(DynamicCache(config=model.config), model.config.num_hidden_layers)
+    windows = windows_of(DynamicCache(config=model.config), model.config)
     (_, own, sizes), *_ = rings_variants(windows)
     return StepPlan(record_step(model, masks, rows, own, sizes), rows)
 

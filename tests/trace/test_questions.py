@@ -38,6 +38,10 @@ def asked(question: Callable[[Tensor], Any]) -> tuple[bool, Recording]:
         (lambda n: n != 50, True, 49),
         (lambda n: n > 0, True, math.inf),
         (lambda n: n + 0.5 > 10, False, 9),
+        (lambda n: 1 - (n + 1) > 0, False, math.inf),
+        (lambda n: 50 - n > 0, True, 49),
+        (lambda n: 3 - (50 - n) >= 0, False, 46),
+        (lambda n: 50 - n == 20, False, 29),
     ],
 )
 def test_comparisons_are_answered_up_to_a_length(

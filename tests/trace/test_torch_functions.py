@@ -33,6 +33,12 @@ def test_a_triton_kernel_is_not_launched_on_fake_tensors():
     assert triton.runtime.jit.JITFunction.run is usual
 
 
+def test_distributions_read_nothing_on_the_host():
+    with torch_functions_only():
+        assert not torch.distributions.Normal(0, 1)._validate_args
+    assert torch.distributions.Normal(0, 1)._validate_args
+
+
 def test_other_threads_may_launch_kernels(monkeypatch):
     launched = []
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda *_, **__: launched.append(1))
