@@ -267,8 +267,8 @@ def record_step(
     with (
         closing(FakeOnceMode()) as mode,
         _quiet(),
-        torch_functions_only(),
         attention_as_one_node(),
+        torch_functions_only(),
         coded_linears_as_one_node(model) as coded,
         experts_of_fixed_shape(model),
     ):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
@@ -163,8 +164,8 @@ class Labels:
         storage = self.recording.meta(x).storage
         if x != self.state and storage in self.changing:
             raise UnfitError("an operand is written, or is a part of the state")
-        if not self.recording.meta(x).dtype.is_floating_point:
-            raise UnfitError("an operand is no float")
+        if self.recording.meta(x).dtype not in COMPUTE_DTYPES:
+            raise UnfitError("an operand is no float of 16 or 32 bits")
         dims: Dims = tuple((Axis(size),) if size > 1 else () for size in shape)
         tensor = AxisTensor([axis for group in dims for axis in group], x)
         self.tensors.append(tensor)
@@ -172,8 +173,8 @@ class Labels:
 
     def _shape(self, x: Tensorlike) -> Sequence[int]:
         shape = fixed_shape(self.recording.meta(x))
-        if shape is None:
-            raise UnfitError("a dim grows with the cache")
+        if shape is None or 0 in shape:
+            raise UnfitError("a dim grows with the cache, or has no element")
         return shape
 
     # -- views -------------------------------------------------------------------------------------
@@ -220,8 +221,8 @@ class Labels:
     def _shape_of(self, node: Node) -> Sequence[int]:
         meta = node.outputs[0]
         shape = None if meta is None else fixed_shape(meta)
-        if shape is None:
-            raise UnfitError("a dim grows with the cache")
+        if shape is None or 0 in shape:
+            raise UnfitError("a dim grows with the cache, or has no element")
         return shape
 
     def _add(

@@ -133,14 +133,18 @@ class CachedAttention:
 def find_attention(recording: Recording, rows: int) -> list[CachedAttention]:
     """Return the attention of each layer that the pattern `attention` computes.
 
-    Layers that read the keys of another layer are left to torch: its kernel appends them.
+    A kernel appends the keys that it reads. So attention over keys that something read before it,
+    such as those of another layer, is left to torch.
     """
     finder = _Finder(recording, rows)
-    by_appends: dict[tuple[int, int], CachedAttention] = {}
-    for number in range(len(recording.nodes)):
-        if (one := finder.read(number)) is not None:
-            by_appends.setdefault(one.appends, one)
-    return [*by_appends.values()]
+    found: list[CachedAttention] = []
+    read: set[Value] = set()
+    for number, node in enumerate(recording.nodes):
+        one = finder.read(number)
+        if one is not None and read.isdisjoint(map(Value, one.appends)):
+            found.append(one)
+        read.update(x for x in node.operands if isinstance(x, Value))
+    return found
 
 
 class _Finder:
@@ -263,6 +267,9 @@ class _Finder:
             if node.name not in _VIEWS or not isinstance(node.args[0], (Value, Input)):
                 return x
             if not self._keeps_order(node, x):
+                return x
+            copies = node.name in ("aten.clone", "aten._to_copy")
+            if copies and self._meta(node.args[0]).storage in self.recording.changing:
                 return x
             x = node.args[0]
         return x

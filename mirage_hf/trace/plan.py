@@ -89,7 +89,8 @@ class StepPlan:
         self.attentions = find_attention(recording, rows)
         others = [{term.node for term in group.terms} for group in self.programs]
         others += [{*one.appends, one.node} for one in self.attentions]
-        self.regions = find_regions(recording, needed_before, others)
+        needed = {t.source for p in self.programs.values() for t in p.inputs if t.source}
+        self.regions = find_regions(recording, needed_before, others, needed)
         self.units: list[Unit] = []
         self._over_cache: dict[CachedAttention, Callable[[int], Run]] = {}
 
@@ -305,6 +306,7 @@ class StepPlan:
 
         def action(tensors: dict[Any, Tensor]) -> None:
             given = [tensors[x.rows].reshape(rows, -1) for x in (one.q, one.k, one.v)]
+            given = [x if x.stride(1) == 1 else x.contiguous() for x in given]
             if rows > 1 and any(x.stride() != (sum(widths), 1) for x in given):
                 given = list(torch.cat(given, 1).split(widths, 1))
             packed = [x.unflatten(1, (kv_heads, -1, d)) for x in given]

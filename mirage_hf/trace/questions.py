@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 #: The length before the first step: a prompt has at least one token.
@@ -61,17 +62,20 @@ class LengthQuestions:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Follow an op on the length."""
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._known.pop(id(given), None)
         if not args or not isinstance(result, Tensor) or result.numel() != 1:
             return
         known, name = self._of(args[0]), func._opname
         if known is None or known.compare is not None:
             return
-        if name in _SAME and not result.is_floating_point():
+        if name in _SAME and not result.is_floating_point() and result.dtype != torch.bool:
             self._known[id(result)] = result, known
         number = args[1] if len(args) > 1 else None
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             return
-        if name in ("add", "sub", "rsub") and kwargs.get("alpha", 1) == 1:
+        if name in ("add", "sub", "rsub") and len(args) == 2 and kwargs.get("alpha", 1) == 1:
             sign, rest = known.sign, known.rest + (number if name == "add" else -number)
             if name == "rsub":  # number − x
                 sign, rest = -sign, -rest

@@ -115,9 +115,15 @@ def _convolution(
     (write,) = written
     if nodes[write].name != "aten.copy_" or nodes[write].args != (state, Value(part)):
         return None
-    if not _is_depthwise(recording, nodes[product], shape):
+    if readers.get(Value(write)) or not _is_depthwise(recording, nodes[product], shape):
         return None
-    return _result(nodes, readers, cat, write, product)
+    found = _result(nodes, readers, cat, write, product)
+    if found is None:
+        return None
+    # The op runs where the product ran, and its result takes the place of others.
+    touched = [x, *nodes[product].operands[1:], *(Value(n) for n in (product, *found.same))]
+    is_written = any(recording.meta(t).storage in recording.changing for t in touched)
+    return None if is_written else found
 
 
 def _is_depthwise(recording: Recording, node: Node, shape: Sequence[int]) -> bool:

@@ -383,9 +383,10 @@ SAME_TENSOR = frozenset(
 
 
 def _constant_views(recording: Recording) -> set[int]:
-    """Return the nodes that are views of held tensors, or of numbers that the forward writes.
+    """Return the nodes that are views of held tensors, or of tensors of Python numbers.
 
-    A tensor that a forward makes of a Python number is held, and lifted to the model's device.
+    If a forward makes a tensor of numbers in its code, the tensor is held, and lifted to the
+    model's device.
     """
     constant: set[int] = set()
     lifted: set[int] = set()
@@ -394,6 +395,9 @@ def _constant_views(recording: Recording) -> set[int]:
             continue
         (x,) = operands
         of_lifted = _made_in(x, lifted)
+        meta = node.outputs[0]
+        if meta is not None and meta.storage in recording.changing:
+            continue
         is_lifted = node.name == "aten.lift_fresh" and isinstance(x, Held)
         if is_lifted or (node.name == "aten._to_copy" and of_lifted):
             lifted.add(number)

@@ -82,7 +82,10 @@ def _overwritten(
     if not isinstance(target, Value) or not isinstance(source, (Value, Input)):
         return None
     written, given = recording.meta(target), recording.meta(source)
-    if written.dtype != given.dtype or not _same_shape(written, given):
+    if (written.dtype, written.device) != (given.dtype, given.device):
+        return None
+    # a view must have the buffer's order in memory
+    if not _same_shape(written, given) or given.strides != _contiguous(given.shape):
         return None
     if writes[written.storage] > 1 or given.storage in writes:
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mirage_hf.trace.attention  # noqa: F401 (defines the op)
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
-from mirage_hf.trace.record import Value
+from mirage_hf.trace.record import Recording, Value
 from tests.helpers.traced_functions import normal, recorded
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 16
@@ -90,6 +90,17 @@ def another_dtype(q: Tensor, k: Tensor, v: Tensor, **given: Tensor) -> Tensor:
 
 def found(function: Callable[..., Tensor], rows: int, dtype=torch.float32) -> CachedAttention:
     """Return the attention of a function."""
+    return attention_of(step_of(function, rows, dtype), rows)
+
+
+def attention_of(recording: Recording, rows: int) -> CachedAttention:
+    (one,) = find_attention(recording, rows)
+    assert (one.q.heads, one.k.heads, one.v.heads) == (HEADS, KV_HEADS, KV_HEADS)
+    return one
+
+
+def step_of(function: Callable[..., Tensor], rows: int, dtype=torch.float32) -> Recording:
+    """Record a function as a step."""
     inputs = {
         "q": normal(rows, 1, HEADS * DIM, dtype=dtype),
         "k": normal(rows, 1, KV_HEADS * DIM, seed=1, dtype=dtype),
@@ -107,9 +118,7 @@ def found(function: Callable[..., Tensor], rows: int, dtype=torch.float32) -> Ca
         made = {name: given.pop(name) * 1.0 for name in ("q", "k", "v")}
         return function(**made, **given)
 
-    (one,) = find_attention(recorded(step, inputs), rows)
-    assert (one.q.heads, one.k.heads, one.v.heads) == (HEADS, KV_HEADS, KV_HEADS)
-    return one
+    return recorded(step, inputs)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -150,3 +159,25 @@ def test_layers_that_share_keys_are_left_to_torch() -> None:
 
     one = found(twice, 1)  # `found` takes no more than one
     assert isinstance(one.q.rows, Value) and one.q.rows.node < min(one.appends)
+
+
+def test_attention_over_keys_that_were_read_is_left_to_torch() -> None:
+    def early(q: Tensor, k: Tensor, v: Tensor, **given: Tensor) -> Tensor:
+        keys = given["keys.0"].index_copy_(2, given["length"], heads(k, KV_HEADS))
+        values = given["values.0"].index_copy_(2, given["length"], heads(v, KV_HEADS))
+        q = heads(q + keys.mean(), HEADS)
+        return torch.ops.mirage_hf.cached_attention(q, keys, values, given["mask.full"], None)
+
+    with pytest.raises(ValueError, match="not enough values"):
+        found(early, 1)
+
+
+def test_a_copy_of_what_changes_is_not_looked_through() -> None:
+    def changed(q: Tensor, k: Tensor, v: Tensor, **given: Tensor) -> Tensor:
+        base = heads(k, KV_HEADS) * 2.0
+        copy = base.clone()
+        base.mul_(7)
+        return attend(heads(q, HEADS), copy, heads(v, KV_HEADS), **given) + base.sum()
+
+    recording = step_of(changed, 3)
+    assert recording.nodes[attention_of(recording, 3).k.rows.node].name == "aten.clone"

@@ -86,6 +86,24 @@ def test_numbers_of_a_forward_are_made_once() -> None:
     assert torch.equal(results_of(plan, {"x": X}, wanted)[0], wanted[0])
 
 
+def counted(x: Tensor) -> Tensor:
+    numbers = torch.tensor([0.5, 0.5]).to(torch.bfloat16)
+    numbers[0] = x.sum()
+    numbers.mul_(2)
+    return x.cumsum(-1) * numbers.float().sum()
+
+
+def test_numbers_that_a_forward_changes_are_made_anew() -> None:
+    plan = plan_of(counted, {"x": X})
+    plan.schedule({})
+    (wanted,) = outputs_of(counted, {"x": X})
+    given = {"x": X.clone(), "out.0": torch.zeros_like(wanted)}
+    run = plan.bind(given, ())
+    for _ in range(2):
+        run()
+        torch.testing.assert_close(given["out.0"], wanted)
+
+
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("function", [layer, several, read_by_others, biased])
 def test_results_are_those_of_the_function(function: Callable[..., Any], by_kernels: bool) -> None:

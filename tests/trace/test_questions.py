@@ -67,6 +67,9 @@ def test_the_reach_is_the_least_of_all_answers() -> None:
         lambda n: torch.add(n, 1, alpha=2) > 3,
         lambda n: n > n + 1,
         lambda n: torch.ones(1, device=n.device) > n,
+        lambda n: n.clone().add_(100) > 50,
+        lambda n: n.to(torch.bool) == 5,
+        lambda n: torch.rsub(n, 40, alpha=3) > 10,
     ],
 )
 def test_other_questions_are_refused(question: Callable[[Tensor], Any]) -> None:

@@ -299,3 +299,96 @@ def test_a_norm_after_an_update_keeps_its_square() -> None:
     assert norm.kind == "norm"
     assert "square" in {op.name for op in norm.graph.ops}
     assert "square" not in {op.name for op in update.graph.ops}
+
+
+def crossed(x: Tensor) -> Tensor:
+    """Two dims come from one axis."""
+    return ((x[:, :, None] - x[:, None]).square() * 2).sum(-1).cumsum(-1)
+
+
+def unread(x: Tensor) -> Tensor:
+    _ = (x * 2).exp() * x
+    return x.cumsum(-1)
+
+
+def in_double(x: Tensor) -> Tensor:
+    y = x.double()
+    return ((y * 2).exp() * y).cumsum(-1)
+
+
+def then_in_double(x: Tensor) -> Tensor:
+    return ((x * 2).exp() * x).double()
+
+
+def of_a_double(x: Tensor) -> Tensor:
+    return ((x * torch.tensor(2.0, dtype=torch.float64)).exp() * x + 1).cumsum(-1)
+
+
+def to_codes(x: Tensor) -> Tensor:
+    return ((x * 2).exp() * x).to(torch.float8_e4m3fn).float()
+
+
+def without_elements(x: Tensor) -> Tensor:
+    return ((x[..., 8:] * 2).exp() * x[..., :1] + 1).sum(-1)
+
+
+def repeated_in_pairs(x: Tensor) -> Tensor:
+    y = x[..., None].expand(3, 8, 2)
+    return torch.view_as_complex(((y * 2).exp() * y) + 1).real
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        crossed,
+        unread,
+        in_double,
+        then_in_double,
+        of_a_double,
+        to_codes,
+        without_elements,
+        repeated_in_pairs,
+    ],
+)
+def test_what_cannot_be_a_program_runs_as_recorded(function: Callable[[Tensor], Tensor]) -> None:
+    inputs = {"x": 0.3 * normal(3, 8)}
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    plan.schedule({}, regions=region_runs(plan))
+    wanted = outputs_of(function, inputs)
+    for got, x in zip(results_of(plan, inputs, wanted), wanted, strict=True):
+        torch.testing.assert_close(got, x)
+
+
+def test_updates_share_no_op() -> None:
+    """The results of both meet in ops that each of them could have."""
+
+    def function(state: Tensor, other: Tensor, x: Tensor) -> Tensor:
+        first, second = state * x.exp() + x, other * x.exp() + 1
+        state.copy_(first)
+        other.copy_(second)
+        a, b = (first * x).sum(-1), (second * x).sum(-1)
+        return (a / (b * b + 1.0)).cumsum(-1)
+
+    x = normal(*STATE.shape, seed=3)
+    plan = StepPlan(recorded(function, {"state": STATE, "other": STATE + 1, "x": x}), ROWS)
+    assert sum(r.state is not None for r in plan.regions) == 2
+
+
+def test_a_sum_that_a_product_reads_is_computed_once() -> None:
+    """The product reads the float32 result, since kernels round what they need."""
+    weight = normal(5, 8, seed=4, dtype=torch.bfloat16)
+
+    def function(state: Tensor, x: Tensor) -> Tensor:
+        new = state * x.exp() + x
+        state.copy_(new)
+        y = (new * x).sum(-1).reshape(ROWS, 1, 8)
+        return torch.nn.functional.linear(y.to(torch.bfloat16), weight).cumsum(-1)
+
+    shape = (ROWS, 8, 6)
+    inputs = {"state": normal(*shape), "x": normal(*shape, seed=3)}
+    plan = StepPlan(recorded(function, inputs), ROWS)
+    kernels = {g: partial(run_kernel_graph, p.graph) for g, p in plan.programs.items()}
+    assert kernels
+    plan.schedule(kernels, regions=region_runs(plan))
+    left = [u.node.name for u in plan.units if u.node is not None]
+    assert not {"aten.exp", "aten.mul", "aten.sum"} & set(left), left

@@ -52,6 +52,25 @@ def channels_are_mixed(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return F.conv1d(inputs, wide)[:, :, -1:]
 
 
+def the_new_state_is_read(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return step(state, x, weight) + state.sum(-1, keepdim=True)
+
+
+def the_input_changes(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    x = x * 1.0
+    inputs = torch.cat([state, x], dim=-1)
+    state.copy_(inputs[:, :, -state.shape[-1] :])
+    x.mul_(3)
+    return F.conv1d(inputs, weight[:, None], groups=CHANNELS)[:, :, -1:] + x
+
+
+def the_result_changes(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    y = step(state, x, weight, silu=True)
+    first = (y * 2).tanh()
+    y.mul_(5)
+    return (first * y.cumsum(1)).tanh() * 2
+
+
 def planned(function: Callable[..., Tensor], length: int) -> StepPlan:
     """Return the plan of a function. Two steps by it are as the function's."""
     inputs = {
@@ -88,7 +107,15 @@ def test_a_step_is_one_op(length: int, bias: Tensor | None, silu: bool) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [the_state_is_read, all_outputs_are_read, the_first_inputs_stay, channels_are_mixed],
+    [
+        the_state_is_read,
+        the_new_state_is_read,
+        all_outputs_are_read,
+        the_first_inputs_stay,
+        the_input_changes,
+        the_result_changes,
+        channels_are_mixed,
+    ],
 )
 def test_other_convolutions_are_kept(function: Callable[..., Tensor]) -> None:
     ops = ops_of(planned(function, WIDTH))

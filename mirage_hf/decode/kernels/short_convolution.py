@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, launch
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON, tl, triton
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.short_convolution import short_convolution
 
 #: Channels of a block.
@@ -73,11 +74,12 @@ def short_convolution_kernel(
 def convolve(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """Shift x into the state, and convolve the last inputs of each channel, by the kernel.
 
-    Memory in another order, and states that are too long, are left to torch.
+    Memory in another order, states that are too long and other dtypes are left to torch.
     """
     batch, channels, length = state.shape
-    dense = state.is_contiguous() and weight.is_contiguous()
-    if not HAS_TRITON or not dense or length > MAX_LENGTH:
+    dense = all(t is None or t.is_contiguous() for t in (state, weight, bias))
+    known = x.dtype in COMPUTE_DTYPES and length <= MAX_LENGTH
+    if not HAS_TRITON or not dense or not known:
         return short_convolution(state, x, weight, bias, silu)
     y = torch.empty(batch, channels, 1, dtype=x.dtype, device=x.device)
     what = convolution_launch(
