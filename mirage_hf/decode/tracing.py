@@ -44,8 +44,8 @@ from mirage_hf.trace.terms import Term
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
 _OTHER_ATTENTION = (
-    "torch's op runs it: its values have another width than its keys, its mask is its own, or it "
-    "reads the keys of another layer"
+    "torch's op runs it: it is not of the form that kernels compute, or something else reads its "
+    "keys first, such as another layer"
 )
 
 #: The note of a dry run.

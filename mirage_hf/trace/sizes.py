@@ -29,6 +29,12 @@ class Size:
     rest: int
     axis: int = 0
 
+    def __repr__(self) -> str:
+        """Return the integer as a text for messages."""
+        size = "the slots of the cache" if self.axis == 0 else "those of the encoder's output"
+        scaled = size if self.factor == 1 else f"{self.factor} · {size}"
+        return f"({scaled} + {self.rest})" if self.rest else f"({scaled})"
+
     def at(self, sizes: Sizes) -> int:
         """Return the integer at some sizes."""
         return self.factor * sizes[self.axis] + self.rest

@@ -1,7 +1,7 @@
 """Read a buffer that one op overwrites as the tensor that is written.
 
 Some models make a tensor of zeros and write the result of each token into it. With one token the
-write covers the tensor, and it is a copy that nothing needs.
+write covers the tensor, and nothing needs the copy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _overwritten(
 ) -> list[Value] | None:
     """Return the buffer that a node overwrites as a whole, and views that are equal to it.
 
-    Return None if the node does something else, or if a part of the buffer is read later.
+    Return None if the node does something else, if the buffer is read before or written again, or
+    if a view of a part, made before the write, is read later.
 
     Args:
         recording: The recording.
