@@ -37,7 +37,14 @@ from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node, is_replaced
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, host_reads_named, record
+from mirage_hf.trace.record import (
+    FakeOnceMode,
+    Recording,
+    TraceError,
+    host_reads_named,
+    numbers_of,
+    record,
+)
 from mirage_hf.trace.sizes import Sizes, generalized, shape_at
 from mirage_hf.trace.torch_functions import torch_functions_only
 
@@ -280,18 +287,24 @@ def record_step(
         if with_source:
             others.append((sizes[0], 2 * GRAIN))
 
-        def at(capacity: int, source_slots: int, form: Form) -> Recording:
+        def at(
+            capacity: int, source_slots: int, form: Form, only_inputs: bool = False
+        ) -> Recording:
             with _errors_named():
                 with mode:
                     block = CacheBlock(
                         batch, capacity, tuple(windows), model.device, axes, source_slots
                     )
-                return _record(model, masks, block, prompt, mode, form)
+                return _record(model, masks, block, prompt, mode, form, only_inputs)
 
         def of_all_sizes(form: Form) -> Recording:
             recording = at(*smallest, form)
+            grows = _grows(recording, smallest[0])
             for other in others:
-                recording = generalized(recording, at(*other, form), (smallest, other))
+                second = at(*other, form, only_inputs=not grows)
+                if not grows:
+                    second = replace(recording, inputs=second.inputs)
+                recording = generalized(recording, second, (smallest, other))
             return recording
 
         why: TraceError | None = None
@@ -302,6 +315,23 @@ def record_step(
                 why = why or error
     assert why is not None
     raise why
+
+
+def _grows(recording: Recording, capacity: int) -> bool:
+    """Return whether a recording may differ at another capacity.
+
+    Models that keep only states have no keys. If none of their ops knows the capacity, one
+    recording is enough.
+    """
+    if any(name.startswith(("keys.", "source")) for name in recording.inputs):
+        return True
+    for node in recording.nodes:
+        known = [recording.meta(x) for x in node.operands] + node.outputs
+        if any(meta is not None and capacity in meta.shape for meta in known):
+            return True
+        if capacity in numbers_of(node):
+            return True
+    return False
 
 
 @contextmanager
@@ -350,8 +380,12 @@ def _record(
     prompt: _FakePrompt,
     mode: Any,
     form: Form,
+    only_inputs: bool,
 ) -> Recording:
-    """Record the step over a block that gets what a prompt of fake tensors left."""
+    """Record the step over a block that gets what a prompt of fake tensors left.
+
+    With `only_inputs`, nothing runs, and the recording has no nodes.
+    """
     host = HostValues()
     with mode, torch.no_grad():
         read_cache(block, prompt.cache, _PROMPT)
@@ -371,7 +405,8 @@ def _record(
     named = {PLAIN_MASK: own_masks} if form.plain_mask else own_masks
     inputs = step_inputs(block) | mask_inputs(named, step.ring_slots)
     with masked_keys(source_keys(block), block.sources.get(MASK)):
-        return record(partial(step.run, own_masks), inputs, mode, block.control.length, host)
+        run = (lambda: None) if only_inputs else partial(step.run, own_masks)
+        return record(run, inputs, mode, block.control.length, host)
 
 
 @contextmanager

@@ -366,6 +366,11 @@ def _tensors(x: Any) -> list[Tensor]:
     return [t for t in _leaves(x) if isinstance(t, Tensor)]
 
 
+def numbers_of(node: Node) -> set[Any]:
+    """Return the integers among a node's arguments."""
+    return {x for x in _leaves((node.args, node.kwargs)) if type(x) is int}
+
+
 def _leaves(x: Any) -> list[Any]:
     if isinstance(x, (tuple, list)):
         return [leaf for each in x for leaf in _leaves(each)]

@@ -18,13 +18,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import runner, step, trace_check, tracing
+from mirage_hf.decode import runner, step, trace_check, traced_step, tracing
 from mirage_hf.decode.graphs import WARM_UPS
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
 from mirage_hf.trace import terms
 from mirage_hf.trace.attention import attention_as_one_node
+from mirage_hf.trace.record import record
 from scripts import survey_models
 from tests.helpers.generate_comparison import assert_same, tiny
 from tests.helpers.step_pairs import (
@@ -126,6 +127,26 @@ def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
     rows = [r for r in report.rows if r.pattern == "traced"]
     assert {r.rows for r in rows} == {1, 3} and {r.status for r in rows} == {"swapped"}
     assert any("searched kernels read 100% of the bytes" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("name", "count"), [("mamba2", 1), ("lfm2", 2)])
+def test_steps_without_keys_are_recorded_once(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the cache changes nothing in them. They also serve a longer text."""
+    nodes = []
+
+    def counted(*args: Any) -> Any:
+        recording = record(*args)
+        nodes.append(len(recording.nodes))
+        return recording
+
+    monkeypatch.setattr(traced_step, "record", counted)
+    stock, ours = pair(name)
+    assert sum(n > 0 for n in nodes) == count
+    options = {"inputs": text(), "do_sample": False, "max_new_tokens": 300}
+    assert torch.equal(stock.generate(**options), ours.generate(**options))
+    assert steps(ours) == TRACED
 
 
 @pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
