@@ -56,8 +56,8 @@ def coded_weight(
 
     Args:
         module: The module. It is not changed, and no code of its weight is copied.
-        dtype: The dtype of the activations. It matters only for containers that do not tell in
-            which dtype they compute, such as `FP8Linear`.
+        dtype: The dtype of the activations. Only containers without a dtype of their own need it,
+            such as `FP8Linear`.
 
     Returns:
         The weight, or why it cannot be read. None if it is no quantized linear that we know, such

@@ -5,7 +5,7 @@ and one of mantissa (e2m1). A group of inputs of each output has a scale of 8 bi
 NVFP4 is a float8_e4m3, divided by a float32 number of the whole weight. That of MXFP4 is a power of
 two, as a byte that holds its exponent plus 127 (e8m0).
 
-A container does not say in which dtype it computes. The library always decodes to bfloat16.
+A container has no dtype to compute in. The library always decodes to bfloat16.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Format:
 
     Attributes:
         strategy: The name of the library for how weights share scales.
-        stores: The dtype in which a container holds scales.
-        scales: The dtype as which a program reads them.
+        stores: The dtype of scales in a container.
+        scales: The dtype of scales in a program.
         divides: Whether one number divides all scales.
     """
 

@@ -1,9 +1,8 @@
 """Recognize attention over a cache in a recording, as the pattern `attention` computes it.
 
-What is recognized: the new key and value are appended to a layer's cache. q and k come from rows of
-all heads, by a norm of heads and by RoPE if a model has them. If they are made in another way,
-torch makes them, and the kernel begins with the appends. Attention with biases stays with torch's
-op.
+A layer's attention is recognized if it appends its new key and value to the cache. The kernel then
+also computes the norm of heads and RoPE, if the model has them and they are of a known form. Others
+are left to torch, and the kernel begins with the appends. Attention with biases stays torch's op.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
@@ -22,7 +22,7 @@ from mirage_hf.trace.sizes import fixed_shape
 #: The op's name as nodes have it.
 SHORT_CONVOLUTION = "mirage_hf.short_convolution"
 
-torch.library.define(
+library.define(
     "mirage_hf::short_convolution",
     "(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
 )
@@ -46,11 +46,11 @@ def short_convolution(
     return F.silu(y) if silu else y
 
 
-torch.library.impl("mirage_hf::short_convolution", "CompositeExplicitAutograd", short_convolution)
+library.impl("mirage_hf::short_convolution", "CompositeExplicitAutograd", short_convolution)
 
 
 def with_short_convolutions(recording: Recording) -> Recording:
-    """Return a recording in which the steps of short convolutions are one op each.
+    """Return a recording in which each step of a short convolution is one op.
 
     The nodes keep their numbers. Those that the op replaces give its result, or nothing reads them.
     """

@@ -66,8 +66,8 @@ def _overwritten(
 ) -> list[Value] | None:
     """Return the buffer that a node overwrites as a whole, and views that are equal to it.
 
-    Return None if the node does something else, if the buffer is read before or written again, or
-    if a view of a part, made before the write, is read later.
+    Return None if the node does something else, or if the buffer is read before or written again.
+    Return None, too, if a view of one part was made before the write and is read after it.
 
     Args:
         recording: The recording.

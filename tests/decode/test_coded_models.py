@@ -281,7 +281,7 @@ def test_blocks_of_gguf_in_embedding_and_head(monkeypatch: pytest.MonkeyPatch) -
     model = coded("q8_0")
     plain = decoded_twin(model)
     model.lm_head = made.filled(model.lm_head)
-    embedding = made.library.GgufEmbedding(200, 256, made.dequant.GGML_Q8_0, torch.float32)
+    embedding = made.gguf.GgufEmbedding(200, 256, made.dequant.GGML_Q8_0, torch.float32)
     embedding.weight = model.lm_head.weight
     model.model.embed_tokens = embedding.eval()
     decoded = nn.Parameter(made.weight_of(model.lm_head))

@@ -8,7 +8,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.formats import coded_weight, held_tensors, runs_codes
 from tests.helpers import coded_modules
 
-library = pytest.importorskip("transformers.integrations.gguf.utils")
+gguf = pytest.importorskip("transformers.integrations.gguf.utils")
 dequant = pytest.importorskip("transformers.integrations.gguf.dequant")
 
 ROWS, COLUMNS = 48, 128
@@ -23,7 +23,7 @@ def module_of(rows: int = ROWS, columns: int = COLUMNS, bias: bool = True) -> nn
 def filled(plain: nn.Linear) -> nn.Module:
     """Return a GgufLinear with the weight of a plain linear. transformers cannot pack blocks."""
     rows, columns = plain.weight.shape
-    module = library.GgufLinear(columns, rows, dequant.GGML_Q8_0, bias=plain.bias is not None)
+    module = gguf.GgufLinear(columns, rows, dequant.GGML_Q8_0, bias=plain.bias is not None)
     blocks = plain.weight.detach().unflatten(1, (-1, 32))
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
     codes = (blocks / scales).round().clamp(-127, 127).to(torch.int8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, launch
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON, tl, triton
@@ -116,4 +116,4 @@ def convolution_launch(
     )
 
 
-torch.library.impl("mirage_hf::short_convolution", "CUDA", convolve)
+library.impl("mirage_hf::short_convolution", "CUDA", convolve)
