@@ -7,7 +7,7 @@ bias, an activation, a gate or a residual.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mirage_hf.trace.record import Value
@@ -15,6 +15,10 @@ from mirage_hf.trace.terms import Term
 
 #: How many terms may follow a product in one group.
 MOST_AFTER = 24
+
+
+#: A product runs beside one that has so many times as many columns.
+NARROW = 16
 
 
 @dataclass(eq=False)
@@ -80,16 +84,19 @@ class _Cutter:
     def _cut(self, alike: list[Term]) -> None:
         """Make groups of the products of one tensor."""
         plain: list[Term] = []
+        riding = {p for p in alike if self._rides_along(p, alike)}
         while alike:
             first, *others = alike
-            group = self._with_gate(first, others) or self._alone(first)
+            group = None
+            if first not in riding:
+                group = self._with_gate(first, others) or self._alone(first)
             if group is None:
                 plain.append(first)
             else:
                 self._add(group)
             alike = [p for p in others if group is None or p not in group.products]
         while plain:
-            group = self._side_by_side(plain)
+            group = self._side_by_side(plain, riding)
             self._add(group)
             plain = [p for p in plain if p not in group.products]
 
@@ -104,6 +111,23 @@ class _Cutter:
             return None
         return Group([product], after=after)
 
+    def _rides_along(self, product: Term, alike: Sequence[Term]) -> bool:
+        """Return whether a product runs beside another one that is read as it is.
+
+        So does a narrow one, whose own kernel would take as long as a launch. So does a part of a
+        product whose other part is such a one. What follows is left to those who read it.
+        """
+        return any(
+            (product.dims[1] * NARROW <= other.dims[1] or product.node == other.node)
+            and other is not product
+            and other.dtype == product.dtype
+            and _join(other, product)
+            and other.escapes
+            and not self._needs(product, other)
+            and not self._after([other])
+            for other in alike
+        )
+
     def _with_gate(self, product: Term, others: Iterable[Term]) -> Group | None:
         """Return the group of two products of one tensor that one result joins (a gated MLP)."""
         for other in others:
@@ -112,10 +136,13 @@ class _Cutter:
                 return Group(pair, after=after)
         return None
 
-    def _side_by_side(self, alike: Sequence[Term]) -> Group:
-        """Return the group of products of one tensor that nothing but biases follows."""
+    def _side_by_side(self, alike: Sequence[Term], riding: Collection[Term]) -> Group:
+        """Return the group of products of one tensor that nothing but biases follows.
+
+        What follows those that ride along is left out.
+        """
         first = alike[0]
-        biases = {p: self._after([p]) for p in alike}
+        biases = {p: [] if p in riding else self._after([p]) for p in alike}
         same = [
             p
             for p in alike

@@ -281,6 +281,40 @@ class Terms:
         operands = x, self._narrowed(matrix, start, stop)
         return Term("matmul", operands, {}, dims, term.dtype, term.node)
 
+    def _narrow(
+        self, value: Value, readers: dict[Value, list[int]], escapes: Callable[[Value], bool]
+    ) -> bool:
+        """Let the parts of a product escape, and not all of it, if only terms read the others.
+
+        Args:
+            value: What holds a term. Something that is no term reads it, or a view of it.
+            readers: The nodes that read a value.
+            escapes: Tells whether something that is no term reads a value.
+
+        Returns:
+            False if all of it is read.
+        """
+        whole, waiting = self.of_value[value], [value]
+        parts: list[Value] = []
+        while waiting:
+            for number in readers.get(waiting.pop(), ()):
+                outputs = self.recording.nodes[number].outputs
+                for x in (Value(number, n) for n in range(len(outputs))):
+                    if self.of_value.get(x) is whole:
+                        waiting.append(x)  # a view
+                    elif x in self._parts:
+                        parts.append(x)
+                    else:
+                        return False
+        escaping = {self._part(x): x for x in parts if escapes(x)}
+        columns = {n for x in escaping.values() for n in range(*self._parts[x][1:])}
+        if len(escaping) < sum(map(escapes, parts)) or len(columns) == whole.dims[1]:
+            return False
+        for term, x in escaping.items():
+            term.escapes = True
+            self.made[term] = x
+        return True
+
     # -- who reads what
 
     def coded_matrix(self, linear: CodedLinear, codes: Sequence[Held]) -> Term:
@@ -328,11 +362,19 @@ class Terms:
 
         # later values first, so that the recursion stays flat
         for value in reversed(self.of_value):
-            self.of_value[value].escapes |= escapes(value)
+            escapes(value)
+        for term, value in [*self.made.items()]:
+            term.escapes = escapes(value) and not self._narrow(value, readers, escapes)
         for term in self.made:
             if term.escapes:
                 need(term)
-        self._ops = sorted(needed, key=lambda term: term.node)
+        self._ops = sorted(needed, key=_place)
+
+
+def _place(term: Term) -> tuple[int, int]:
+    """Return where a term comes: parts of one product in the order of their columns."""
+    weights = [x.weight for x in term.terms if x.weight is not None and x.weight.columns]
+    return term.node, weights[0].columns[0] if weights and weights[0].columns else 0
 
 
 def _as_tuple(key: Any) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mirage_hf.trace.groups import MOST_AFTER, Group
+from mirage_hf.trace.groups import MOST_AFTER, NARROW, Group
 from tests.helpers.traced_functions import ROWS, WIDTH, normal, plan_of
 
 X, RESIDUAL = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
@@ -198,3 +198,59 @@ def test_long_chains_end() -> None:
 
 def test_without_products_there_are_no_groups() -> None:
     assert groups(lambda x: F.silu(norm(x)) + x) == []
+
+
+# -- what rides along -----------------------------------------------------------------------------
+
+WIDE = normal(NARROW * 4, WIDTH, seed=10)
+FEW = normal(4, WIDTH, seed=11)
+PACKED = normal(3 * WIDTH, WIDTH, seed=12)
+
+
+def mixer(x: Tensor) -> Tensor:
+    """Multiply what a mixer gives by a gate, as Mamba-2 does."""
+    z, wide, dt = F.linear(norm(x), PACKED).split([WIDTH, WIDTH, WIDTH], -1)
+    return linear(0, attention(wide, dt) * F.silu(z))
+
+
+def test_a_narrow_product_runs_beside_a_wide_one() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = norm(x)
+        wide, few = F.linear(y, WIDE), F.linear(y, FEW).sigmoid()
+        return attention(wide) * attention(few).sum(-1, keepdim=True)
+
+    assert shape(function) == [("layer_norm", 2, "")]
+
+
+def test_a_narrow_product_runs_alone_if_something_follows_the_wide_one() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = norm(x)
+        wide, few = F.linear(y, WIDE).relu(), F.linear(y, FEW).sigmoid()
+        return attention(wide) * attention(few).sum(-1, keepdim=True)
+
+    assert shape(function) == [("layer_norm", 1, "relu"), ("layer_norm", 1, "sigmoid")]
+
+
+def test_the_gate_of_a_mixer_is_computed_by_what_reads_it() -> None:
+    assert shape(mixer) == [("layer_norm", 3, ""), ("silu mul", 1, "")]
+
+
+def test_only_the_parts_that_are_read_are_computed() -> None:
+    def function(x: Tensor) -> Tensor:
+        _, wide, z = F.linear(norm(x), PACKED).split([WIDTH, WIDTH, WIDTH], -1)
+        return attention(wide) + linear(0, F.silu(z))
+
+    first, second = groups(function)
+    assert [p.operands[1].weight.columns for p in first.products] == [
+        (WIDTH, 2 * WIDTH),
+        (2 * WIDTH, 3 * WIDTH),
+    ]
+    assert [t.op for t in second.before] == ["silu"]
+
+
+def test_a_product_of_which_all_parts_are_read_stays_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        return attention(*F.linear(norm(x), PACKED).split([WIDTH, WIDTH, WIDTH], -1))
+
+    (group,) = groups(function)
+    assert [p.operands[1].weight.columns for p in group.products] == [None]

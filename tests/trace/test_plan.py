@@ -55,6 +55,13 @@ def biased(x: Tensor) -> tuple[Tensor, ...]:
     return F.gelu(F.linear(y, PACKED, BIAS)).softmax(-1), F.linear(y, QKV[0], BIAS[:8])
 
 
+def mixer(x: Tensor) -> tuple[Tensor, ...]:
+    """Read two of the three parts of a packed product, one of them in a program."""
+    z, y, _ = F.linear(norm(x), PACKED).split([WIDTH, WIDE, WIDE - WIDTH], -1)
+    few = F.linear(norm(x), QKV[1][:1]).sigmoid()
+    return F.linear(F.silu(z) * y.cumsum(-1)[..., :WIDTH], QKV[0]), few.cumsum(0), y.cumsum(0)
+
+
 def several(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.linear(x, w).cumsum(-1) for w in QKV)
 
@@ -105,7 +112,7 @@ def test_numbers_that_a_forward_changes_are_made_anew() -> None:
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-@pytest.mark.parametrize("function", [layer, several, read_by_others, biased])
+@pytest.mark.parametrize("function", [layer, several, read_by_others, biased, mixer])
 def test_results_are_those_of_the_function(function: Callable[..., Any], by_kernels: bool) -> None:
     plan = plan_of(function, {"x": X})
     assert plan.programs and not plan.reasons
