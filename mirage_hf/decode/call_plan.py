@@ -74,6 +74,7 @@ class CallPlan:
         fingerprint: The model's fingerprint.
         stock_prefill: Whether stock's own prefill must fill stock's own cache: the prompt is more
             than tokens, or layers keep states, or the model has own methods for steps.
+        tokens_alone: Whether the prompt is nothing but tokens.
         only_traced: Whether only a traced step may run, because nothing else was compared with
             stock's steps of this model.
         source: What the encoder gave, if there is one.
@@ -96,6 +97,7 @@ class CallPlan:
     expected: bool
     stock_prefill: bool = False
     only_traced: bool = False
+    tokens_alone: bool = True
     source: Source | None = None
 
     @property
@@ -107,6 +109,12 @@ class CallPlan:
     def prompt_is_whole(self) -> bool:
         """Whether the prompt is a whole text, and only its last logits are wanted."""
         return self.prompt.counts_from_zero and self.logits_to_keep and not self.stock_prefill
+
+    @property
+    def repeats_stock_prefill(self) -> bool:
+        """Whether stock's own prefill depends on nothing but the tokens and their number."""
+        is_plain = self.prompt.is_plain and self.tokens_alone and self.source is None
+        return self.stock_prefill and is_plain and not self.cache_is_users
 
 
 def plan_call(
@@ -189,6 +197,7 @@ def plan_call(
         and (bool(masks.states) or bool(_prompt_inputs(kwargs)) or has_own_steps(model)),
         only_traced=is_traced
         and (bool(why_traced) or bool(masks.states) or bool(_prompt_inputs(kwargs)) or bool(axes)),
+        tokens_alone=not _prompt_inputs(kwargs),
         source=source,
     )
 

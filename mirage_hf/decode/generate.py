@@ -185,7 +185,7 @@ def prefill(session: Session) -> None:
 def _prefill_by_graph(session: Session) -> bool:
     """Replay a captured prefill, if there is one or one is captured now."""
     runner, block, inputs = session.runner, session.block, session.inputs
-    arguments = inputs.model, session.plan, block, inputs.input_ids, session.graph_key
+    arguments = inputs, session.plan, block, session.graph_key
     graph = runner.captured_prefill(*arguments, unseen_model=not session.is_confirmed)
     if graph is None and not session.is_confirmed:
         session.confirm_model()
@@ -199,9 +199,8 @@ def _prefill_by_graph(session: Session) -> bool:
 
 def _prefill_by_kernels(session: Session) -> bool:
     """Call the kernels of prompts, if they serve this one."""
-    inputs = session.inputs
     return session.runner.run_prefill_kernels(
-        inputs.model, session.plan, session.block, inputs.input_ids, session.graph_key
+        session.inputs, session.plan, session.block, session.graph_key
     )
 
 
@@ -229,6 +228,7 @@ def _prefill_by_forward(session: Session) -> None:
                     inputs, plan.prompt, outputs, kwargs, counts_from_zero=from_zero
                 )
             )
+            session.runner.prompts.note_usual(session.graph_key)
         if plan.source is not None:
             plan.source.store(block, cache)
     length = plan.prompt.length

@@ -5,6 +5,10 @@ in the library. Kernels are used only after they have given what HF's forward gi
 prefill serves a bucket of lengths. Prompts are padded on the right, which causal attention does not
 see. The keys of that padding are cleared.
 
+If layers keep states, a padding on the right would move the states on. Then stock's own prefill is
+captured for prompts of one exact length. It fills a cache of stock's, which the graph copies into
+the block.
+
 There are four ways. A call takes the first one that is possible:
 
 1. Kernels, captured, if the weights lie where they did. They are replayed before the fingerprint of
@@ -29,12 +33,21 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.graphs import capture
-from mirage_hf.decode.prefill_checks import check_causal, check_kernels, random_prompts
-from mirage_hf.decode.prefill_runs import forward_run, kernel_run, make_room
+from mirage_hf.decode.prefill_checks import (
+    check_causal,
+    check_kernels,
+    check_without_mask,
+    random_prompts,
+)
+from mirage_hf.decode.prefill_runs import forward_run, kernel_run, make_room, stock_run
 from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
 from mirage_hf.errors import MirageError, described
 from mirage_hf.layers.model_kernels import ModelKernels
+
+#: Most graphs of one block for prompts of one exact length.
+MOST_EXACT = 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,8 @@ class PrefillRequest:
     """A prompt that needs a prefill.
 
     Attributes:
-        model: The model.
+        inputs: What stock's decoding method would get.
+        cache: The cache that stock would fill.
         block: Memory of the call.
         shape: Shape of the prompt.
         state: State of the model. Results of earlier captures hold while it is equal.
@@ -88,12 +102,18 @@ class PrefillRequest:
         usable_kernels: Returns the kernels if they serve this call, else None.
     """
 
-    model: Any
+    inputs: CallInputs
+    cache: Any
     block: CacheBlock
     shape: PromptShape
     state: object
     model_kernels: ModelKernels | None
     usable_kernels: Callable[[], ModelKernels | None]
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self.inputs.model
 
 
 class Prefills:
@@ -113,6 +133,12 @@ class Prefills:
         self._first: dict[int, object] = {}
         #: By kind of shape: a state of the model, and whether kernels may be called in it.
         self._checked: dict[PromptShape, tuple[object, bool]] = {}
+        #: The last state of the model in which steps after stock's prefill took nothing unusual.
+        self._usual: object = None
+
+    def note_usual(self, state: object) -> None:
+        """Note that the model's own methods give steps after stock's prefill nothing unusual."""
+        self._usual = state
 
     # -- called
 
@@ -161,7 +187,7 @@ class Prefills:
             The graph, None if a called prefill must run.
         """
         block, shape, state = request.block, request.shape, request.state
-        if self._not_captured.get(shape) == state:
+        if self._not_captured.get(_alike(shape)) == state:
             return None
         name = "prefill", shape
         graphs = block.graphs_for(state)
@@ -177,6 +203,7 @@ class Prefills:
             if graph is None:
                 return None
             graphs[name] = graph
+            _forget_oldest(graphs)
         self.count("captured, by kernels" if graph.by_kernels else "captured")
         return graph
 
@@ -186,7 +213,9 @@ class Prefills:
         """Return a capture if a prompt of the shape has run before."""
         block, shape = request.block, request.shape
         block.prompts[shape] += 1
-        if block.prompts[shape] < 2 or not block.keys or not block.logits.numel():
+        if block.prompts[shape] < 2 or not (block.keys or block.states):
+            return None
+        if not block.logits.numel() or (shape.is_exact and self._usual != request.state):
             return None
         block.dirty = max(block.dirty, shape.tokens)  # the warm-ups write so far
         model_kernels = None
@@ -217,7 +246,7 @@ class Prefills:
             block.drop_graphs()
             block.prompts[shape] = 0  # another time there may be more
         elif model_kernels is None:
-            self._not_captured[shape] = state
+            self._not_captured[_alike(shape)] = state
         else:
             self._not_captured_by_kernels[shape] = state
             if isinstance(failed, MirageError):  # what gives wrong results is not called either
@@ -250,31 +279,48 @@ def _try_kernels(request: PrefillRequest, input_ids: Tensor, *, is_checked: bool
 def _capture_with_room(request: PrefillRequest, model_kernels: ModelKernels | None) -> PrefillGraph:
     """Capture a prefill, and once more after freeing memory if there was too little."""
     with contextlib.suppress(torch.OutOfMemoryError):
-        return capture_prefill(request.model, request.block, request.shape, model_kernels)
+        return capture_prefill(request, model_kernels)
     request.block.make_room()
-    return capture_prefill(request.model, request.block, request.shape, model_kernels)
+    return capture_prefill(request, model_kernels)
 
 
-def capture_prefill(
-    model: Any, block: CacheBlock, shape: PromptShape, model_kernels: ModelKernels | None = None
-) -> PrefillGraph:
+def _alike(shape: PromptShape) -> PromptShape:
+    """Return the shape that stands for all that a failed capture rules out."""
+    return shape.kind if shape.is_exact else shape
+
+
+def _forget_oldest(graphs: dict[Any, Any]) -> None:
+    """Keep few graphs of prompts of one length each: there may be as many lengths as prompts."""
+    exact = [name for name in graphs if name[0] == "prefill" and name[1].is_exact]
+    for name in exact[:-MOST_EXACT]:
+        del graphs[name]
+
+
+def capture_prefill(request: PrefillRequest, model_kernels: ModelKernels | None) -> PrefillGraph:
     """Capture prefills of a shape over a block that has held a prompt.
 
     Args:
-        model: The model.
-        block: The block.
-        shape: Shape of the prompts.
+        request: A prompt of the shape.
         model_kernels: The kernels to capture. None captures HF's forward.
 
     Raises:
-        MirageError: Kernels do not give what HF's forward gives, or HF's forward sees later tokens.
+        MirageError: Kernels do not give what HF's forward gives, or HF's forward sees later tokens,
+            or it needs a mask of ones.
         RuntimeError: The prefill cannot be captured.
     """
+    model, block, shape = request.model, request.block, request.shape
     prompts, logits = BucketedPrompts.allocate(block, shape), block.logits.clone()
     try:
         if model_kernels is not None:
             prefill = kernel_run(model_kernels, block, prompts, shape)
             check_kernels(model, block, prompts, prefill.run)
+        elif shape.is_exact:
+            prompts.ids.copy_(random_prompts(model, block, shape.tokens))
+            prefill, masked = (
+                stock_run(request.inputs, request.cache, block, prompts.ids, with_mask=with_mask)
+                for with_mask in (False, True)
+            )
+            check_without_mask(masked.run, prefill.run, block, shape.tokens)
         else:
             prefill = forward_run(model, block, prompts.ids, prompts.last[:1])
             check_causal(prefill.run, block, prompts, random_prompts(model, block, shape.tokens))

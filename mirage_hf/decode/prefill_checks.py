@@ -102,6 +102,28 @@ def check_causal(
         )
 
 
+def check_without_mask(
+    with_mask: Callable[[], None], without: Callable[[], None], block: CacheBlock, tokens: int
+) -> None:
+    """Check that stock's prefill gives the same with a mask of ones and without a mask.
+
+    Args:
+        with_mask: The prefill with a mask. Its results are in the block afterwards.
+        without: The same prefill without one.
+        block: Where both write.
+        tokens: Tokens of the prompt.
+
+    Raises:
+        MirageError: They differ by more than rounding explains.
+    """
+    difference, allowed = _difference(with_mask, without, block, tokens)
+    if not difference <= allowed:
+        raise MirageError(
+            f"prefill: without a mask, results differ by {difference:.2g} of their size; "
+            f"{allowed:.2g} is allowed"
+        )
+
+
 def _difference(
     first: Callable[[], None], second: Callable[[], None], block: CacheBlock, tokens: int
 ) -> tuple[float, float]:
@@ -117,8 +139,8 @@ def _difference(
         The greatest relative difference of logits, keys and values, and the most that rounding may
         explain.
     """
-    results, hidden = _results(block, tokens)
     first()
+    results, hidden = _results(block, tokens)
     wanted = [x.clone() for x in results]
     try:
         for x in results:  # elements that are not written count as wrong
@@ -141,12 +163,12 @@ def _difference(
 
 
 def _results(block: CacheBlock, tokens: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the results of a prefill in a block, and for each tensor the parts that are masked."""
-    results: list[Tensor] = [block.logits]
-    hidden: list[Tensor | None] = [None]
+    """Return the results of the last prefill, and for each tensor the parts that are masked."""
+    results: list[Tensor] = [block.logits, *block.states.values()]
+    hidden: list[Tensor | None] = [None] * len(results)
     for memory in (block.keys, block.values):
-        for layer, states in memory.items():
-            ring = block.rings[layer]
+        for layer in sorted(block.written & memory.keys()):
+            ring, states = block.rings[layer], memory[layer]
             x = states[:, :, : tokens if ring is None else min(tokens, ring.length)]
             unseen = None
             if block.lowest is not None:

@@ -1,7 +1,8 @@
-"""The two ways to run a prefill over a block: by kernels, and by Hugging Face's own forward."""
+"""The ways to run a prefill into a block: by kernels, by HF's forward, and by stock's prefill."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.cache_exchange import read_cache
 from mirage_hf.decode.cache_layers import prefill_cache
+from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
+from mirage_hf.decode.routing import cache_name
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.prefill import PromptInputs, WindowAttention
 
@@ -80,6 +84,36 @@ def kernel_run(
             model_kernels.run_prompt(kernels, prompts.ids, prompts.last, layer_inputs, block.logits)
 
     return PrefillRun(run, (cos, sin, kernels, windowed))
+
+
+def stock_run(
+    inputs: CallInputs, cache: Any, block: CacheBlock, ids: Tensor, *, with_mask: bool
+) -> PrefillRun:
+    """Return stock's own prefill: it fills a cache of stock's, which is copied into a block.
+
+    Args:
+        inputs: What stock's decoding method would get. Its prompt has no padding.
+        cache: An empty cache as stock would fill it. It stays empty.
+        block: Where keys, values, states and logits go. It has room for them.
+        ids: (batch, tokens).
+        with_mask: Whether the model gets a mask of ones, which some models read on the host.
+    """
+    with torch.inference_mode(False):
+        held = {
+            name: x.clone()
+            for name, x in inputs.kwargs.items()
+            if isinstance(x, Tensor) and (with_mask or name != "attention_mask")
+        }
+    model, config = inputs.model, inputs.config
+    others = {name: x for name, x in inputs.kwargs.items() if not isinstance(x, Tensor)}
+
+    def run() -> None:
+        filled = copy.deepcopy(cache)
+        outputs = model._prefill(ids, config, {**others, **held, cache_name(model): filled})
+        read_cache(block, filled, ids.shape[1])
+        block.logits.copy_(outputs.logits[:, -1])
+
+    return PrefillRun(run, held)
 
 
 def forward_run(

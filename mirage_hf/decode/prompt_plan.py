@@ -36,6 +36,12 @@ class PromptPlan:
     counts_from_zero: bool
     offsets: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows are whole texts of one length, and every position is a token's place."""
+        is_whole = self.counts_from_zero and self.lowest is None
+        return is_whole and self.offsets is None
+
     @classmethod
     def of(
         cls,

@@ -20,6 +20,9 @@ GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
 #: (Llama-3.2-1B, H200). The kernels take about 2 ms there. The first token takes 9.6 ms without a
 #: graph and 5.6 ms with one. The number at which the GPU takes as long as the host is an estimate.
 MAX_CAPTURED_TOKENS = 2048
+#: The same where stock's own prefill fills stock's own cache. Forms that no library speeds up make
+#: tensors of 2 MB a token (Mamba-2), and a graph keeps its memory.
+MAX_STOCK_TOKENS = 512
 #: Kernels are compared with HF's forward before they are called. This is the number of tokens of
 #: the compared prompt, for prompts of more than MAX_CAPTURED_TOKENS that exceed no window.
 CHECKED_TOKENS = 3 * GRAIN
@@ -42,6 +45,7 @@ class PromptShape:
         windows: For each layer the window that hides some of the tokens from others, or None.
         exceeds_windows_from: The least number of tokens that exceeds the same windows and rings as
             these tokens. 0 if they exceed none.
+        is_exact: Whether prompts have just so many tokens, because states would see a padding.
     """
 
     batch: int
@@ -49,6 +53,12 @@ class PromptShape:
     padded: bool
     windows: tuple[int | None, ...]
     exceeds_windows_from: int
+    is_exact: bool = False
+
+    @classmethod
+    def exactly(cls, length: int, block: CacheBlock) -> PromptShape:
+        """Return the shape of prompts of `length` tokens that stock's own prefill runs."""
+        return cls(block.batch, length, False, (), 0, is_exact=True)
 
     @classmethod
     def of(cls, length: int, block: CacheBlock, masks: MaskPlan) -> PromptShape | None:
@@ -67,7 +77,8 @@ class PromptShape:
     @property
     def is_short(self) -> bool:
         """Whether the host takes longer than the GPU, so that a capture saves time."""
-        return self.batch * self.tokens <= MAX_CAPTURED_TOKENS
+        most = MAX_STOCK_TOKENS if self.is_exact else MAX_CAPTURED_TOKENS
+        return self.batch * self.tokens <= most
 
     @property
     def is_plain(self) -> bool:

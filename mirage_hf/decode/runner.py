@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_pool import CachePool
-from mirage_hf.decode.call_plan import CallPlan
+from mirage_hf.decode.call_plan import CallInputs, CallPlan
 from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.counters import AttemptCounters
 from mirage_hf.decode.graphs import why_no_capture
@@ -161,10 +161,9 @@ class DecodeRunner:
 
     def captured_prefill(
         self,
-        model: Any,
+        inputs: CallInputs,
         plan: CallPlan,
         block: CacheBlock,
-        input_ids: Tensor,
         key: GraphKey,
         *,
         unseen_model: bool = False,
@@ -172,10 +171,9 @@ class DecodeRunner:
         """Return the captured prefill for a prompt. The second prompt of a bucket captures it.
 
         Args:
-            model: The model.
+            inputs: What stock's decoding method would get.
             plan: Plan of the call.
             block: Memory of the call.
-            input_ids: The prompt.
             key: What graphs depend on.
             unseen_model: Return only one that may be replayed before the fingerprint of the model
                 is taken.
@@ -185,12 +183,12 @@ class DecodeRunner:
         """
         if self.mode == "eager" or why_no_capture(block.device) or plan.fingerprint.no_graph:
             return None
-        request = self._prefill_request(model, plan, block, input_ids, key)
+        request = self._prefill_request(inputs, plan, block, key)
         if request is None or not request.shape.is_short:
             return None
         # HF's forward may have a table of positions. A look-up beyond it, for a token that only
         # pads the bucket, would end the process.
-        text_config = model.config.get_text_config(decoder=True)
+        text_config = inputs.model.config.get_text_config(decoder=True)
         positions = getattr(text_config, "max_position_embeddings", None)
         is_within = positions is None or request.shape.tokens <= positions
         return self.prompts.captured(
@@ -200,31 +198,39 @@ class DecodeRunner:
         )
 
     def run_prefill_kernels(
-        self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
+        self, inputs: CallInputs, plan: CallPlan, block: CacheBlock, key: GraphKey
     ) -> bool:
         """Prefill by kernels without a graph. Returns False if HF's forward must run."""
         model_kernels = self.model_kernels
         if model_kernels is None or model_kernels.no_prefill or not kernels_pay(block.device):
             return False
-        request = self._prefill_request(model, plan, block, input_ids, key)
+        request = self._prefill_request(inputs, plan, block, key)
         if request is None or block.batch not in model_kernels.rows:
             return False
         # a model that changed may want memory of another shape than its kernels
         if not block.keys and plan.fingerprint.facts != self.made_for:
             return False
-        return self.prompts.run_kernels(request, input_ids)
+        return self.prompts.run_kernels(request, inputs.input_ids)
 
     def _prefill_request(
-        self, model: Any, plan: CallPlan, block: CacheBlock, input_ids: Tensor, key: GraphKey
+        self, inputs: CallInputs, plan: CallPlan, block: CacheBlock, key: GraphKey
     ) -> PrefillRequest | None:
-        """Return a request for a prefill, None if the prompt cannot be padded to a bucket."""
-        if not plan.prompt_is_whole:
+        """Return a request for a prefill, None if no graph and no kernels can run the prompt."""
+        tokens, rope = inputs.input_ids.shape[1], plan.fingerprint.rope
+        # a cache that the caller will hold is stock's own, with all that it keeps
+        shape: PromptShape | None
+        if plan.repeats_stock_prefill and not inputs.config.return_dict_in_generate:
+            shape = PromptShape.exactly(tokens, block)
+        elif plan.prompt_is_whole:
+            shape = PromptShape.of(tokens, block, plan.masks)
+        else:
             return None
-        shape, rope = PromptShape.of(input_ids.shape[1], block, plan.masks), plan.fingerprint.rope
         if shape is None or (rope is not None and shape.tokens > rope.reach):
             return None
         usable_kernels = partial(self._usable_kernels, plan, block)
-        return PrefillRequest(model, block, shape, key, self.model_kernels, usable_kernels)
+        return PrefillRequest(
+            inputs, plan.cache, block, shape, key, self.model_kernels, usable_kernels
+        )
 
     # -- steps
 

@@ -96,6 +96,8 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
     block = SimpleNamespace(
         lowest=None,
         rings=(None,),
+        written={0},
+        states={},
         logits=torch.ones(1, 3),
         keys={0: torch.ones(1, 1, 8, 2)},
         values={0: torch.ones(1, 1, 8, 2)},
@@ -117,6 +119,8 @@ def test_one_layer_of_many_that_looks_ahead_is_seen(far: float) -> None:
     block: Any = SimpleNamespace(
         lowest=None,
         rings=(None,),
+        written={0},
+        states={},
         logits=torch.ones(1, 3, dtype=torch.bfloat16),
         keys={0: torch.ones(1, 1, 8, 2)},
         values={},

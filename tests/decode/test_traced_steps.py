@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import runner, step, trace_check, traced_step, tracing
+from mirage_hf.decode import prefill, prompts, runner, step, trace_check, traced_step, tracing
 from mirage_hf.decode.graphs import WARM_UPS
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.errors import OptimizeWarning, SearchError
@@ -80,6 +80,11 @@ def pair(name: str, batch_sizes: tuple[int, ...] = (1,), **options: Any) -> tupl
     stock = built(name)
     ours = optimize(twin_of(stock), batch_sizes=batch_sizes, verify=False, **options)
     return stock, ours
+
+
+def prefills(model: Any) -> dict[str, int]:
+    """Return how prompts were run other than by a call of stock's prefill."""
+    return dict(model.generate.runner.prefills)
 
 
 def text(batch: int = 1, length: int = 9, seed: int = 2) -> Tensor:
@@ -149,21 +154,89 @@ def test_steps_without_keys_are_recorded_once(
     assert steps(ours) == TRACED
 
 
-@pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
-def test_a_capture_leaves_states_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs before a capture move states on, as they would on a GPU."""
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let a graph be a call, after the runs before a capture, as they would be on a GPU.
 
-    def capture(run: Callable[[], None], *_: Any) -> tuple[Any, None]:
-        for _ in range(WARM_UPS):
-            run()
-        return SimpleNamespace(replay=run), None
+    Returns:
+        A list that gets the name of the module, such as "prefill", at each capture.
+    """
+    made: list[str] = []
 
-    monkeypatch.setattr(step, "capture", capture)
+    def capture_for(name: str) -> Callable[..., Any]:
+        def capture(run: Callable[[], None], *_: Any) -> tuple[Any, None]:
+            for _ in range(WARM_UPS):
+                run()
+            made.append(name)
+            return SimpleNamespace(replay=run), None
+
+        return capture
+
+    monkeypatch.setattr(step, "capture", capture_for("step"))
+    monkeypatch.setattr(prefill, "capture", capture_for("prefill"))
     monkeypatch.setattr(runner, "why_no_capture", lambda device: None)
+    return made
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
+@pytest.mark.usefixtures("graphs")
+def test_a_capture_leaves_states_as_they_are(name: str) -> None:
+    """The runs before a capture move states on."""
     stock, ours = pair(name, (1, 3))
     agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
     agree(stock, ours, {**padded(), **FULL, **GREEDY})
     assert ours.mirage.report.decode["captured"] == 2 and steps(ours) == {"traced": 2}
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "mamba2", "falcon_h1", "lfm2"])
+def test_the_second_prompt_of_a_length_captures_stocks_prefill(
+    name: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A padding would move states on, so a graph serves prompts of one length."""
+    monkeypatch.setattr(prefill, "MOST_EXACT", 2)
+    stock, ours = pair(name, (1, 3))
+    for batch, length in [(1, 9), (1, 9), (3, 9), (1, 9), (1, 12), (1, 12), (1, 9), (3, 9)]:
+        given = {"inputs": text(batch, length, seed=len(graphs) + length), **GREEDY}
+        agree(stock, ours, given)
+    agree(stock, ours, {**padded(), **GREEDY})
+    assert steps(ours) == {"traced": 9} and not stocks(ours)
+    assert prefills(ours) == {"captured": 5} and graphs.count("prefill") == 3
+    if name != "mamba2":  # its cache does not know its length
+        agree(stock, ours, {"inputs": text(1, 12), **FULL, **GREEDY})
+        assert prefills(ours) == {"captured": 5}, "the caller gets the cache that stock fills"
+    for length in (15, 15, 9):  # one graph more than are kept
+        agree(stock, ours, {"inputs": text(1, length), **GREEDY})
+    assert graphs.count("prefill") == 5
+
+
+@pytest.mark.parametrize("what", ["needs a mask", "reads the host", "is long"])
+def test_a_prefill_that_cannot_be_repeated_is_called(
+    what: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ours = pair("lfm2")
+    own = type(ours)._prefill
+
+    def of_mask(model: Any, ids: Tensor, config: Any, kwargs: Any, **options: Any) -> Any:
+        outputs = own(model, ids, config, kwargs, **options)
+        if what == "reads the host" and kwargs.get("attention_mask") is None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if what == "needs a mask" and kwargs.get("attention_mask") is None:
+            outputs.logits.mul_(-1)
+        return outputs
+
+    monkeypatch.setattr(type(ours), "_prefill", of_mask)
+    if what == "is long":
+        monkeypatch.setattr(prompts, "MAX_STOCK_TOKENS", 8)
+    for length in (9, 9, 9, 7, 7):
+        agree(stock, ours, {"inputs": text(1, length), **GREEDY})
+    ((found, times),) = prefills(ours).items()
+    assert graphs.count("prefill") == (1 if what == "is long" else 0) and times == 1
+    assert {
+        "needs a mask": "without a mask, results differ by 2",
+        "reads the host": "operation not permitted",
+        "is long": "captured",
+    }[what] in found
+    assert steps(ours) == {"traced": 5}
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "gemma3"])
