@@ -219,11 +219,18 @@ class _Cutter:
                 and term.is_op
                 and not term.is_constant
                 and not term.escapes
-                and all(u.op == "matmul" or u in found for u in term.users)
+                and all(u in found or self._feeds_products(u) for u in term.users)
             ):
                 found[term] = None
                 waiting += term.terms
         return sorted(found, key=lambda t: t.node)
+
+    def _feeds_products(self, term: Term) -> bool:
+        """Return whether a term is a product, or in no group and read by such terms alone."""
+        if term.op == "matmul":
+            return True
+        is_free = term not in self.taken and not term.escapes
+        return is_free and all(self._feeds_products(u) for u in term.users)
 
 
 def _join(product: Term, other: Term) -> bool:

@@ -503,6 +503,8 @@ def _computed(x: Any) -> bool:
 
 
 def _broadcasts(given: Sequence[int], shape: Sequence[int], term: Term) -> bool:
+    if not term.is_constant:
+        given = (1,) * (len(shape) - len(given)) + tuple(given)
     if tuple(given) == tuple(shape):
         return True
     if term.is_constant:

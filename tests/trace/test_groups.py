@@ -200,6 +200,34 @@ def test_without_products_there_are_no_groups() -> None:
     assert groups(lambda x: F.silu(norm(x)) + x) == []
 
 
+def test_a_norm_that_is_scaled_in_two_ways_is_computed_by_both_readers() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = norm(x)
+        return attention(linear(0, y * 2), linear(1, y * 3))
+
+    assert shape(function) == [("layer_norm mul", 1, ""), ("layer_norm mul", 1, "")]
+    assert shape(lambda x: attention(linear(0, norm(x) * 2), norm(x).cumsum(-1))) == [
+        ("layer_norm mul", 1, "")
+    ]
+
+
+def test_a_norm_that_something_else_reads_is_no_part_of_a_group() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = norm(x)
+        return attention(linear(0, y * 2), (y * 3).cumsum(-1))
+
+    assert shape(function) == [("mul", 1, "")]
+
+
+def test_a_result_without_a_dim_of_one_token_is_added() -> None:
+    """Falcon-H1 adds (rows, width) to (rows, 1, width) for one row."""
+
+    def function(x: Tensor) -> Tensor:
+        return linear(0, x) + linear(1, x)[:, None] if len(x) == 1 else x
+
+    assert [t.op for t in plan_of(function, {"x": X[:1]}, rows=1).groups[0].after] == ["add"]
+
+
 # -- what rides along -----------------------------------------------------------------------------
 
 WIDE = normal(NARROW * 4, WIDTH, seed=10)
