@@ -222,10 +222,15 @@ def _prefill_by_forward(session: Session) -> None:
         if plan.stock_prefill:
             traced = session.runner.traced
             assert traced is not None
-            from_zero = traced.counts_from_zero
+            session.runner.unread.begin(session.graph_key)
             covered(
                 unusual_step_inputs(
-                    inputs, plan.prompt, outputs, kwargs, counts_from_zero=from_zero
+                    inputs,
+                    plan.prompt,
+                    outputs,
+                    kwargs,
+                    counts_from_zero=traced.counts_from_zero,
+                    unread=session.runner.unread,
                 )
             )
             session.runner.prompts.note_usual(session.graph_key)

@@ -20,6 +20,7 @@ from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.prefill import PrefillGraph, PrefillRequest, Prefills
 from mirage_hf.decode.prompts import PromptShape
 from mirage_hf.decode.step import CapturedForward, Step
+from mirage_hf.decode.step_inputs import UnreadInputs
 from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_program
 from mirage_hf.decode.traced_step import TRACED, TracedStep, TracedSteps, why_no_traced_step
 from mirage_hf.errors import described
@@ -75,6 +76,7 @@ class DecodeRunner:
         self.selections: Counter[str] = Counter()
         self.counters = AttemptCounters()
         self.prompts = Prefills(partial(self.counters.count, self.prefills))
+        self.unread = UnreadInputs()
         #: The fingerprint of the last call.
         self.last_fingerprint: ModelFingerprint | None = None
         self._graph_key: GraphKey = (None, None)

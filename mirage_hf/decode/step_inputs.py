@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.prompt_plan import PromptPlan
@@ -25,6 +27,7 @@ def unusual_step_inputs(
     kwargs: dict[str, Any],
     *,
     counts_from_zero: bool,
+    unread: UnreadInputs,
 ) -> str | None:
     """Return what the first step of a call takes that ours do not, or None.
 
@@ -34,6 +37,7 @@ def unusual_step_inputs(
         outputs: What the model gave for the prompt.
         kwargs: The kwargs that its prefill got.
         counts_from_zero: Whether the model counts tokens from 0 if it is given no positions.
+        unread: What steps of the model were seen not to read.
     """
     model, ids = inputs.model, inputs.input_ids
     token = ids[:, -1:]
@@ -48,7 +52,7 @@ def unusual_step_inputs(
         for name, value in given.items()
         if name not in _KNOWN and value is not None and not _is_plain_option(value)
     ]
-    if others and not _make_no_difference(model, given, others):
+    if others and not unread.make_no_difference(model, given, others):
         return f"a model whose steps take {others[0]}"
     of_decoder = "decoder_" if model.config.is_encoder_decoder else ""
     taken = given.get(f"{of_decoder}input_ids")
@@ -68,19 +72,76 @@ def unusual_step_inputs(
     return None
 
 
-def _make_no_difference(model: Any, given: dict[str, Any], others: Sequence[str]) -> bool:
-    """Return whether a step's logits are the same without these arguments.
+class UnreadInputs:
+    """What the steps of a model were seen not to read, in its present state."""
 
-    The step runs twice, over copies of the cache.
-    """
-    name = cache_name(model)
+    def __init__(self) -> None:
+        self._state: object = None
+        self._known: set[tuple[Any, ...]] = set()
 
-    def logits(arguments: Mapping[str, Any]) -> Tensor:
-        cache = copy.deepcopy(given[name])
-        return model(**{**arguments, name: cache}, return_dict=True).logits  # type: ignore[no-any-return]
+    def begin(self, state: object) -> None:
+        """Forget what was seen if the model is in another state."""
+        if state != self._state:
+            self._state, self._known = state, set()
 
-    without = {key: x for key, x in given.items() if key not in others}
-    return torch.equal(logits(given), logits(without))
+    def make_no_difference(
+        self, model: Any, given: Mapping[str, Any], others: Sequence[str]
+    ) -> bool:
+        """Return whether a step's logits are the same without these arguments.
+
+        The step runs twice, over copies of the cache. It need not run again for other tensors if
+        nothing read these ones.
+        """
+        key = tuple(_kind(name, given[name]) for name in others)
+        if key in self._known:
+            return True
+        name = cache_name(model)
+
+        def logits(arguments: Mapping[str, Any]) -> Tensor:
+            cache = copy.deepcopy(given[name])
+            return model(**{**arguments, name: cache}, return_dict=True).logits  # type: ignore[no-any-return]
+
+        without = {key: x for key, x in given.items() if key not in others}
+        tensors = [given[other] for other in others if isinstance(given[other], Tensor)]
+        with _Readers(tensors) as readers:
+            wanted = logits(given)
+        if not torch.equal(wanted, logits(without)):
+            return False
+        if not readers.found:
+            self._known.add(key)
+        return True
+
+
+def _kind(name: str, x: Any) -> tuple[Any, ...]:
+    """Return an argument's name, and its form or value."""
+    return (name, x.dtype, x.ndim) if isinstance(x, Tensor) else (name, repr(x))
+
+
+#: What tells the form of a tensor, and none of its elements.
+_FORM = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")]
+    + [Tensor.size, Tensor.dim]
+)
+
+
+class _Readers(TorchFunctionMode):
+    """Notes the functions that get a tensor, or a view of it."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__()
+        self.storages = {x.untyped_storage().data_ptr() for x in tensors}
+        self.found: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        """Call a function."""
+        if func not in _FORM and any(map(self._is_watched, tree_leaves((args, kwargs)))):
+            self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+    def _is_watched(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self.storages
 
 
 def _is_plain_option(value: Any) -> bool:
