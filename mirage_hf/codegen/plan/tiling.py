@@ -114,7 +114,8 @@ class Tiling:
 
     def is_constant(self, i: BlockInput) -> bool:
         """Return True if an input may be read while earlier launches still run."""
-        return i.bounds is None and all(self.operands[s].constant for s in i.sources)
+        read = i.sources if i.taken is None else (*i.sources, i.taken.index)
+        return i.bounds is None and all(self.operands[n].constant for n in read)
 
     def prefetchable(self, i: BlockInput) -> bool:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
@@ -123,13 +124,13 @@ class Tiling:
         Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
         read before the wait.
         """
-        is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
+        is_cache = i.bounds is None and i.taken is None and self.op.caches.issuperset(i.sources)
         return self.is_constant(i) or is_cache
 
     def is_streamed(self, i: BlockInput) -> bool:
         """Return True if each element of an input is read by one block only."""
         cut = (a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
-        return all(self.differs_along(a, i.axes) for a in cut)
+        return all(self.differs_along(a, i.read_axes) for a in cut)
 
     def selects_source(self, i: BlockInput) -> bool:
         """Return True if a tile of a joined input lies in one source, whose pointer is selected.
@@ -198,5 +199,6 @@ class Tiling:
 
 def _reads_plainly(i: BlockInput, source: int, axes: Sequence[str | None]) -> bool:
     """Return True if an input reads exactly the elements of one operand, by these axes."""
-    has_options = i.bounds is not None or i.rotation is not None or i.padding is not None
+    options = (i.bounds, i.rotation, i.padding, i.taken)
+    has_options = any(option is not None for option in options)
     return i.sources == (source,) and i.axes == axes and not has_options
