@@ -22,6 +22,7 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import run_ugraph
 from mirage_hf.search.engine import search
 from tests.helpers import indexed_programs as programs
 from tests.helpers import reference_executor
@@ -73,14 +74,24 @@ def test_kernels_check_the_index_on_a_cpu():
         ugraph(inputs)
 
 
-def test_an_index_is_checked_on_request(monkeypatch):
-    """On a GPU the check waits for the index, so it is asked for."""
+def test_the_range_of_indices_is_checked():
     g, _ = graph_of(index=(2,))
     inputs = [torch.randn(5, 4, 3), torch.tensor([0, 5], dtype=torch.int32)]
     with pytest.raises(errors.InputError, match=r"input 1 \(e\): the index is 0 to 5"):
         indices.check_range(g, inputs)
     inputs[1][1] = 4
     indices.check_range(g, inputs)
+
+
+def test_a_setting_asks_for_the_check(monkeypatch):
+    g = programs.gate_up(SMALL)
+    ugraph = search(g, programs.SEARCH)[0][0].ugraph
+    seen = []
+    monkeypatch.setattr(run_ugraph, "check_range", lambda graph, inputs: seen.append(graph))
+    for value in ("0", "1"):
+        monkeypatch.setenv("MIRAGE_HF_CHECK_INDICES", value)
+        ugraph(programs.inputs_of(g, 0))
+    assert seen == [g]
 
 
 def test_bad_operands_are_refused():
