@@ -114,8 +114,12 @@ class Tiling:
 
     def is_constant(self, i: BlockInput) -> bool:
         """Return True if an input may be read while earlier launches still run."""
-        read = i.sources if i.taken is None else (*i.sources, i.taken.index)
-        return i.bounds is None and all(self.operands[n].constant for n in read)
+        has_constant_index = i.taken is None or self.operands[i.taken.index].constant
+        return self.is_weight(i) and has_constant_index
+
+    def is_weight(self, i: BlockInput) -> bool:
+        """Return True if the sources of an input are constant. An index may choose among them."""
+        return i.bounds is None and all(self.operands[s].constant for s in i.sources)
 
     def prefetchable(self, i: BlockInput) -> bool:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
@@ -141,7 +145,7 @@ class Tiling:
         if i.joined is None:
             return False
         differing = [s for d in self.differing_dims(i) for s in self._strides_along(i, d)]
-        if differing and (not self.is_constant(i) or min(differing) < CODES_PER_WORD):
+        if differing and (not self.is_weight(i) or min(differing) < CODES_PER_WORD):
             return False
         role = self.block.role(i.joined)
         is_cut = role is Role.GRID or (role is Role.LOOP and self.is_looped)
