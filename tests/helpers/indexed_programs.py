@@ -140,6 +140,20 @@ def columns(rows: int, size: int, chosen: int) -> KernelGraph:
     return g
 
 
+def coded(tokens: int, chosen: int, columns: int, width: int, group: int) -> KernelGraph:
+    """Return products with chosen weights in codes of 4 bits, in groups with a scale each."""
+    g = mi.new_graph()
+    x = g.new_input((tokens, 1, 1, width), "float16", name="x")
+    e = g.new_input((tokens, chosen), "int32", name="e")
+    groups = width // group
+    codes = g.new_input((5, columns, groups, group), "uint4", name="codes", constant=True)
+    scales = g.new_input((5, columns, groups, 1), "float16", name="scales", constant=True)
+    w = g.mul(g.sub(g.cast(codes, "float16"), 8.0), scales)
+    w = g.take(g.reshape(w, (5, columns, width)), e)
+    g.mark_output(g.matmul(x, g.permute(w, (0, 1, 3, 2))))
+    return g
+
+
 def joined(tokens: int, chosen: int, widths: tuple[int, ...], width: int) -> KernelGraph:
     """Return products with chosen weights that lie in several tensors, joined by columns."""
     g = mi.new_graph()
@@ -265,6 +279,7 @@ def main(count: int, seed: int) -> None:
                     rows_of_table(r.randint(1, 5), r.randint(1, 9), 24),
                     columns(r.randint(1, 9), r.randint(2, 9), r.randint(2, 5)),
                     joined(r.randint(1, 3), r.randint(1, 3), r.choice(((8, 8), (16, 24))), 16),
+                    coded(r.randint(1, 3), r.randint(1, 3), 16, 128, 32),
                 )
             )
         else:
