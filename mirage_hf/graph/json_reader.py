@@ -387,7 +387,9 @@ def _read_taken(place: _Place) -> Taken | None:
         return None
     taken = place.key("taken")
     size = _dim(taken.key("size", "size"))
-    return Taken(taken.get("dim", "int"), size, taken.get("index", "int"), taken.all("axes", "text?"))
+    return Taken(
+        taken.get("dim", "int"), size, taken.get("index", "int"), taken.all("axes", "text?")
+    )
 
 
 def _read_stage(place: _Place) -> Stage:

@@ -176,9 +176,7 @@ def check_block_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DT
                 f"there are {len(operands)}"
             )
         operand = operands[source]
-        wanted = tuple(
-            _source_size(block, i, d, number_in_input) for d in range(len(i.axes))
-        )
+        wanted = tuple(_source_size(block, i, d, number_in_input) for d in range(len(i.axes)))
         if wanted != operand.dims:
             raise errors.GraphError(
                 f"customized: block input {i.name} wants {errors.shape(wanted)}, "

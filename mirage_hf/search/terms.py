@@ -106,9 +106,7 @@ class TermBuilder:
         carried = tuple(sorted(axis for axis in names if axis))
         return self._add(Term("input", (), carried, self.inputs.index(source), names))
 
-    def _taken(
-        self, source: LoweredInput, index: Index
-    ) -> tuple[int, int, tuple[int, ...]] | None:
+    def _taken(self, source: LoweredInput, index: Index) -> tuple[int, int, tuple[int, ...]] | None:
         """Return the dim of an input whose elements an index chooses, as `LoweredInput.taken`."""
         taken = [(d, place) for d, place in enumerate(index) if isinstance(place, TakenDim)]
         if not taken:

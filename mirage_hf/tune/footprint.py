@@ -138,7 +138,9 @@ def read_bytes(i: BlockInput, operands: Sequence[DTensor], source: int) -> int:
 def _loads(plan: KernelPlan, stage: Stage) -> list[str]:
     """Return the inputs that a stage reads in its loop."""
     read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
-    return [i.name for i in plan.tiling.block.inputs if i.name in read and stage.loop in i.read_axes]
+    return [
+        i.name for i in plan.tiling.block.inputs if i.name in read and stage.loop in i.read_axes
+    ]
 
 
 def _once(plan: KernelPlan) -> int:

@@ -37,7 +37,9 @@ def text_of(g, **tiles: int) -> str:
     ugraph = best_of(g)
     block = ugraph.block_ops[0].block
     schedule = Schedule({a.name: tiles[f"n{a.size}"] for a in block.axes}, num_warps=1)
-    return triton.program_source(ugraph, [schedule]).partition("def mirage_0")[2].partition("_comp")[0]
+    return (
+        triton.program_source(ugraph, [schedule]).partition("def mirage_0")[2].partition("_comp")[0]
+    )
 
 
 # -- numbers ---------------------------------------------------------------------------------------

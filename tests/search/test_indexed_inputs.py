@@ -157,6 +157,8 @@ def test_a_kernel_of_the_program_that_takes_is_searched_like_its_ops():
     g = programs.gate_up(Mixture(2, 2, 4, 16, 8))
     kernels = search(g, SEARCH)[0][0].ugraph.kernels
     written_out, found = lower(g), lower(kernels)
-    assert not isinstance(found, Rejected) and found.outputs[0].index == written_out.outputs[0].index
+    assert (
+        not isinstance(found, Rejected) and found.outputs[0].index == written_out.outputs[0].index
+    )
     assert len(found.terms) == len(written_out.terms)
     assert [i.taken for i in found.inputs] == [i.taken for i in written_out.inputs]
