@@ -24,6 +24,9 @@ class Settings:
     search_seconds: float
     #: True if Triton interprets kernels instead of compiling them: TRITON_INTERPRET.
     interpret: bool
+    #: True if each call checks that its indices are in range, for which it waits for the GPU:
+    #: MIRAGE_HF_CHECK_INDICES. CPUs always check.
+    check_indices: bool
 
 
 def _number(name: str, default: str, kind: type) -> float:
@@ -41,6 +44,10 @@ def _number(name: str, default: str, kind: type) -> float:
             f"unset it for {default}"
         )
     return value
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "0").lower() in ("1", "true", "on", "y", "yes")
 
 
 def _cache_dir() -> Path:
@@ -69,6 +76,6 @@ def settings() -> Settings:
         cache_dir=_cache_dir(),
         threads=int(_number("MIRAGE_HF_THREADS", str(cores), int)),
         search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float),
-        interpret=os.environ.get("TRITON_INTERPRET", "0").lower()
-        in ("1", "true", "on", "y", "yes"),
+        interpret=_flag("TRITON_INTERPRET"),
+        check_indices=_flag("MIRAGE_HF_CHECK_INDICES"),
     )

@@ -96,6 +96,10 @@ def _refuse(block: BlockGraph, name: str) -> None:
             raise errors.CodegenError(
                 f"{name}: {i.name} is rotated along axis {i.rotation.axis}; {way_out}"
             )
+        if i.taken is not None:
+            raise errors.CodegenError(
+                f"{name}: an index chooses the elements of {i.name}; {way_out}"
+            )
         if i.padding is not None:
             raise errors.CodegenError(
                 f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}"

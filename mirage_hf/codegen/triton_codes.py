@@ -133,11 +133,13 @@ class CodeWriter(TileWriter):
         condition: str | None = None,
     ) -> str:
         """Return a load of the words of one tile, if a condition holds."""
+        self.load_index(i)
         packed = self._per_word(i)
         self._check_words(i, packed)
         dims = [a for a in self._words_last(i) if self.tiling.tile(a) > packed.get(a, 1)]
         arguments = [self._word_address(i, pointer, packed, dims, shift)]
         mask = self.mask([a for a in self.block.input_axes(i) if a not in packed], dims)
+        mask += self.taken_inside(i, dims)
         mask += [condition] if condition else []
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0"]
@@ -178,6 +180,9 @@ class CodeWriter(TileWriter):
         """Return pointer arithmetic for the words of a tile. Dims of one word are left out."""
         operand, chosen = self.tiling.operands[i.sources[0]], self.chosen_strides(i)
         terms = [pointer]
+        if i.taken is not None:
+            stride = operand.strides[i.taken.dim]
+            terms.append(self.taken_offset(i, i.taken, stride, dims, CODES_PER_WORD))
         for a, stride in zip(i.axes, operand.strides, strict=True):
             if a is None or self.is_fixed(a, stride):
                 continue

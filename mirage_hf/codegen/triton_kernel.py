@@ -71,6 +71,9 @@ class _KernelWriter(CombineWriter):
         self._wait()
         for i in self._loop_bounds():
             self.load_bounds(i)
+        for i in self.block.inputs:
+            if not self.has_index_in_loop(i):
+                self.load_index(i)
         for i in (*early, *self._whole_inputs()):
             if not self.holds_packed(i):  # codes are decoded where they are needed
                 self.load(i)
@@ -264,7 +267,8 @@ class _KernelWriter(CombineWriter):
         self.indent -= 1
         for acc in stage.accumulators:
             self.reduce_after_loop(stage, acc)
-        self.written = {w for w in self.written if loop not in self.block.carried[w[1]]}
+        self.written = {w for w in self.written if loop not in self.block.carried.get(w[1], ())}
+        self.forget_indices_of_loop()
         self.trimmed = None
         if self.plan.schedule.cooperating_blocks > 1:
             self.combine(stage)

@@ -162,6 +162,7 @@ class LoadWriter(CodeWriter):
         """
         if self.holds_packed(i):
             return self.read_packed(i, pointer, policy or self._policy(i), shift)
+        self.load_index(i)
         loop = self.tiling.loop
         if ahead:
             shift = shift.also(str(loop), f"{self.axis[str(loop)]}_next")
@@ -171,6 +172,7 @@ class LoadWriter(CodeWriter):
         arguments = [self.address(pointer, i.axes, strides, dims, shift, i)]
         masked = [a for a in axes if not (ahead and a == loop)]
         mask = self.mask(masked, dims) + ([extra_mask] if extra_mask else [])
+        mask += self.taken_inside(i, dims)
         bounds = self.effective_bounds(i)
         if bounds is not None:
             self.load_bounds(bounds)
@@ -198,7 +200,7 @@ class LoadWriter(CodeWriter):
 
     def _policy(self, i: BlockInput) -> str | None:
         """Return the eviction policy that the schedule gives an input."""
-        in_loop = bool(self.tiling.loop) and self.tiling.loop in i.axes
+        in_loop = bool(self.tiling.loop) and self.tiling.loop in i.read_axes
         evicts = self.plan.schedule.evict_first and in_loop and self.tiling.is_streamed(i)
         return "evict_first" if evicts else None
 
@@ -244,6 +246,9 @@ class LoadWriter(CodeWriter):
             strides = self.tiling.operands[i.sources[k]].strides
             for a, name in chosen.items():
                 self.line(f"    {name} = {strides[dims[a]] // unit}")
+            taken_stride = self.chosen_taken_stride(i)
+            if taken_stride is not None and i.taken is not None:
+                self.line(f"    {taken_stride} = {strides[i.taken.dim] // unit}")
             low += size
 
     def _load_from_each_source(self, i: BlockInput, value: str) -> None:
@@ -321,7 +326,7 @@ class LoadWriter(CodeWriter):
         """
         loop = self.tiling.loop
         is_read_plainly = i.bounds is None and not self.tiling.is_constant(i)
-        if self.tiling.is_looped or loop is None or loop not in i.axes or not is_read_plainly:
+        if self.tiling.is_looped or loop is None or loop not in i.read_axes or not is_read_plainly:
             return None
         readers = [s for s in self.block.stages if i.name in stages.values_read(s)]
         effective = {self.loop_bounds.effective(s) for s in readers}

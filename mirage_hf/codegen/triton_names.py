@@ -61,6 +61,10 @@ _VALUE_SUFFIXES = (
     "_hi",
     "_slot",
     "_slot_ptr",
+    "_index",
+    "_index_ptr",
+    "_index_in",
+    "_by_index",
     *(f"_each{n}" for n in range(MOST_UNLOOPED_BLOCKS)),
 )
 

@@ -63,7 +63,8 @@ class PrefetchWriter(LoadWriter):
             if not is_selected_once:
                 return False
         is_unrolled = bool(self.layout.unrolled) and self.layout.unrolled in i.axes
-        return not is_unrolled and i.rotation is None and i.padding is None
+        is_read_plainly = i.rotation is None and i.padding is None and i.taken is None
+        return not is_unrolled and is_read_plainly
 
     def _scalar_bounds(self, i: BlockInput) -> BlockInput | None:
         """Return the effective bounds of an input if they are scalars that were already read."""

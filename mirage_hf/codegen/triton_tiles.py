@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.codegen.triton_names import KernelNames, slot_pointer
-from mirage_hf.graph.block import Axis, BlockInput, Role
+from mirage_hf.graph.block import Axis, BlockInput, Role, Taken
 
 #: Offsets from here on do not fit in 32 bits.
 FAR = 2**31
@@ -56,6 +56,8 @@ class TileWriter:
         #: Pairs (pointer name, position). Positions count the op's operands, then its outputs.
         self.arguments: list[tuple[str, int]] = []
         self.pointers: dict[str, list[str]] = {}
+        #: The names of indices that choose elements of inputs. Equal ones are loaded once.
+        self.indices: dict[Taken, str] = {}
         self.out_pointers: list[str] = []
         self._name_pointers()
 
@@ -66,6 +68,9 @@ class TileWriter:
             numbers = [""] if count == 1 else [str(k) for k in range(count)]
             self.pointers[i.name] = [f"{value}{n}_ptr" for n in numbers]
             self.arguments += zip(self.pointers[i.name], i.sources, strict=True)
+            if i.taken is not None and self._index_key(i.taken) not in self.indices:
+                self.indices[self._index_key(i.taken)] = f"{value}_index"
+                self.arguments.append((f"{value}_index_ptr", i.taken.index))
         for n, o in enumerate(self.block.outputs):
             taken = {argument for argument, _ in self.arguments}
             value = self.value[o.value]
@@ -76,6 +81,11 @@ class TileWriter:
             append = self.tiling.append_of(o)
             if append is not None:
                 self.arguments.append((slot_pointer(pointer), append.position))
+
+    @staticmethod
+    def _index_key(taken: Taken) -> Taken:
+        """Return what is equal for inputs that one load of an index serves."""
+        return replace(taken, dim=0)
 
     # -- lines ------------------------------------------------------------------------------------
 
@@ -255,7 +265,7 @@ class TileWriter:
         strides: Sequence[int],
         dims: Sequence[str],
         shift: Coordinates = Coordinates(),
-        rotated: BlockInput | None = None,
+        read: BlockInput | None = None,
     ) -> str:
         """Return pointer arithmetic for a tile.
 
@@ -265,30 +275,92 @@ class TileWriter:
             strides: Its strides.
             dims: The dims of the tile.
             shift: Other names of coordinates.
-            rotated: The input that is read, if its rotation may swap partners or `select` has
-                chosen its strides.
+            read: The input that is read. Its rotation may swap partners, `select` may have chosen
+                its strides, and an index may choose its elements.
         """
-        chosen = self.chosen_strides(rotated) if rotated is not None else {}
+        chosen = self.chosen_strides(read) if read is not None else {}
         pairs = list(zip(axes, strides, strict=True))
-        longest = pairs if rotated is None else self._longest_strides(rotated)
+        longest = pairs if read is None else self._longest_strides(read)
         is_far = sum(self.masks.largest_index(a) * s for a, s in longest if a) >= FAR
         terms = [pointer]
+        if read is not None and read.taken is not None:
+            terms.append(self.taken_offset(read, read.taken, strides[read.taken.dim], dims))
         for a, stride in pairs:
             if a is None or self.is_fixed(a, stride):
                 continue
             at = shift.names.get(a, self.axis[a])
-            rotation = rotated.rotation if rotated is not None else None
-            if (
-                rotated is not None
-                and rotation is not None
-                and rotation.swaps
-                and a == rotation.axis
-            ):
-                at = self._partner(a, at, rotated)
+            rotation = read.rotation if read is not None else None
+            if read is not None and rotation is not None and rotation.swaps and a == rotation.axis:
+                at = self._partner(a, at, read)
             term = self.spread(at, self.layout.dims([a]), dims)
             term += ".to(tl.int64)" if is_far else ""
             terms.append(term if stride == 1 else f"{term} * {chosen.get(a, stride)}")
         return " + ".join(terms)
+
+    # -- indices ----------------------------------------------------------------------------------
+
+    def load_index(self, i: BlockInput) -> None:
+        """Load the index that chooses elements of an input, unless it is loaded already."""
+        if i.taken is None:
+            return
+        key = self._index_key(i.taken)
+        name, axes = self.indices[key], [a for a in key.axes if a is not None]
+        if ("index", name, None) in self.written:
+            return
+        self.written.add(("index", name, None))
+        dims = self.layout.dims(axes)
+        strides = self.tiling.operands[key.index].strides
+        arguments = [self.address(f"{name}_ptr", key.axes, strides, dims)]
+        mask = self.mask(axes, dims)
+        arguments += [f"mask={' & '.join(mask)}", "other=-1"] if mask else []
+        self.line(f"{name} = tl.load({', '.join(arguments)})")
+        self.line(f"{name}_in = ({name} >= 0) & ({name} < {key.size})")
+
+    def has_index_in_loop(self, i: BlockInput) -> bool:
+        """Return True if each step of the loop reads another part of the index of an input."""
+        looped = self.tiling.is_looped
+        return looped and i.taken is not None and self.tiling.loop in i.taken.axes
+
+    def forget_indices_of_loop(self) -> None:
+        """Let the next loop load the indices that change in a loop."""
+        loop = self.tiling.loop
+        ended = {name for key, name in self.indices.items() if loop in key.axes}
+        self.written = {w for w in self.written if w[0] != "index" or w[1] not in ended}
+
+    def taken_inside(self, i: BlockInput, dims: Sequence[str]) -> list[str]:
+        """Return the condition that the index of an input is in range, if it has one."""
+        if i.taken is None:
+            return []
+        own = self.layout.dims([a for a in i.taken.axes if a is not None])
+        return [self.spread(f"{self.indices[self._index_key(i.taken)]}_in", own, dims)]
+
+    def taken_offset(
+        self, i: BlockInput, taken: Taken, stride: int, dims: Sequence[str], unit: int = 1
+    ) -> str:
+        """Return the term of an address for the elements that an index chooses.
+
+        Args:
+            i: The input.
+            taken: The index and the dim that it chooses from.
+            stride: The stride of that dim, if all sources have the same.
+            dims: The dims of the tile.
+            unit: How many elements a word of memory holds.
+        """
+        own = self.layout.dims([a for a in taken.axes if a is not None])
+        at = self.spread(self.indices[self._index_key(taken)], own, dims)
+        longest = max(self.tiling.operands[s].strides[taken.dim] for s in i.sources)
+        is_short = self.tiling.operands[taken.index].dtype is torch.int32
+        if is_short and taken.size * longest >= FAR:
+            at += ".to(tl.int64)"
+        step = self.chosen_taken_stride(i) or str(stride // unit)
+        return at if step == "1" else f"{at} * {step}"
+
+    def chosen_taken_stride(self, i: BlockInput) -> str | None:
+        """Return the name of the stride that a selected source has along the dim of an index."""
+        if i.taken is None or len(i.sources) == 1 or not self.tiling.selects_source(i):
+            return None
+        differs = i.taken.dim in self.tiling.differing_dims(i)
+        return f"{self.value[i.name]}_by_index" if differs else None
 
     def _longest_strides(self, i: BlockInput) -> list[tuple[str | None, int]]:
         """Return the axis of each dim of an input, and its longest stride in any source."""

@@ -64,6 +64,12 @@ class Algebra(Protocol):
             size: Its size.
         """
 
+    def take(self, x: Any, index: Any, dim: int) -> Any:
+        """Return the elements of an operand that an index chooses along a dim.
+
+        The index's dims replace `dim`. An index out of range gives 0.
+        """
+
     def contract(self, a: Any, b: Any, dim: int) -> Any:
         """Return the sum of a·b over `dim`, or None if the algebra has no fast way for it."""
 
@@ -153,6 +159,10 @@ class TorchAlgebra:
         lo, hi = (x.permute(tuple(order)).reshape(tuple(shape)) for x in (lo, hi))
         index = torch.arange(size, device=lo.device).view(-1, *[1] * (len(shape) - 1 - dim))
         return ((index >= lo) & (index < hi)).to(self.compute)
+
+    def take(self, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the elements that an index chooses along a dim."""
+        return table.lookup("take").oracle(x, index, dim=dim)
 
     def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the sum of a·b over `dim`."""

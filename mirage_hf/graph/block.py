@@ -35,6 +35,7 @@ from mirage_hf.graph.block_parts import (
     Role,
     Rotation,
     Stage,
+    Taken,
 )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Role",
     "Rotation",
     "Stage",
+    "Taken",
 ]
 
 

@@ -141,6 +141,28 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Says that an index in device memory chooses the elements of one dim of an input.
+
+    An example is the weights of experts (experts, n, k), of which each token takes some. The dim
+    has no axis of its own. The value changes along the axes of the index instead.
+    """
+
+    #: The dim of the sources. Among the axes of the input it is None.
+    dim: int
+
+    #: The number of elements that the sources have along the dim. Nothing is read for an index
+    #: below 0, or of this size or more. The value is 0 there.
+    size: int
+
+    #: The position of the index in the kernel's operand list.
+    index: int
+
+    #: The axis of each dim of the index. None: the dim has size 1.
+    axes: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
 class BlockInput:
     """A value loaded from device memory."""
 
@@ -169,16 +191,28 @@ class BlockInput:
     #: How the only source is extended along one of its axes.
     padding: Padding | None = None
 
+    #: The dim of the sources whose elements an index chooses.
+    taken: Taken | None = None
+
+    @property
+    def read_axes(self) -> tuple[str | None, ...]:
+        """The axis of each dim of what is read. The axes of an index replace the dim it chooses."""
+        if self.taken is None:
+            return self.axes
+        before, after = self.axes[: self.taken.dim], self.axes[self.taken.dim + 1 :]
+        return (*before, *self.taken.axes, *after)
+
     @property
     def carried(self) -> tuple[str, ...]:
         """The axes of the value. Their order has no meaning."""
-        own = tuple(a for a in self.axes if a is not None)
+        own = tuple(a for a in self.read_axes if a is not None)
         return own if self.bounds is None else (*own, self.bounds)
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise self._error("has no source; name the operand it reads")
         self._check_rotation_and_padding()
+        self._check_taken()
         if self.bounds is not None:
             joins = self.joined is not None or bool(self.sizes)
             if len(self.sources) != 2 or joins or self.bounds in self.axes:
@@ -204,6 +238,18 @@ class BlockInput:
                 raise self._error(
                     f"cannot be padded along {axis}; it must be an axis of its only source"
                 )
+
+    def _check_taken(self) -> None:
+        if self.taken is None:
+            return
+        dim = self.taken.dim
+        if self.bounds is not None or not 0 <= dim < len(self.axes) or self.axes[dim] is not None:
+            raise self._error(
+                f"an index cannot choose the elements of dim {dim}; "
+                "it must be a dim of its sources that has no axis"
+            )
+        if self.taken.size < 1:
+            raise self._error(f"an index cannot choose among {self.taken.size} elements")
 
     def _error(self, what: str) -> errors.GraphError:
         return errors.GraphError(f"block input {self.name}: {what}")

@@ -153,16 +153,19 @@ class _BlockRun:
     def _load(self, i: BlockInput, operands: Sequence[Any]) -> Any:
         """Return an input along all of its axes."""
         graph, algebra, index = self.graph, self.algebra, self.index
-        present = [(index[a], d) for d, a in enumerate(i.axes) if a is not None]
-        order = [d for _, d in sorted(present)] + [d for d, a in enumerate(i.axes) if a is None]
+        present = [(index[a], d) for d, a in enumerate(i.read_axes) if a is not None]
+        alone = [d for d, a in enumerate(i.read_axes) if a is None]
+        order = [d for _, d in sorted(present)] + alone
         if i.bounds is not None:
             lo, hi = (operands[s] for s in i.sources)
             shape = self._shape([a for a in i.axes if a is not None])
             whole = algebra.bounds(lo, hi, order, shape, index[i.bounds], graph.axis(i.bounds).size)
         else:
-            sources = [
-                self._source(i, k, operands[source], order) for k, source in enumerate(i.sources)
-            ]
+            arrays = [operands[source] for source in i.sources]
+            if i.taken is not None:
+                indices = operands[i.taken.index]
+                arrays = [algebra.take(x, indices, i.taken.dim) for x in arrays]
+            sources = [self._source(i, k, x, order) for k, x in enumerate(arrays)]
             whole = sources[0] if len(sources) == 1 else algebra.join(sources, index[str(i.joined)])
         for name, split_axis in self.batched_splits.items():
             if name in i.carried:

@@ -25,6 +25,7 @@ from mirage_hf.graph.block import (
     Role,
     Rotation,
     Stage,
+    Taken,
 )
 from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.json_writer import BLOCK, GRAPH, UGRAPH, VERSION, tensor_to_dict
@@ -351,6 +352,7 @@ def _read_block_input(place: _Place) -> BlockInput:
         place.optional("bounds", "text"),
         _read_rotation(place),
         _read_padding(place),
+        _read_taken(place),
     )
     return made
 
@@ -378,6 +380,16 @@ def _read_padding(place: _Place) -> Padding | None:
     padding = place.key("padding")
     axis, size = padding.get("axis", "text"), padding.get("size", "int")
     return Padding(axis, size, float(padding.get("value", "number")))
+
+
+def _read_taken(place: _Place) -> Taken | None:
+    if not place.has("taken"):
+        return None
+    taken = place.key("taken")
+    size = _dim(taken.key("size", "size"))
+    return Taken(
+        taken.get("dim", "int"), size, taken.get("index", "int"), taken.all("axes", "text?")
+    )
 
 
 def _read_stage(place: _Place) -> Stage:

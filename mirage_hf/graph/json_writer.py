@@ -15,6 +15,7 @@ from mirage_hf.graph.block import (
     Padding,
     Rotation,
     Stage,
+    Taken,
 )
 from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.json_files import Json
@@ -123,7 +124,8 @@ def _block_input(i: BlockInput) -> Json:
     }
     data |= {"bounds": i.bounds} if i.bounds else {}
     data |= {"rotation": _rotation(i.rotation)} if i.rotation else {}
-    return data | ({"padding": _padding(i.padding)} if i.padding else {})
+    data |= {"padding": _padding(i.padding)} if i.padding else {}
+    return data | ({"taken": _taken(i.taken)} if i.taken else {})
 
 
 def _rotation(r: Rotation) -> Json:
@@ -132,6 +134,10 @@ def _rotation(r: Rotation) -> Json:
 
 def _padding(p: Padding) -> Json:
     return {"axis": p.axis, "size": p.size, "value": p.value}
+
+
+def _taken(t: Taken) -> Json:
+    return {"dim": t.dim, "size": _size(t.size), "index": t.index, "axes": list(t.axes)}
 
 
 def _stage(s: Stage) -> Json:

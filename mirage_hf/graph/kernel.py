@@ -259,6 +259,21 @@ class KernelGraph:
         order = several(order, "permute", "order")
         return self._apply("permute", x, order=tuple(self._dim(x, d, "permute") for d in order))
 
+    def take(self, x: DTensor, index: DTensor, dim: int = 0) -> DTensor:
+        """Return the elements of `x` that an index chooses along `dim`.
+
+        The index's dims replace `dim`: with x (experts, n, k) and an index (tokens, chosen), the
+        result is (tokens, chosen, n, k). Generated kernels copy nothing, they read `x` at an
+        offset.
+
+        Args:
+            x: The tensor.
+            index: Whole numbers from 0 to the size of `dim` − 1, as int32 or int64. On a GPU,
+                nothing is read for a number outside of that range. On a CPU it is an error.
+            dim: The dim of `x`.
+        """
+        return self._apply("take", x, index, dim=self._dim(x, dim, "take"))
+
     def rope(self, x: DTensor, cos: DTensor, sin: DTensor, interleaved: bool = False) -> DTensor:
         """Apply rotary position embedding: x · cos + partner(x) · sin.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mirage_hf import errors
-from mirage_hf.graph.block import BlockGraph, BlockInput
+from mirage_hf.graph.block import BlockGraph, BlockInput, Taken
 from mirage_hf.graph.tensors import DTensor, Operand
 from mirage_hf.ops import table
 
@@ -58,6 +58,11 @@ def bound_operands(op: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
     return tuple(x for x in operands[1:3] if isinstance(x, DTensor))
 
 
+def index_operands(op: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
+    """Return the index among the operands of an op of the table, if it has one."""
+    return tuple(x for x in operands[1:2] if isinstance(x, DTensor)) if op == "take" else ()
+
+
 def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
     """Return the one dtype that an op of the table computes in, or moves.
 
@@ -77,6 +82,10 @@ def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
             raise errors.DTypeError(
                 f"{row.name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32"
             )
+    indices = index_operands(row.name, operands)
+    for t in indices:
+        check_index(t, row.name)
+    tensors = [t for n, t in enumerate(tensors) if not indices or n != 1]
     floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
     if row.kind == "effect":
         position = tensors[2]
@@ -103,6 +112,18 @@ def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
             f"{row.name}: operands have dtypes {names}; bring them to one with graph.cast"
         )
     return dtypes.pop()
+
+
+def check_index(t: DTensor, where: str) -> None:
+    """Check the dtype of an index. `where` opens the message.
+
+    Raises:
+        DTypeError: If it is neither int32 nor int64.
+    """
+    if t.dtype not in (torch.int32, torch.int64):
+        raise errors.DTypeError(
+            f"{where}: index {t.name} is {table.dtype_name(t.dtype)}; an index is int32 or int64"
+        )
 
 
 def check_arity(row: table.Op, count: int) -> None:
@@ -155,7 +176,7 @@ def check_block_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DT
                 f"there are {len(operands)}"
             )
         operand = operands[source]
-        wanted = tuple(_source_size(block, i, a, number_in_input) for a in i.axes)
+        wanted = tuple(_source_size(block, i, d, number_in_input) for d in range(len(i.axes)))
         if wanted != operand.dims:
             raise errors.GraphError(
                 f"customized: block input {i.name} wants {errors.shape(wanted)}, "
@@ -166,10 +187,32 @@ def check_block_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DT
                 f"customized: block input {i.name} holds bounds, which are int32; "
                 f"operand {source} is {table.dtype_name(operand.dtype)}"
             )
+    if i.taken is not None:
+        _check_taken(block, i, i.taken, operands)
 
 
-def _source_size(block: BlockGraph, i: BlockInput, axis: str | None, source: int) -> int:
-    """Return how many elements a source of a block input has along an axis."""
+def _check_taken(
+    block: BlockGraph, i: BlockInput, taken: Taken, operands: Sequence[DTensor]
+) -> None:
+    """Check the index of a block input."""
+    if not 0 <= taken.index < len(operands):
+        raise errors.GraphError(
+            f"customized: block input {i.name} has operand {taken.index} as its index, "
+            f"there are {len(operands)}"
+        )
+    index = operands[taken.index]
+    wanted = tuple(1 if a is None else block.axis(a).size for a in taken.axes)
+    if wanted != index.dims:
+        raise errors.GraphError(
+            f"customized: block input {i.name} wants an index {errors.shape(wanted)}, "
+            f"operand {taken.index} is {errors.shape(index.dims)}"
+        )
+    check_index(index, f"customized: block input {i.name}")
+
+
+def _source_size(block: BlockGraph, i: BlockInput, dim: int, source: int) -> int:
+    """Return how many elements a source of a block input has along a dim."""
+    axis = i.axes[dim]
     if axis is None:
-        return 1
+        return i.taken.size if i.taken is not None and dim == i.taken.dim else 1
     return i.sizes[source] if axis == i.joined and i.sizes else block.extent(i, axis)

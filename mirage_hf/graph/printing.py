@@ -85,6 +85,9 @@ def _load(i: BlockInput) -> str:
         text += f" of {i.rotation.width}" if i.rotation.width else ""
     if i.padding:
         text += f" padded {i.padding.axis} {i.padding.size} with {_value(i.padding.value)}"
+    if i.taken:
+        taken = i.taken
+        text += f" taken {taken.dim} of {taken.size} by {taken.index} {_axes(taken.axes)}"
     return text
 
 

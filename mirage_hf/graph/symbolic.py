@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mirage_hf import errors
-from mirage_hf.graph.block import BlockGraph, BlockInput
+from mirage_hf.graph.block import BlockGraph, BlockInput, Taken
 from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand, row_major
 from mirage_hf.graph.rebuild import rebuilt
@@ -230,9 +230,12 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
     sizes: dict[str, int] = {}
     inputs = []
     for i in block.inputs:
-        i = replace(i, sizes=_joined_sizes(i, operands))
+        i = replace(i, sizes=_joined_sizes(i, operands), taken=_taken(i, operands))
         inputs.append(i)
-        for axis, n in zip(i.axes, operands[i.sources[0]].dims, strict=True):
+        pairs = [*zip(i.axes, operands[i.sources[0]].dims, strict=True)]
+        if i.taken is not None:
+            pairs += zip(i.taken.axes, operands[i.taken.index].dims, strict=True)
+        for axis, n in pairs:
             if axis is None or (i.padding is not None and axis == i.padding.axis):
                 continue
             n = sum(i.sizes) if axis == i.joined and i.sizes else n
@@ -247,6 +250,13 @@ def resized(op: KernelOp, operands: Sequence[DTensor]) -> BlockGraph:
             n = largest_num_splits(sizes.get(whole_axis, block.axis(whole_axis).size), a.size)
         axes.append(replace(a, size=n))
     return BlockGraph(tuple(axes), tuple(inputs), block.stages, block.outputs)
+
+
+def _taken(i: BlockInput, operands: Sequence[DTensor]) -> Taken | None:
+    """Return how an index chooses the elements of an input of other sizes."""
+    if i.taken is None:
+        return None
+    return replace(i.taken, size=operands[i.sources[0]].dims[i.taken.dim])
 
 
 def _joined_sizes(i: BlockInput, operands: Sequence[DTensor]) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ A graph has one line per tensor. Block graphs are indented stages:
     return %y
 
 A block graph has a line for each tile that it loads, such as
-`%x_swapped = load 0 [m, k] rotated k swap halves`.
+`%x_swapped = load 0 [m, k] rotated k swap halves`. In `%w = load 1 [1, n, k] taken 0 of 8 by 2 [m]`
+operand 2 is an index that chooses among the 8 elements of dim 0.
 
 Everything after # is a comment, and the types after ':' may be left out. `graph/printing.py` prints
 graphs. Reading builds the graph through the ordinary builders.
@@ -33,6 +34,7 @@ from mirage_hf.graph.block import (
     Role,
     Rotation,
     Stage,
+    Taken,
 )
 from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
@@ -314,9 +316,9 @@ class _Parser(_TokenReader):
         if self.takes("joined"):
             joined, sizes = self.take("word"), tuple(self.many(self.integer, "(", ")"))
         bounds = self.take("word") if self.takes("bounds") else None
-        rotation, padding = self.rotation(), self.padding()
+        rotation, padding, taken = self.rotation(), self.padding(), self.taken()
         made: BlockInput = self.build(
-            BlockInput, name, sources, axes, joined, sizes, bounds, rotation, padding
+            BlockInput, name, sources, axes, joined, sizes, bounds, rotation, padding, taken
         )
         return made
 
@@ -339,6 +341,16 @@ class _Parser(_TokenReader):
         self.expect("with")
         made: Padding = self.build(Padding, axis, size, float(self.number()))
         return made
+
+    def taken(self) -> Taken | None:
+        """Read `taken DIM of SIZE by OPERAND [AXES]`, if it is next."""
+        if not self.takes("taken"):
+            return None
+        dim = self.integer()
+        self.expect("of")
+        size = self.integer()
+        self.expect("by")
+        return Taken(dim, size, self.integer(), self.axis_names())
 
     def stage(self) -> Stage:
         loop = self.take("word") if self.expect("for", "once") == "for" else None

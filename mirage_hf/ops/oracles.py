@@ -66,6 +66,24 @@ def cache_append(cache: torch.Tensor, new: torch.Tensor, position: torch.Tensor)
     return cache.scatter_(-2, index, new)
 
 
+def take(x: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Return the elements of x that an index chooses along `dim`.
+
+    The index's dims replace the dim. An index out of range gives 0. On a CPU it is an error.
+    """
+    size, dim = x.shape[dim], dim % x.dim()
+    inside = (index >= 0) & (index < size)
+    if index.device.type == "cpu" and not bool(inside.all()):
+        raise errors.InputError(
+            f"take: the index is {int(index.min())} to {int(index.max())}, along a dim of {size} "
+            f"elements it must be 0 to {size - 1}"
+        )
+    at = index.clamp(0, size - 1).to(torch.int64).flatten()
+    taken = x.index_select(dim, at).unflatten(dim, index.shape)
+    outside = ~inside.view(*index.shape, *[1] * (x.dim() - 1 - dim))
+    return taken.masked_fill_(outside, 0)
+
+
 def within(x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, dim: int) -> torch.Tensor:
     """Return x where lo ≤ index along `dim` < hi, 0 elsewhere."""
     at = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))

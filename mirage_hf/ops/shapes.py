@@ -163,6 +163,12 @@ def permute(x: Dims, order: Sequence[int]) -> Dims:
     return tuple(x[o] for o in order)
 
 
+def take(x: Dims, index: Dims, dim: int = 0) -> Dims:
+    """Infer elements of x that an index chooses along `dim`: the index's dims replace that dim."""
+    d = axis(dim, len(x), "take")
+    return (*x[:d], *index, *x[d + 1 :])
+
+
 def rope(x: Dims, cos: Dims, sin: Dims, interleaved: bool = False) -> Dims:
     """Infer RoPE: x's dims. cos and sin may be narrower than x; their width is even."""
     if cos != sin or cos[-1] > x[-1] or cos[-1] % 2:

@@ -521,6 +521,17 @@ register(
 )
 register(
     Op(
+        "take",
+        "layout",
+        signature="... d ..., i... -> ... i... ...",
+        infer=shapes.take,
+        oracle=oracles.take,
+        attrs={"dim": 0},
+        arity=(2, 2),
+    )
+)
+register(
+    Op(
         "rope",
         "layout",
         signature="... d, ... r, ... r -> ... d",

@@ -14,10 +14,12 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph import conveniences, json_format
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.indices import check_range, indices_of
 from mirage_hf.graph.inputs import check_inputs
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import torch_op
 from mirage_hf.pipeline.torch_op import Run
+from mirage_hf.settings import settings
 
 _lock = threading.Lock()
 
@@ -27,12 +29,20 @@ def run_ugraph(ugraph: UGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     """Run a µGraph where its inputs are.
 
     Raises:
-        InputError: The inputs differ from what the µGraph was built for.
+        InputError: The inputs differ from what the µGraph was built for. Or an index is out of
+            range, and the inputs are on a CPU or MIRAGE_HF_CHECK_INDICES is set.
     """
     if torch.compiler.is_compiling():
         return torch_op.run(inputs, registered(ugraph.uid))  # type: ignore[no-any-return]
     check_inputs(ugraph.kernels, inputs)
+    if _reads_indices(ugraph) and settings().check_indices:
+        check_range(ugraph.program, inputs)
     return _run_unchecked(ugraph, inputs)
+
+
+@lru_cache(maxsize=512)
+def _reads_indices(ugraph: UGraph) -> bool:
+    return bool(indices_of(ugraph.program))
 
 
 @torch.compiler.assume_constant_result

@@ -22,8 +22,10 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.graph.coded import storage
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.indices import check_range, indices_of
 from mirage_hf.graph.inputs import check_inputs
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.settings import settings
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import KERNEL_FORMAT
 from mirage_hf.zoo.store import zoo_path
@@ -68,6 +70,7 @@ class RegisteredProgram:
             (stored.dims, stored.strides, stored.dtype)
             for stored in map(storage, ugraph.program.inputs)
         ]
+        self._has_indices = bool(indices_of(ugraph.program))
         outputs = {t.index for t in ugraph.kernels.outputs}
         written_by_blocks = {t.index for op in ugraph.block_ops for t in op.outputs}
         all_differ = len(outputs) == len(ugraph.kernels.outputs)
@@ -88,6 +91,8 @@ class RegisteredProgram:
         )
         if not fits:  # the inputs may fit all the same: strides of dims of size 1 are free
             check_inputs(self.graph, inputs, self.device_type)
+        if self._has_indices and settings().check_indices:
+            check_range(self.graph, inputs)
 
 
 _known: dict[str, RegisteredProgram] = {}

@@ -64,6 +64,12 @@ def axis_uses(op: KernelOp) -> Iterator[AxisUse]:
             for dim, axis in enumerate(i.axes):
                 if axis is not None and not (several and axis == i.joined):
                     yield AxisUse(axis, tensor, dim)
+        if i.taken is not None:
+            index = op.inputs[i.taken.index]
+            assert isinstance(index, DTensor)
+            for dim, axis in enumerate(i.taken.axes):
+                if axis is not None:
+                    yield AxisUse(axis, index, dim)
     for output, tensor in zip(block.outputs, op.outputs, strict=True):
         for dim, axis in enumerate(output.axes):
             if axis is not None:

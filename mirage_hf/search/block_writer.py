@@ -14,6 +14,7 @@ from mirage_hf.graph.block import (
     Padding,
     Rotation,
     Stage,
+    Taken,
 )
 from mirage_hf.graph.kernel import DTensor
 
@@ -79,19 +80,21 @@ class BlockWriter:
         bounds: str | None = None,
         rotation: Rotation | None = None,
         padding: Padding | None = None,
+        taken: Taken | None = None,
     ) -> str:
         """Add a block input and return its name, which is `name` unless that is taken."""
         while name in self.carried or name in self._by_name:
             name += "_"
-        positions = tuple(map(self._operand, sources))
-        read = BlockInput(name, positions, axes, joined, sizes, bounds, rotation, padding)
+        positions = tuple(map(self.operand, sources))
+        read = BlockInput(name, positions, axes, joined, sizes, bounds, rotation, padding, taken)
         self._inputs.append(read)
         self.carried[name] = self._in_order(read.carried)
         if len(sources) == 1:
             self.tensor_behind[name] = sources[0]
         return name
 
-    def _operand(self, tensor: DTensor) -> int:
+    def operand(self, tensor: DTensor) -> int:
+        """Return the position of a tensor among the operands, which it joins if it is new."""
         if tensor not in self.operands:
             self.operands.append(tensor)
         return self.operands.index(tensor)

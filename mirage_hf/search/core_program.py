@@ -96,7 +96,7 @@ def _node(
         read = lowered.inputs[term.source]
         node.symbol = term.source  # of an input, the symbol says which one
         node.index = [-1 if a is None else axes.index(a) for a in term.index]
-        node.bytes = math.ceil(read.itemsize * math.prod(read.dims))
+        node.bytes = math.ceil(read.itemsize * read.num_elements)
     elif term.op == "constant":
         # The core calculates with small rationals. Any other constant is a symbol to it.
         fraction = small_rational(term.value)

@@ -94,6 +94,10 @@ class DimClasses:
         self.sizes[name] = tensor.dims[dim]
         return name
 
+    def is_split(self, tensor: DTensor, dim: int) -> bool:
+        """Return True if a reshape splits or merges a dim."""
+        return self._find((tensor.index, dim)) in self._parts
+
     def symbol(self, tensor: DTensor, dim: int) -> str | None:
         """Return the name of the symbolic size of a dim, or None if its size is fixed."""
         return self._symbols.get(self._find((tensor.index, dim)))
@@ -155,6 +159,16 @@ class DimClasses:
         (x,) = tensors_of(op)
         for k, source in enumerate(dict(op.attrs)["order"]):
             self._join(x, source, op.outputs[0], k)
+
+    def _unify_take(self, op: KernelOp) -> None:
+        """Join all dims except the one whose elements the index chooses."""
+        (x, index), out = tensors_of(op), op.outputs[0]
+        dim, rank = dict(op.attrs)["dim"] % len(x.dims), len(index.dims)
+        for k in range(rank):
+            self._join(index, k, out, dim + k)
+        for k in range(len(x.dims)):
+            if k != dim:
+                self._join(x, k, out, k if k < dim else k + rank - 1)
 
     def _unify_reshape(self, op: KernelOp) -> None:
         (x,), out = tensors_of(op), op.outputs[0]
@@ -247,6 +261,7 @@ _UNIFY: dict[str, Callable[[DimClasses, KernelOp], None]] = {
     "concat": DimClasses._unify_all_but_one,
     "permute": DimClasses._unify_permute,
     "reshape": DimClasses._unify_reshape,
+    "take": DimClasses._unify_take,
     "rope": DimClasses._unify_elementwise,
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import _core
-from mirage_hf.graph.block import Axis, BlockOutput, Padding, Role, Rotation
+from mirage_hf.graph.block import Axis, BlockOutput, Padding, Role, Rotation, Taken
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.search.block_writer import BlockWriter, EmissionFormError
 from mirage_hf.search.core_program import CORE_OPS, CORE_ROLES
@@ -175,22 +175,30 @@ class KernelEmitter:
 
     def _read_input(self, name: str, term: Term, source: LoweredInput) -> ScaledValue:
         several = len(source.sources) > 1
-        joined = term.index[source.joined] if several and source.joined is not None else None
+        axes, taken = term.index, None
+        if source.taken is not None:
+            dim, number, of_index = source.taken
+            after_index = dim + len(of_index)
+            axes = (*axes[:dim], None, *axes[after_index:])
+            index = self.writer.operand(self.plan.inputs[number])
+            taken = Taken(dim, source.dims[dim], index, term.index[dim:after_index])
+        joined = axes[source.joined] if several and source.joined is not None else None
         rotation = padding = None
         if source.rotation is not None:
             dim, how, width = source.rotation
-            rotation = Rotation(str(term.index[dim]), how, width)
+            rotation = Rotation(str(axes[dim]), how, width)
         if source.padding is not None:
             dim, after = source.padding
-            padding = Padding(str(term.index[dim]), source.dims[dim], after)
+            padding = Padding(str(axes[dim]), source.dims[dim], after)
         value = self.writer.load(
             name,
             [self.plan.inputs[s] for s in source.sources],
-            term.index,
+            axes,
             joined=joined,
             sizes=source.sizes if several else (),
             rotation=rotation,
             padding=padding,
+            taken=taken,
         )
         return ScaledValue(value)
 

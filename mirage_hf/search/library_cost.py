@@ -29,6 +29,8 @@ def call_us(op: KernelOp, device: Device = H200) -> float:
     if op.name in VIEWS:
         return 0.0
     tensors = [t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)]
+    if op.name == "take":
+        tensors = [*op.outputs] * 2  # only the chosen elements move
     memory_us = sum(map(bytes_of, tensors)) / _bytes_per_us(device)
     multiplications = 0
     if op.name == "matmul":

@@ -10,7 +10,7 @@ from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.search.block_definitions import Reduction, axis_uses, definitions
 from mirage_hf.search.dim_classes import DimClasses
 from mirage_hf.search.lowered_program import NotLowerableError
-from mirage_hf.search.tensor_index import Index, aligned, axes_of
+from mirage_hf.search.tensor_index import Index, TakenDim, aligned, axes_of
 from mirage_hf.search.terms import TermBuilder
 
 
@@ -22,6 +22,9 @@ class ProgramLowering(Protocol):
 
     def tensor(self, t: DTensor, index: Index) -> int:
         """Return the term of a tensor under an index."""
+
+    def taken_dim(self, chooser: DTensor, places: Index) -> TakenDim:
+        """Return the place of a dim whose elements an index chooses."""
 
     def joined(self, tensors: Sequence[DTensor], dim: int, index: Index) -> int:
         """Return inputs that lie end to end along a dim as one input."""
@@ -119,7 +122,13 @@ class _StoredValue:
                 "an input that a kernel of the program rotates or pads: "
                 "the search does not look into that"
             )
-        index = tuple(None if a is None else self.names[a] for a in i.axes)
+        index: Index = tuple(None if a is None else self.names[a] for a in i.axes)
+        if i.taken is not None:
+            chooser = self.op.inputs[i.taken.index]
+            assert isinstance(chooser, DTensor)
+            places = tuple(None if a is None else self.names[a] for a in i.taken.axes)
+            place = self.lowering.taken_dim(chooser, places)
+            index = (*index[: i.taken.dim], place, *index[i.taken.dim + 1 :])
         tensors = [x for s in i.sources if isinstance(x := self.op.inputs[s], DTensor)]
         if len(tensors) == 1:
             return self.lowering.tensor(tensors[0], aligned(index, tensors[0].dims))

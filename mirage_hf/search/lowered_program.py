@@ -71,6 +71,22 @@ class LoweredInput:
     rotation: tuple[int, str, int | None] | None = None
     #: The dim that is shorter than its axis, and the value read after its end.
     padding: tuple[int, float] | None = None
+    #: The dim whose elements an index chooses, the index's number among the graph inputs, and its
+    #: dims. In the `index` of a term, the axes of the index replace the dim.
+    taken: tuple[int, int, tuple[int, ...]] | None = None
+
+    @property
+    def read_dims(self) -> tuple[int, ...]:
+        """The sizes of what is read: the dims of an index replace the dim that it chooses from."""
+        if self.taken is None:
+            return self.dims
+        dim, _, index = self.taken
+        return (*self.dims[:dim], *index, *self.dims[dim + 1 :])
+
+    @property
+    def num_elements(self) -> int:
+        """The most elements that are read. An index may choose one of them several times."""
+        return min(math.prod(self.dims), math.prod(self.read_dims))
 
 
 @dataclass(frozen=True)

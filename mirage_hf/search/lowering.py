@@ -23,6 +23,7 @@ from mirage_hf.search.tensor_index import (
     PaddedAxis,
     Place,
     SplitDim,
+    TakenDim,
     aligned,
     axes_of,
     flat,
@@ -255,6 +256,36 @@ class Lowering:
                 inner[before[0]] = index[after[0]]
         return tuple(inner)
 
+    def _take(self, op: KernelOp, index: Index) -> int:
+        """Return the operand's term: a dim of it is read at what an index says."""
+        x, chooser = tensors_of(op)
+        return self.tensor(x, self._taken(x, chooser, dict(op.attrs)["dim"] % len(x.dims), index))
+
+    def _taken(self, x: DTensor, chooser: DTensor, dim: int, index: Index) -> Index:
+        """Return the index of the operand of a take for an index of its result."""
+        if self.classes.is_split(x, dim):
+            raise NotLowerableError("take along a dim that a reshape splits or merges")
+        rank = len(chooser.dims)
+        place = self.taken_dim(chooser, index[dim : dim + rank])
+        return (*index[:dim], place, *index[dim + rank :])
+
+    def taken_dim(self, chooser: DTensor, places: Index) -> TakenDim:
+        """Return the place of a dim whose elements an index chooses.
+
+        Args:
+            chooser: The index, a tensor of the program.
+            places: The place of each dim of it.
+        """
+        if chooser.index in self._made:
+            raise NotLowerableError(
+                "an index that is computed ends a kernel: the search fuses only those that are "
+                "inputs"
+            )
+        axes = axes_of(places)
+        if axes != places:
+            raise NotLowerableError("take by an index of which rope rotates a dim ends a kernel")
+        return TakenDim(self._positions[chooser.index], axes, chooser.dims)
+
     def _concat(self, op: KernelOp, index: Index) -> int:
         return self.joined(tensors_of(op), dict(op.attrs)["dim"], index)
 
@@ -303,6 +334,8 @@ class Lowering:
             places = dict(zip(order, index, strict=True))
             inner = tuple(places[d] for d in range(len(order)))
             return self.joined(next(operands), order[dim], inner)  # type: ignore[arg-type]
+        if first.name == "take":
+            return self._joined_takes([op for op in ops if op is not None], dim, index)
         if first.name == "reshape":
             return self._joined_reshapes([op for op in ops if op is not None], dim, index)
         if table.OPS[first.name].kind != "elementwise":
@@ -324,6 +357,16 @@ class Lowering:
         if any(t.index != x.index for t in tensors):
             raise NotLowerableError(_COMPUTED_CONCAT)
         return self.tensor(x, inner)
+
+    def _joined_takes(self, ops: Sequence[KernelOp], dim: int, index: Index) -> int:
+        """Return the term of takes by one index, end to end along a dim that it does not choose."""
+        tensors, choosers = zip(*map(tensors_of, ops), strict=True)
+        x, chooser = tensors[0], choosers[0]
+        taken, rank = dict(ops[0].attrs)["dim"] % len(x.dims), len(chooser.dims)
+        if any(t.index != chooser.index for t in choosers) or taken <= dim < taken + rank:
+            raise NotLowerableError(_COMPUTED_CONCAT)
+        kept = dim if dim < taken else dim - rank + 1
+        return self.joined(tensors, kept, self._taken(x, chooser, taken, index))
 
     def _joined_reshapes(self, ops: Sequence[KernelOp], dim: int, index: Index) -> int:
         """Return the term of reshapes, end to end along a dim that they keep."""
@@ -363,7 +406,7 @@ def _are_alike(op: KernelOp, other: KernelOp) -> bool:
     return op.name == "reshape" or op.attrs == other.attrs
 
 
-_LAYOUT = ("permute", "reshape", "concat")
+_LAYOUT = ("permute", "reshape", "concat", "take")
 
 _RULES: dict[str, Callable[[Lowering, KernelOp, Index], int]] = {
     "matmul": Lowering._matmul,
@@ -373,6 +416,7 @@ _RULES: dict[str, Callable[[Lowering, KernelOp, Index], int]] = {
     "permute": Lowering._permute,
     "reshape": Lowering._reshape,
     "concat": Lowering._concat,
+    "take": Lowering._take,
 }
 
 

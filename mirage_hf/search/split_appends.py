@@ -180,7 +180,8 @@ def _as_output(op: KernelOp, t: DTensor) -> BlockOutput | None:
     if block is None:
         return None
     for i in block.inputs:
-        as_it_is = i.bounds is None and i.rotation is None and i.padding is None
+        options = (i.bounds, i.rotation, i.padding, i.taken)
+        as_it_is = all(option is None for option in options)
         is_input = as_it_is and len(i.sources) == 1 and op.inputs[i.sources[0]] is t
         if is_input and all(a is None or block.role(a) is not Role.LOOP for a in i.axes):
             return BlockOutput(i.name, i.axes, table.dtype_name(t.dtype))

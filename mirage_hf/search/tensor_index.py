@@ -24,24 +24,44 @@ class SplitDim:
     parts: tuple[Place, ...]
 
 
-#: The index of one dim: an axis, a rotated axis, an axis that is longer than the dim, or the places
-#: of its parts. None: the dim has size 1.
-Place = str | Rotation | PaddedAxis | SplitDim | None
+@dataclass(frozen=True)
+class TakenDim:
+    """A dim whose elements an index in device memory chooses."""
+
+    #: The index's number among the program's inputs.
+    number: int
+
+    #: The axis of each dim of the index, None for a dim of size 1.
+    places: tuple[str | None, ...]
+
+    #: The dims of the index.
+    sizes: tuple[int, ...]
+
+
+#: The index of one dim: an axis, a rotated axis, an axis that is longer than the dim, the places of
+#: its parts, or those of an index that chooses its elements. None: the dim has size 1.
+Place = str | Rotation | PaddedAxis | SplitDim | TakenDim | None
 
 #: The index of a tensor: one place for each dim.
 Index = tuple[Place, ...]
 
 
-def unpadded(place: Place) -> str | Rotation | SplitDim | None:
+def unpadded(place: Place) -> str | Rotation | SplitDim | TakenDim | None:
     """Return a place without its padding."""
     return place.inner if isinstance(place, PaddedAxis) else place
 
 
 def axes_of(index: Iterable[Place]) -> tuple[str | None, ...]:
-    """Return the axis of each place, None for a dim of size 1. A split dim has several."""
+    """Return the axis of each place, None for a dim of size 1.
+
+    A split dim has several, and so has a dim whose elements an index chooses.
+    """
     axes: list[str | None] = []
     for place in flat(map(unpadded, index)):
-        axes.append(place.axis if isinstance(place, Rotation) else place)  # type: ignore[arg-type]
+        if isinstance(place, TakenDim):
+            axes += place.places
+        else:
+            axes.append(place.axis if isinstance(place, Rotation) else place)  # type: ignore[arg-type]
     return tuple(axes)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from mirage_hf.graph.block import Rotation
 from mirage_hf.ops import table
 from mirage_hf.search.lowered_program import LoweredInput, LoweredProgram, NotLowerableError, Term
-from mirage_hf.search.tensor_index import Index, PaddedAxis, axes_of, unpadded
+from mirage_hf.search.tensor_index import Index, PaddedAxis, TakenDim, axes_of, unpadded
 
 #: Powers that are multiplied out.
 _SMALL_POWERS = (2.0, 3.0, 4.0)
@@ -96,6 +96,7 @@ class TermBuilder:
             )
         source = replace(
             source,
+            taken=self._taken(source, index),
             rotation=rotations[0] if rotations else None,
             padding=paddings[0] if paddings else None,
         )
@@ -104,6 +105,19 @@ class TermBuilder:
         names = axes_of(index)
         carried = tuple(sorted(axis for axis in names if axis))
         return self._add(Term("input", (), carried, self.inputs.index(source), names))
+
+    def _taken(self, source: LoweredInput, index: Index) -> tuple[int, int, tuple[int, ...]] | None:
+        """Return the dim of an input whose elements an index chooses, as `LoweredInput.taken`."""
+        taken = [(d, place) for d, place in enumerate(index) if isinstance(place, TakenDim)]
+        if not taken:
+            return None
+        (dim, place), *others = taken
+        if others or source.bounds is not None or source.joined == dim:
+            raise NotLowerableError(
+                "an input of which indices choose elements along two dims, or along the dim of its "
+                "sources, ends a kernel"
+            )
+        return dim, place.number, place.sizes
 
     def elementwise(
         self, fn: str, args: Sequence[int], attrs: tuple[tuple[str, float], ...]

@@ -164,13 +164,13 @@ class _UnitOrder:
     def _find_leaves(self) -> None:
         sources = {t.index for t in self.program.inputs}
         for op in self.program.ops:
-            is_layout = op.name in (*VIEWS, "concat")
+            is_layout = op.name in (*VIEWS, "concat", "take")
             if not is_layout or any(x.index not in sources for x in tensors_of(op)):
                 continue
             out = op.outputs[0].index
             self.leaves.add(out)
             sources.add(out)
-            if op.name == "concat" or keeps_axes(op):
+            if op.name in ("concat", "take") or keeps_axes(op):
                 chain = [*self._attached_before(op), op]
                 graph, _ = subprogram(self.program, chain, [out])
                 if not isinstance(lower(graph), Rejected):

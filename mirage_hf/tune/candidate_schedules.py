@@ -97,7 +97,7 @@ class _TileChoices:
         largest = max(
             block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources)
         )
-        self._largest_axes = set(largest.axes)
+        self._largest_axes = set(largest.read_axes)
         self._packed_axes = packed_axes(op)
         #: What tiles must divide, so that a tile of words lies in one of several joined tensors.
         self._divided = {

@@ -213,6 +213,8 @@ def library_us(op: KernelOp, device: Device = H200) -> float:
     tensors = [t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)]
     if op.name == APPEND:
         tensors = [parts_of(op)[1]] * 2  # only the new rows move
+    if op.name == "take":
+        tensors = [*op.outputs] * 2  # only the chosen elements move
     flops = 0.0
     if op.name == "matmul":
         flops = 2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
-from mirage_hf.graph.block import Stage
+from mirage_hf.graph.block import BlockInput, Stage
 from mirage_hf.graph.coded import is_packed, stored_bytes
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
@@ -117,28 +117,43 @@ def footprint(plan: KernelPlan) -> Footprint:
 
 def _moved(plan: KernelPlan) -> int:
     """Return the bytes of all operands and outputs, each counted once."""
-    operands = {n for i in plan.tiling.block.inputs for n in i.sources}
-    read = sum(tensor_bytes(plan.tiling.operands[n]) for n in operands)
-    return read + sum(map(tensor_bytes, plan.tiling.outputs))
+    operands, read = plan.tiling.operands, dict[int, int]()
+    for i in plan.tiling.block.inputs:
+        for n in i.sources:
+            read[n] = max(read.get(n, 0), read_bytes(i, operands, n))
+        if i.taken is not None:
+            read[i.taken.index] = tensor_bytes(operands[i.taken.index])
+    return sum(read.values()) + sum(map(tensor_bytes, plan.tiling.outputs))
+
+
+def read_bytes(i: BlockInput, operands: Sequence[DTensor], source: int) -> int:
+    """Return the most bytes of one source that an input reads: of what an index chooses, or all."""
+    whole = tensor_bytes(operands[source])
+    if i.taken is None:
+        return whole
+    chosen = math.prod(operands[i.taken.index].dims)
+    return min(whole, whole // i.taken.size * chosen)
 
 
 def _loads(plan: KernelPlan, stage: Stage) -> list[str]:
     """Return the inputs that a stage reads in its loop."""
     read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
-    return [i.name for i in plan.tiling.block.inputs if i.name in read and stage.loop in i.axes]
+    return [
+        i.name for i in plan.tiling.block.inputs if i.name in read and stage.loop in i.read_axes
+    ]
 
 
 def _once(plan: KernelPlan) -> int:
     """Return the bytes of the inputs that do not have the loop axis."""
     loop = plan.tiling.loop
-    inputs = [i for i in plan.tiling.block.inputs if loop is None or loop not in i.axes]
+    inputs = [i for i in plan.tiling.block.inputs if loop is None or loop not in i.read_axes]
     return sum(tile_bytes(plan, i.name) for i in inputs)
 
 
 def _streamed(plan: KernelPlan, loads: Sequence[Mapping[str, int]]) -> int:
     """Return the bytes of a step that no other block reads, or of a loop if there are none."""
     loop = plan.tiling.loop
-    walked = [i for i in plan.tiling.block.inputs if loop is None or loop in i.axes]
+    walked = [i for i in plan.tiling.block.inputs if loop is None or loop in i.read_axes]
     own = sum(tile_bytes(plan, i.name) for i in walked if plan.tiling.is_streamed(i))
     return own or max((sum(x.values()) for x in loads), default=0)
 
@@ -159,7 +174,7 @@ def _contiguity(plan: KernelPlan) -> float:
     """
     operands = plan.tiling.operands
     largest = max(
-        plan.tiling.block.inputs, key=lambda i: sum(tensor_bytes(operands[s]) for s in i.sources)
+        plan.tiling.block.inputs, key=lambda i: sum(read_bytes(i, operands, s) for s in i.sources)
     )
     operand = operands[largest.sources[0]]
     tiles = [

@@ -18,6 +18,7 @@ from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOu
 from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.coded import random_codes
 from mirage_hf.graph.effects import positions_of
+from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.strided import blank, copied, flat
 from mirage_hf.graph.ugraph import UGraph
@@ -62,7 +63,8 @@ def random_inputs(
     """Return one set of inputs for a program.
 
     Floats are normal numbers in the dtype and strides of each input, and codes are random. Bounds
-    keep everything, appends go to the end of their cache, other integers are 0.
+    keep everything, appends go to the end of their cache, and indices choose different elements as
+    long as there are any. Other integers are 0.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
@@ -77,6 +79,10 @@ def random_inputs(
         inputs[b.hi].fill_(extent(graph, b))
     for n, cache, rows in positions_of(graph):
         inputs[n].fill_(cache.dims[-2] - rows.dims[-2])
+    for n, (chosen, dim) in indices_of(graph).items():
+        different = torch.randperm(chosen.dims[dim], generator=generator, device=device)
+        at = torch.arange(inputs[n].numel(), device=device) % len(different)
+        inputs[n].copy_(different[at].view(inputs[n].shape))
     return inputs
 
 

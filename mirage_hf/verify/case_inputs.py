@@ -176,7 +176,8 @@ def _middles(program: KernelGraph) -> dict[int, float]:
     found: dict[int, float] = {}
     for op in program.ops:
         operands = [x for x in op.inputs if isinstance(x, DTensor)]
-        if op.name in ("cast", "concat", "reshape", "permute"):
+        if op.name in ("cast", "concat", "reshape", "permute", "take"):
+            operands = operands[:1] if op.name == "take" else operands
             sources = set().union(*(made_of.get(t.index, set()) for t in operands))
             made_of[op.outputs[0].index] = sources
         elif op.name == "sub" and len(operands) == 2:

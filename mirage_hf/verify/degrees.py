@@ -243,6 +243,10 @@ class Degrees:
         """Return the mask of bounds, which has no variables."""
         return self.empty(bounds_mask(lo, hi, order, shape, dim, size).shape)
 
+    def take(self, x: Degree, index: np.ndarray, dim: int) -> Degree:
+        """Return the elements that an index chooses along a dim."""
+        return x.map(lambda a: a.take(index.clip(0, a.shape[dim] - 1), dim))
+
     def _exp(self, x: Degree) -> Degree:
         if not x.may_be_exponent:
             return self._opaque([x])

@@ -155,6 +155,10 @@ def _slice(call: _Call) -> Any:
     return call.cut(call.args[0], {call.dim: slice(call.start, stop)})
 
 
+def _take(call: _Call) -> Any:
+    return call.algebra.take(call.args[0], call.args[1], call.dim)
+
+
 def _concat(call: _Call) -> Any:
     return call.algebra.join(call.args, call.dim)
 
@@ -212,6 +216,7 @@ _RULES: dict[str, Callable[[_Call], Any]] = {
     "reshape": _reshape,
     "slice": _slice,
     "concat": _concat,
+    "take": _take,
     "rope": _rope,
     APPEND: _append,
 }

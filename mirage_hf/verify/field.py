@@ -274,6 +274,18 @@ class FieldAlgebra:
         inside = bounds_mask(lo, hi, order, shape, dim, size).astype(np.int64)
         return Element(inside, np.broadcast_to(inside[..., None], (*inside.shape, self.copies)))
 
+    def take(self, x: Element, index: np.ndarray, dim: int) -> Element:
+        """Return the elements that an index chooses along a dim. Those out of range are 0.
+
+        The index has no variables, so each draw of an index is an identity of its own.
+        """
+        taken = x.map(lambda a: a.take(index.clip(0, a.shape[dim] - 1), dim))
+        inside = (index >= 0) & (index < x.p.shape[dim])
+        if inside.all():
+            return taken
+        mask = inside.reshape(*inside.shape, *[1] * (x.p.ndim - 1 - dim)).astype(np.int64)
+        return self.mul(taken, Element(mask, np.broadcast_to(mask[..., None], (*mask.shape, 1))))
+
     def exp(self, x: Element) -> Element:
         """Return w^(z·x), or a random function of x if x depends on an exponential."""
         if x.q is None:  # it depends on an exponential, so it cannot be an exponent

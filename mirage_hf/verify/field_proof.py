@@ -20,6 +20,8 @@ behave differently, and each is met separately:
   sizes.
 - Bounds of ragged axes are data, so each draw of bounds is an identity of its own. At least eight
   draws are tried. They have partial, full and empty rows, and rows with only one end cut.
+- An index is data, too. At least eight draws are tried: of random numbers, of different ones, and
+  of one number alone.
 
 **What is not proven.** Two things: rounding, and that the shift of an online softmax is the true
 maximum. The identity holds for any shift. `numeric` checks both: a wrong shift overflows.
@@ -36,6 +38,7 @@ import numpy as np
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.bounds import Bounds, bounds_of
+from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.search.expand import expand
@@ -110,7 +113,7 @@ class _FieldProof:
     def __init__(self, classes: SizeClasses, trials: int, seed: int, target: float, pieces: int):
         self.classes, self.seed, self.target, self.pieces = classes, seed, target, pieces
         self.has_exps = _has_exps(classes)
-        self.has_bounds = bool(bounds_of(classes.program))
+        self.has_bounds = bool(bounds_of(classes.program) or indices_of(classes.program))
         self.trials = max(trials, _BOUNDS_TRIALS) if self.has_bounds else trials
         self.most_trials = max(trials, _MAX_TRIALS)
 
@@ -222,7 +225,7 @@ class Pair:
         return [self.program.dims[t.index] for t in self.program.graph.inputs]
 
     def bounds(self, rng: np.random.Generator, first: int) -> dict[int, np.ndarray]:
-        """Draw the inputs that are bounds or positions, by number (see `draw_all`)."""
+        """Draw the inputs that are bounds, positions or indices, by number (see `draw_all`)."""
         dims, blocks = self.program.dims, self.program.blocks
 
         def extent(b: Bounds) -> int:
@@ -236,6 +239,7 @@ class Pair:
             rng,
             first,
             slots=lambda t: dims[t.index][-2],
+            choices=lambda t, dim: dims[t.index][dim],
         )
 
     @cached_property

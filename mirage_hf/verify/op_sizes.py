@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from mirage_hf.graph.block import Taken
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
-from mirage_hf.graph.operands import bound_operands
+from mirage_hf.graph.operands import bound_operands, index_operands
 from mirage_hf.ops import table
 from mirage_hf.verify.size_relations import (
     BlockAxis,
@@ -123,6 +124,17 @@ def _slice(relations: SizeRelations, side: str, op: KernelOp) -> None:
     relations.add_rule("sum", TensorDim(side, x.index, dim), parts)
 
 
+def _take(relations: SizeRelations, side: str, op: KernelOp) -> None:
+    (x, index), out = _tensors(op), op.outputs[0]
+    dim = dict(op.attrs)["dim"] % len(x.dims)
+    for d in range(len(index.dims)):
+        relations.join(TensorDim(side, index.index, d), TensorDim(side, out.index, dim + d))
+    for d in range(len(x.dims)):
+        if d != dim:
+            after = d if d < dim else d + len(index.dims) - 1
+            relations.join(TensorDim(side, x.index, d), TensorDim(side, out.index, after))
+
+
 def _reshape(relations: SizeRelations, side: str, op: KernelOp) -> None:
     """Pair runs of dims with equal products, the shortest runs first."""
     (x,), out = _tensors(op), op.outputs[0]
@@ -194,6 +206,8 @@ def _block_graph(relations: SizeRelations, side: str, number: int, op: KernelOp)
             else:
                 for dim in dims:
                     relations.join(axis, dim)
+        if i.taken is not None:
+            _index(relations, side, number, op, i.taken)
         if i.rotation is not None and i.rotation.width is not None:
             rotated = rotated_part(side, number, i.name)
             relations.full[rotated] = i.rotation.width
@@ -207,6 +221,14 @@ def _block_graph(relations: SizeRelations, side: str, number: int, op: KernelOp)
         if a.split_axis is not None:
             pair = (BlockAxis(side, number, a.name), BlockAxis(side, number, a.split_axis))
             relations.splits.append(pair)
+
+
+def _index(relations: SizeRelations, side: str, number: int, op: KernelOp, taken: Taken) -> None:
+    index = op.inputs[taken.index]
+    assert isinstance(index, DTensor)
+    for d, name in enumerate(taken.axes):
+        if name is not None:
+            relations.join(BlockAxis(side, number, name), TensorDim(side, index.index, d))
 
 
 def _part(relations: SizeRelations, side: str, t: DTensor, name: str, size: int) -> TensorPart:
@@ -225,6 +247,7 @@ _RULES: dict[str, Callable[[SizeRelations, str, KernelOp], None]] = {
     "reshape": _reshape,
     "concat": _concat,
     "slice": _slice,
+    "take": _take,
     "rope": _rope,
     APPEND: _append,
 }
@@ -240,7 +263,7 @@ def _product(t: DTensor, dims: Sequence[int]) -> int:
 
 def _check_dtypes(op: KernelOp) -> None:
     """Raise ResizeError if an op computes with integers. Bounds and positions are no values."""
-    indices = bound_operands(op.name, op.inputs)
+    indices = bound_operands(op.name, op.inputs) + index_operands(op.name, op.inputs)
     if op.name == APPEND:
         indices = (*indices, parts_of(op)[2])
     values = [t for t in (*_tensors(op), op.outputs[0]) if t not in indices]

@@ -1,4 +1,4 @@
-"""Draw bounds of ragged axes and positions of cache appends, for proofs and numeric checks."""
+"""Draw bounds of ragged axes, positions of cache appends, and indices, for proofs and checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from mirage_hf.graph.bounds import Bounds, bounds_of
 from mirage_hf.graph.effects import positions_of
+from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 
 
@@ -49,6 +50,26 @@ def draw(
     return lo, hi
 
 
+def draw_index(
+    rng: np.random.Generator, size: int, shape: tuple[int, ...], kind: int
+) -> np.ndarray:
+    """Draw an index that chooses among `size` elements.
+
+    Args:
+        rng: Source of randomness.
+        size: The number of elements.
+        shape: The shape of the index.
+        kind: Modulo four: 0 and 2 give random numbers, 1 gives as many different numbers as there
+            are, 3 gives one number alone.
+    """
+    if kind % 4 == 1:
+        shuffled = rng.permutation(size)
+        return shuffled[np.arange(int(np.prod(shape))) % size].reshape(shape)
+    if kind % 4 == 3:
+        return np.full(shape, int(rng.integers(size)))
+    return rng.integers(size, size=shape)
+
+
 def draw_all(
     graph: KernelGraph,
     shape: Callable[[int], tuple[int, ...]],
@@ -57,8 +78,9 @@ def draw_all(
     first: int,
     partial: bool = False,
     slots: Callable[[DTensor], int] = lambda t: t.dims[-2],
+    choices: Callable[[DTensor, int], int] = lambda t, dim: t.dims[dim],
 ) -> dict[int, np.ndarray]:
-    """Draw every input of a program that is a bound or a position of an append.
+    """Draw every input of a program that is a bound, a position of an append, or an index.
 
     Args:
         graph: The program.
@@ -68,9 +90,10 @@ def draw_all(
         first: As in `draw`.
         partial: As in `draw`.
         slots: Returns the slots of a cache, or the number of rows that are appended.
+        choices: Returns the size of a dim, given a tensor and the dim.
 
     Returns:
-        The inputs, by number. Rows that are appended fit into their cache.
+        The inputs, by number. Rows that are appended fit into their cache. Indices are in range.
     """
     drawn: dict[int, np.ndarray] = {}
     for number, b in enumerate(bounds_of(graph)):
@@ -83,4 +106,6 @@ def draw_all(
         if n not in drawn:
             drawn[n] = rng.integers(0, last + 1, size=shape(n))
         drawn[n] = np.clip(drawn[n], 0, last)
+    for number, (n, (chosen, dim)) in enumerate(indices_of(graph).items()):
+        drawn[n] = draw_index(rng, choices(chosen, dim), shape(n), first + number)
     return drawn

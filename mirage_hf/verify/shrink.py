@@ -89,6 +89,9 @@ def resized_block(
         if i.padding is not None:
             size = size_along(i.sources[0], i.axes.index(i.padding.axis))
             i = replace(i, padding=replace(i.padding, size=size))
+        if i.taken is not None:
+            size = size_along(i.sources[0], i.taken.dim)
+            i = replace(i, taken=replace(i.taken, size=size))
         if i.rotation is not None and i.rotation.width is not None:
             width = sizes[classes.find(rotated_part(side, number, i.name))]
             i = replace(i, rotation=replace(i.rotation, width=width))

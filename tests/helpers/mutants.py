@@ -14,7 +14,7 @@ import torch
 
 from mirage_hf.errors import GraphError, MirageError
 from mirage_hf.graph.algebra import TorchAlgebra
-from mirage_hf.graph.block import Axis, BlockGraph, BlockOp, Role
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
@@ -418,6 +418,8 @@ def _changes(block: BlockGraph):
                         i.name,
                         lambda i=i, load=load, axes=axes: load(replace(i, axes=axes)),
                     )
+        for kind, changed in _index_changes(i, sizes):
+            yield kind, i.name, lambda load=load, changed=changed: load(changed)
         for x, y in combinations(range(len(i.sources)), 2):
             sources = list(i.sources)
             sources[x], sources[y] = sources[y], sources[x]
@@ -484,6 +486,31 @@ def _changes(block: BlockGraph):
             if role is not a.role:
                 axes = (*block.axes[:n], replace(a, role=role), *block.axes[n + 1 :])
                 yield "wrong role", a.name, lambda axes=axes: replace(block, axes=axes)
+
+
+def _index_changes(i: BlockInput, sizes: dict[str, int]) -> Iterator[tuple[str, BlockInput]]:
+    """Yield an input with other elements chosen: by another index, along other axes or dims."""
+    taken = i.taken
+    if taken is None:
+        return
+    for d, e in combinations(range(len(taken.axes)), 2):
+        axes = list(taken.axes)
+        axes[d], axes[e] = axes[e], axes[d]
+        yield "transposed index", replace(i, taken=replace(taken, axes=tuple(axes)))
+    for d, own in enumerate(taken.axes):
+        for a in sizes:
+            if own is not None and a not in i.carried and sizes[a] == sizes[own]:
+                axes = (*taken.axes[:d], a, *taken.axes[d + 1 :])
+                yield "index along another axis", replace(i, taken=replace(taken, axes=axes))
+    for d, own in enumerate(i.axes):
+        if own is not None:
+            axes = list(i.axes)
+            axes[d], axes[taken.dim] = None, own
+            changed = replace(taken, dim=d, size=sizes[own])
+            yield "index chooses along another dim", replace(i, axes=tuple(axes), taken=changed)
+    for operand in range(8):
+        if operand != taken.index:
+            yield "another index", replace(i, taken=replace(taken, index=operand))
 
 
 def _op_changes(block: BlockGraph, s: int, n: int, op: BlockOp, carried):

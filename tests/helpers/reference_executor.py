@@ -123,12 +123,14 @@ class _Block:
                 at = torch.arange(self.size[i.bounds])
                 values[i.name] = Named(((at >= lo) * (at < hi)).to(self.dtype), (*named, i.bounds))
                 continue
-            named = tuple(a for a in i.axes if a)
+            named = tuple(a for a in i.read_axes if a)
+            arrays = [operands[s] for s in i.sources]
+            if i.taken:
+                index = operands[i.taken.index].long()
+                arrays = [_taken(x, index, i.taken.dim) for x in arrays]
             sources = [
-                operands[s].reshape(
-                    [n for n, a in zip(operands[s].shape, i.axes, strict=True) if a]
-                )
-                for s in i.sources
+                x.reshape([n for n, a in zip(x.shape, i.read_axes, strict=True) if a])
+                for x in arrays
             ]
             whole = torch.cat(sources, named.index(i.joined)) if len(sources) > 1 else sources[0]
             if i.rotation:
@@ -175,6 +177,12 @@ def _norm(x, weight, bias, eps, centre):
     y = x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+def _taken(x, index, dim):
+    """Take one element of the index after the other."""
+    parts = [x.select(dim, int(n)) for n in index.reshape(-1)]
+    return torch.stack(parts, dim).reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
 
 
 def _masked(x, lo, hi, dim):
@@ -226,6 +234,8 @@ def run(
             outs = [_masked(*args, a["dim"])]
         elif op.name in ("rms_norm", "layer_norm"):
             outs = [_norm(args[0], *[*args[1:], None, None][:2], a["eps"], op.name == "layer_norm")]
+        elif op.name == "take":
+            outs = [_taken(args[0], args[1].long(), a["dim"])]
         elif op.name == "permute":
             outs = [args[0].permute(a["order"])]
         elif op.name == "reshape":

@@ -116,6 +116,7 @@ class TensorLayout:
             if a not in block.carried[self._weight(c)]
         }
         rows -= {a for i in block.inputs if len(i.sources) > 1 for a in i.carried}
+        rows -= {a for i in block.inputs if i.taken is not None for a in i.carried}
         rows -= {a for i in block.inputs if is_packed(tiling.dtype(i)) for a in i.carried}
         for a in block.named(Role.GRID):
             if a.name in rows and 1 < tiling.tile(a.name) <= MOST_UNROLLED:

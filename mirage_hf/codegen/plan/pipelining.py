@@ -93,7 +93,7 @@ class Pipelining:
             for dot in self.layout.dots.values()
             for x in (dot.left, dot.right)
             if x in inputs
-            and self._tiling.loop in inputs[x].axes
+            and self._tiling.loop in inputs[x].read_axes
             and self.reads_as_stored(dot, x)
             and (len(inputs[x].sources) == 1 or self._tiling.selects_source(inputs[x]))
         )
@@ -134,6 +134,7 @@ class Pipelining:
             for i in tiling.block.inputs
             if tiling.loop in i.axes
             and i.bounds is None
+            and not (i.taken is not None and tiling.loop in i.taken.axes)
             and len(i.sources) == 1
             and i.name not in self.loaded_twice
             and not is_packed(tiling.dtype(i))
@@ -162,6 +163,7 @@ class Pipelining:
             for i in tiling.block.inputs
             if tiling.loop in i.axes
             and i.bounds is None
+            and not (i.taken is not None and tiling.loop in i.taken.axes)
             and (len(i.sources) == 1 or tiling.selects_source(i))
         )
 

@@ -114,6 +114,11 @@ class Tiling:
 
     def is_constant(self, i: BlockInput) -> bool:
         """Return True if an input may be read while earlier launches still run."""
+        has_constant_index = i.taken is None or self.operands[i.taken.index].constant
+        return self.is_weight(i) and has_constant_index
+
+    def is_weight(self, i: BlockInput) -> bool:
+        """Return True if the sources of an input are constant. An index may choose among them."""
         return i.bounds is None and all(self.operands[s].constant for s in i.sources)
 
     def prefetchable(self, i: BlockInput) -> bool:
@@ -123,13 +128,13 @@ class Tiling:
         Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
         read before the wait.
         """
-        is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
+        is_cache = i.bounds is None and i.taken is None and self.op.caches.issuperset(i.sources)
         return self.is_constant(i) or is_cache
 
     def is_streamed(self, i: BlockInput) -> bool:
         """Return True if each element of an input is read by one block only."""
         cut = (a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
-        return all(self.differs_along(a, i.axes) for a in cut)
+        return all(self.differs_along(a, i.read_axes) for a in cut)
 
     def selects_source(self, i: BlockInput) -> bool:
         """Return True if a tile of a joined input lies in one source, whose pointer is selected.
@@ -140,7 +145,7 @@ class Tiling:
         if i.joined is None:
             return False
         differing = [s for d in self.differing_dims(i) for s in self._strides_along(i, d)]
-        if differing and (not self.is_constant(i) or min(differing) < CODES_PER_WORD):
+        if differing and (not self.is_weight(i) or min(differing) < CODES_PER_WORD):
             return False
         role = self.block.role(i.joined)
         is_cut = role is Role.GRID or (role is Role.LOOP and self.is_looped)
@@ -198,5 +203,6 @@ class Tiling:
 
 def _reads_plainly(i: BlockInput, source: int, axes: Sequence[str | None]) -> bool:
     """Return True if an input reads exactly the elements of one operand, by these axes."""
-    has_options = i.bounds is not None or i.rotation is not None or i.padding is not None
+    options = (i.bounds, i.rotation, i.padding, i.taken)
+    has_options = any(option is not None for option in options)
     return i.sources == (source,) and i.axes == axes and not has_options

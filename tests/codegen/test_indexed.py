@@ -1,0 +1,171 @@
+"""Kernels that read what an index chooses: their text, and their numbers in the interpreter."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.search.engine import search
+from mirage_hf.tune import space
+from mirage_hf.tune.footprint import footprint
+from mirage_hf.tune.measure import random_inputs
+from tests.helpers import indexed_programs as programs
+from tests.helpers.indexed_programs import GPT_OSS, QWEN, SEARCH, Mixture
+from tests.helpers.thorough import count
+from tests.helpers.triton_interpreter import run
+
+pytest.importorskip("triton")
+
+#: Random programs that the interpreter runs, about 0.25 s each.
+COUNT = count(1000, 60)
+
+
+def best_of(g):
+    return search(g, SEARCH)[0][0].ugraph
+
+
+def text_of(g, **tiles: int) -> str:
+    """Return the kernel of the best µGraph, with these tiles by size of axis."""
+    ugraph = best_of(g)
+    block = ugraph.block_ops[0].block
+    schedule = Schedule({a.name: tiles[f"n{a.size}"] for a in block.axes}, num_warps=1)
+    return (
+        triton.program_source(ugraph, [schedule]).partition("def mirage_0")[2].partition("_comp")[0]
+    )
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_random_kernels_are_as_close_to_float64_as_torch():
+    found = run(f"from tests.helpers import indexed_programs as p; p.main({COUNT}, 0)")
+    assert found["ran"] >= COUNT and not found["wrong"], found["wrong"][:3]
+
+
+def test_nothing_is_read_for_an_index_out_of_range():
+    found = run(
+        "import json; from tests.helpers import indexed_programs as p;"
+        "print(json.dumps(p.out_of_range()))"
+    )
+    assert len(found) == 4 and max(found) < 1e-4, found
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_the_index_of_a_block_is_one_number_that_gate_and_up_share():
+    text = text_of(programs.gate_up(replace(QWEN, tokens=4)), n4=1, n8=1, n768=4, n2048=512)
+    loads = re.findall(r"(\w+) = tl.load\(\w+_index_ptr \+ (.*)\)\n", text)
+    assert len(loads) == 1
+    name, at = loads[0]
+    assert "arange" not in at and "[" not in at
+    assert text.index(f"{name} = ") < text.index("\n    for ")
+    assert text.count(f"+ {name} * {2 * 768 * 2048} +") == 2
+    assert text.count(f"{name}_in, other=0.0") == 2
+    assert f"{name}_in = ({name} >= 0) & ({name} < 128)" in text
+
+
+def test_the_index_is_read_after_the_wait():
+    """The kernel before may have written it. Weights at its offset cannot be prefetched."""
+    text = text_of(programs.gate_up(QWEN), n8=1, n768=4, n2048=512)
+    assert text.index("gdc_wait()") < text.index("tl.load(")
+    assert "prefetch(" not in text
+
+
+def test_experts_held_whole_have_a_vector_of_indices():
+    text = text_of(programs.down(QWEN), n2048=2, n8=8, n768=256)
+    assert re.search(r"down_index = tl.load\(down_index_ptr \+ r\)", text), text
+    assert "down_index[" in text and "down_index_in[" in text
+
+
+def test_offsets_beyond_32_bits_are_in_64():
+    m = replace(QWEN, experts=2048)  # 2048 · 1536 · 2048 elements
+    for index, cast in (("int32", ".to(tl.int64)"), ("int64", "")):
+        text = text_of(programs.gate_up(replace(m, index=index)), n8=1, n768=4, n2048=512)
+        assert f"gate_index{cast} * {2 * 768 * 2048} + " in text
+        assert "k.to(tl.int64)" not in text
+
+
+def test_sources_with_other_strides_along_the_chosen_dim():
+    g = mi.new_graph()
+    x, e = g.new_input((1, 1, 1, 32), "float32"), g.new_input((1, 3), "int32")
+    parts = [g.take(g.new_input((5, n, 32), "float32", constant=True), e) for n in (16, 48)]
+    g.mark_output(g.matmul(x, g.permute(g.concat(parts, 2), (0, 1, 3, 2))))
+    text = text_of(g, n3=1, n64=16, n32=32)
+    assert f"_by_index = {16 * 32}" in text and f"_by_index = {48 * 32}" in text
+
+
+@pytest.mark.parametrize("m", [QWEN, GPT_OSS], ids=["Qwen3-30B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("make", [programs.gate_up, programs.down])
+def test_kernels_of_models_compile_for_a_gpu(make, m, tokens):
+    ugraph = best_of(make(replace(m, tokens=tokens)))
+    (op,) = place_kernels(ugraph)
+    found = space.schedules(op, limit=24)
+    chosen = [next(s for s in found if s.mma is mma) for mma in {s.mma for s in found}]
+    for schedule in chosen[: 2 if tokens == 1 else 1]:
+        (compiled,) = compiler.ahead_of_time(triton.generate(ugraph, [schedule]), 90)
+        assert "griddepcontrol.wait" in compiled.ptx
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (2, 16), (64, 128)])
+def test_the_bytes_of_a_kernel_are_those_of_the_chosen_experts(tokens, experts):
+    ugraph = best_of(programs.gate_up(replace(QWEN, tokens=tokens)))
+    (op,) = place_kernels(ugraph)
+    plan = plan_kernel(op, space.schedules(op, limit=1)[0])
+    weights = experts * 2 * 768 * 2048 * 2
+    others = tokens * (2048 * 2 + 8 * 4 + 8 * 768 * 2)
+    assert footprint(plan).moved == weights + others
+
+
+def test_inputs_for_measurements_choose_different_experts():
+    inputs = random_inputs(programs.gate_up(replace(QWEN, tokens=4, width=8, inner=4)), "cpu")
+    assert len(inputs[1].unique()) == 32
+    inputs = random_inputs(programs.gate_up(Mixture(3, 2, 4, 8, 4)), "cpu")
+    assert inputs[1].unique().tolist() == [0, 1, 2, 3]
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [QWEN, GPT_OSS], ids=["Qwen3-30B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("make", [programs.gate_up, programs.down, programs.whole])
+def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(make, m, tokens):
+    g = make(replace(m, tokens=tokens))
+    best = mi.superoptimize(g)[0]
+    index = next(n for n, t in enumerate(g.inputs) if t.name == "e")
+    for kind in ("different", "random", "one"):
+        inputs = random_inputs(g, "cuda")
+        if kind != "different":
+            inputs[index].random_(0, m.experts if kind == "random" else 1)
+        exact = run_kernel_graph(g, inputs, torch.float64)[0]
+        eager = run_kernel_graph(g, inputs)[0]
+        (y,) = best(inputs)
+        allowed = 1.25 * (eager - exact).abs().max() + 1e-3 * exact.abs().max()
+        assert (y - exact).abs().max() <= allowed, kind
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_nothing_for_an_index_out_of_range():
+    g = programs.gate_up(replace(QWEN, tokens=2))
+    inputs = random_inputs(g, "cuda")
+    best = mi.superoptimize(g)[0]
+    (want,) = best(inputs)
+    inputs[1][0, 1], inputs[1][1, 0] = -1, 1 << 30
+    (y,) = best(inputs)
+    torch.cuda.synchronize()
+    want[0, 1] = want[1, 0] = 0.0
+    assert torch.equal(y, want)
