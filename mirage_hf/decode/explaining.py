@@ -113,7 +113,7 @@ def _kernels(plan: StepPlan, model: Any) -> list[Explained]:
         ops = ", ".join(dict.fromkeys(op.name for op in region.graph.ops))
         if region.state is None:
             where = plan.recording.nodes[region.nodes[0]].where
-            counts[Explained(region.kind, where, ops, 1)] += 1
+            counts[Explained(region.kind, where, ops, 1, region.reads)] += 1
             continue
         state = region.graph.outputs[0]
         size = 2 * math.prod(state.dims) * state.dtype.itemsize  # it is read and written

@@ -35,6 +35,7 @@ from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node, is_replaced
+from mirage_hf.trace.experts import experts_as_one_node
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import (
@@ -278,6 +279,7 @@ def record_step(
         torch_functions_only(),
         coded_linears_as_one_node(model) as coded,
         experts_of_fixed_shape(model),
+        experts_as_one_node(),
     ):
         with _errors_named(), mode, torch.no_grad(), host_reads_named():
             prompt = _fake_prompt(model, batch)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import mirage_hf.decode.kernels.short_convolution  # noqa: F401 (gives the op its kernel)
+import mirage_hf.decode.kernels.router
+import mirage_hf.decode.kernels.short_convolution  # noqa: F401 (they give ops their kernels)
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.routing import rejected_masks, rejected_model

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
+from mirage_hf.trace.experts import find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Held, Input, Node, Recording, TraceError, Value
 from mirage_hf.trace.regions import Region, find_regions
+from mirage_hf.trace.router import with_routers
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
 from mirage_hf.trace.terms import Term, Terms
@@ -72,7 +74,7 @@ class StepPlan:
     """
 
     def __init__(self, recording: Recording, rows: int):
-        recording = with_short_convolutions(without_whole_writes(recording))
+        recording = with_routers(with_short_convolutions(without_whole_writes(recording)))
         self.recording, self.rows = recording, rows
         self.terms = Terms(recording, rows)
         self._before, self._effects = dependencies(recording), effects(recording)
@@ -90,7 +92,11 @@ class StepPlan:
         others = [{term.node for term in group.terms} for group in self.programs]
         others += [{*one.appends, one.node} for one in self.attentions]
         needed = {t.source for p in self.programs.values() for t in p.inputs if t.source}
-        self.regions = find_regions(recording, needed_before, others, needed)
+        taken = {n for nodes in others for n in nodes}
+        experts = find_experts(recording, needed_before, taken)
+        needed |= {x.source for region in experts for x in region.inputs}
+        others += [{*region.nodes} for region in experts]
+        self.regions = experts + find_regions(recording, needed_before, others, needed)
         self.units: list[Unit] = []
         self._over_cache: dict[CachedAttention, Callable[[int], Run]] = {}
 

@@ -93,6 +93,7 @@ class Region:
         graph: The program.
         inputs: Its inputs, in order.
         results: Its outputs, in order, without the state.
+        reads: Bytes of weights that it reads.
     """
 
     state: Input | None
@@ -100,12 +101,15 @@ class Region:
     graph: KernelGraph
     inputs: list[Operand]
     results: list[Result]
+    reads: int = 0
 
     @property
     def kind(self) -> str:
         """What the region is, for reports."""
         if self.state is not None:
             return f"state {self.state.name.rpartition('.')[0]}"
+        if self.reads:
+            return "experts"
         has_sum = any(op.name == "reduction" for op in self.graph.ops)
         return "norm" if has_sum else "elementwise"
 

@@ -1,0 +1,391 @@
+"""The chosen experts of a mixture as one recorded node, and the program that it becomes.
+
+While a step is recorded, transformers' "batched_mm" experts call the op `mirage_hf::experts` in
+place of copying the weights of the chosen experts. Run as it is, the op runs stock's function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers.integrations as integrations
+from torch import Tensor, library, nn
+
+from mirage_hf.errors import GraphError
+from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
+from mirage_hf.trace.record import FakeOnceMode, Input, Node, Recording, TraceError, Value, record
+from mirage_hf.trace.regions import Operand, Region, Result
+from mirage_hf.trace.sizes import fixed_shape
+from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
+
+#: The op's name as nodes have it.
+EXPERTS = "mirage_hf.experts"
+
+#: The form of stock's experts that the op stands for.
+_STOCK = "batched_mm"
+#: The registry of experts, in versions of transformers that have it.
+_FUNCTIONS: Any = getattr(getattr(integrations, "moe", None), "ALL_EXPERTS_FUNCTIONS", None)
+
+#: Sums that a program of experts may end with: a residual, and a shared expert.
+MOST_ADDED = 2
+
+library.define(
+    "mirage_hf::experts",
+    "(Tensor x, Tensor index, Tensor weights, Tensor[] parameters, int number) -> Tensor",
+)
+
+_recording = threading.local()
+_lock = threading.Lock()
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _run(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Any:
+    module = _modules.get(number)
+    assert module is not None, "the experts of a recorded step are gone"
+    return _FUNCTIONS[_STOCK](module, x, index, weights)
+
+
+library.impl("mirage_hf::experts", "CompositeExplicitAutograd", _run)
+
+
+@library.register_fake("mirage_hf::experts")
+def _fake(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Any:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of each expert.
+
+    Attributes:
+        weight: The name of its weights: (experts, outputs, inputs), or transposed.
+        bias: The name of its biases (experts, outputs), None without any.
+    """
+
+    weight: str
+    bias: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its parameters."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def linears_of(module: nn.Module) -> tuple[Linear, Linear] | None:
+    """Return the linears of each expert of a module, None if they are not of a known form."""
+    flags = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
+    if not all(isinstance(flag, bool) for flag in flags):
+        return None
+    first = "gate_up_proj" if flags[0] else "up_proj"
+    linears = [Linear(name, f"{name}_bias" if flags[1] else None) for name in (first, "down_proj")]
+    for linear in linears:
+        for name, dims in zip(linear.names, (3, 2), strict=False):
+            x = module._parameters.get(name)
+            if x is None or x.dim() != dims or not x.is_contiguous():
+                return None
+            if type(x) is not nn.Parameter or x.dtype not in COMPUTE_DTYPES:
+                return None
+    return linears[0], linears[1]
+
+
+def _parameters(module: nn.Module, linears: Sequence[Linear]) -> list[Tensor]:
+    return [getattr(module, name) for linear in linears for name in linear.names]
+
+
+def _one_node(stock: Any) -> Any:
+    def experts(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Any:
+        """Call the op while this thread records a step, else what was registered before."""
+        linears = linears_of(module) if getattr(_recording, "active", False) else None
+        if linears is None or x.dim() != 2:
+            return stock(module, x, index, weights)
+        number = _recording.numbers.setdefault(id(module), next(_numbers))
+        _modules[number] = module
+        parameters = _parameters(module, linears)
+        return torch.ops.mirage_hf.experts(x, index, weights, parameters, number)
+
+    return experts
+
+
+@contextmanager
+def experts_as_one_node() -> Iterator[None]:
+    """Let this thread's calls of "batched_mm" experts be one op each."""
+    if _FUNCTIONS is None:
+        yield
+        return
+    with _lock:  # one recording at a time, or the functions would be put back in a wrong order
+        own = _FUNCTIONS._local_mapping
+        stock, was_own = _FUNCTIONS[_STOCK], _STOCK in own
+        own[_STOCK] = _one_node(stock)
+        _recording.active, _recording.numbers = True, {}
+        try:
+            yield
+        finally:
+            _recording.active, _recording.numbers = False, {}
+            if was_own:
+                own[_STOCK] = stock
+            else:
+                del own[_STOCK]
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Operand):
+    """Some columns of a parameter of experts, as an input of a program. Nothing is copied.
+
+    Attributes:
+        dim: The dim of the columns.
+        columns: Which they are.
+    """
+
+    dim: int = 0
+    columns: slice = field(default_factory=lambda: slice(None))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the program's input."""
+        return x[(slice(None),) * self.dim + (self.columns,)]
+
+
+def find_experts(
+    recording: Recording, ancestors: Sequence[int], taken: Collection[int]
+) -> list[Region]:
+    """Return the programs of chosen experts, with the sums that follow them.
+
+    Args:
+        recording: The recording.
+        ancestors: For each node those that must run before it (`order.ancestors`).
+        taken: Nodes that run in other units.
+    """
+    readers: dict[Any, list[int]] = {}
+    for number, node in enumerate(recording.nodes):
+        for x in set(node.operands):
+            readers.setdefault(x, []).append(number)
+    found = []
+    for number, node in enumerate(recording.nodes):
+        if node.name == EXPERTS:
+            added = _added(recording, ancestors, readers, number, taken)
+            try:
+                found.append(_Writer(recording, number, added).write())
+            except (GraphError, TraceError):
+                continue
+    return found
+
+
+def _added(
+    recording: Recording,
+    ancestors: Sequence[int],
+    readers: dict[Any, list[int]],
+    number: int,
+    taken: Collection[int],
+) -> list[tuple[int, Any]]:
+    """Return the sums that follow experts: the node of each, and what it adds."""
+    size = math.prod(fixed_shape(recording.meta(Value(number))) or ())
+    found: list[tuple[int, Any]] = []
+    value = Value(number)
+    while len(found) < MOST_ADDED:
+        users = readers.get(value, [])
+        if len(users) != 1:
+            break
+        (user,) = users
+        node = recording.nodes[user]
+        if node.name in SAME_TENSOR:
+            if recording.meta(Value(user)).dtype != recording.meta(value).dtype:
+                break
+            value = Value(user)
+            continue
+        others = [x for x in node.args if x != value]
+        if node.name != "aten.add" or node.kwargs or len(others) != 1 or user in taken:
+            break
+        (other,) = others
+        if not isinstance(other, Value) or (ancestors[other.node] | 1 << other.node) >> number & 1:
+            break
+        sizes = [fixed_shape(recording.meta(x)) for x in (Value(user), other)]
+        dtypes = {recording.meta(x).dtype for x in (Value(user), other, value)}
+        if any(s is None or math.prod(s) != size for s in sizes) or len(dtypes) > 1:
+            break
+        found.append((user, other))
+        value = Value(user)
+    return found
+
+
+class _Writer:
+    """Writes the program of one node: experts, their weights, and what is added."""
+
+    def __init__(self, recording: Recording, number: int, added: list[tuple[int, Any]]):
+        self.recording, self.number, self.added = recording, number, added
+        node = recording.nodes[number]
+        self.x, self.index, self.weights, self.parameters, name = node.args
+        module = _modules.get(name)
+        linears = None if module is None else linears_of(module)
+        if module is None or linears is None:
+            raise TraceError("the experts are gone, or have other weights now")
+        self.module, self.linears = module, linears
+        self.held = dict(
+            zip([n for linear in linears for n in linear.names], self.parameters, strict=True)
+        )
+        self.rows, self.width = recording.meta(self.x).shape
+        self.chosen = recording.meta(self.index).shape[-1]
+        self.dtype = recording.meta(self.x).dtype
+        self.graph: KernelGraph = new_kernel_graph()
+        self.inputs: list[Operand] = []
+
+    def write(self) -> Region:
+        """Return the program as a region.
+
+        Raises:
+            GraphError: Its shapes or dtypes do not fit.
+            TraceError: The function between the two linears is of another form.
+        """
+        graph, rows = self.graph, self.rows
+        x = self._given(self.x, (rows, 1, 1, self.width))
+        self.e = self._given(self.index, (rows, self.chosen))
+        first, second = self.linears
+        gated = gate(self.module, self.held[first.weight].tensor, graph, self._first(x, first))
+        weight = self._chosen(second.weight, self._outputs_dim, slice(None))
+        y = self._with_bias(self._product(gated, weight), second.bias, slice(None))
+        weights = self._given(self.weights, (rows, self.chosen, 1, 1))
+        out = graph.reduction(graph.mul(*self._alike(y, weights)), 1)
+        for _, other in self.added:
+            out = graph.add(*self._alike(self._given(other, (rows, 1, 1, self.width)), out))
+        graph.mark_output(out if out.dtype == self.dtype else graph.cast(out, self.dtype))
+        value = Value(self.added[-1][0]) if self.added else Value(self.number)
+        nodes = (self.number, *(n for n, _ in self.added))
+        sizes = (rows, self.width)
+        shape = tuple(fixed_shape(self.recording.meta(value)) or ())
+        result = Result(value, sizes, (0, 1), sizes, sizes, shape)
+        return Region(None, nodes, graph, self.inputs, [result], reads=self._bytes())
+
+    @property
+    def _outputs_dim(self) -> int:
+        """The dim of weights that has the outputs."""
+        return 2 if self.module.is_transposed else 1
+
+    def _first(self, x: DTensor, linear: Linear) -> Callable[[slice], DTensor]:
+        """Return what gives some columns of the first linear's result."""
+
+        def columns(part: slice) -> DTensor:
+            weight = self._chosen(linear.weight, self._outputs_dim, part)
+            return self._with_bias(self._product(x, weight), linear.bias, part)
+
+        return columns
+
+    def _product(self, x: DTensor, weight: DTensor) -> DTensor:
+        """Return products (rows, chosen, 1, outputs) with the chosen weights."""
+        if self._outputs_dim == 1:
+            weight = self.graph.permute(weight, (0, 1, 3, 2))
+        return self.graph.matmul(x, weight)
+
+    def _with_bias(self, y: DTensor, bias: str | None, part: slice) -> DTensor:
+        if bias is None:
+            return y
+        chosen = self._chosen(bias, 1, part)
+        return self.graph.add(
+            y, self.graph.reshape(chosen, (self.rows, self.chosen, 1, y.dims[-1]))
+        )
+
+    def _chosen(self, name: str, dim: int, part: slice) -> DTensor:
+        """Return the chosen experts' part of a parameter."""
+        held = self.held[name]
+        operand = Part(held, (), (), (), dim=dim, columns=part)
+        given = operand.of(held.tensor.detach())
+        x = self.graph.new_input(given.shape, given.dtype, strides=given.stride(), constant=True)
+        self.inputs.append(operand)
+        return self.graph.take(x, self.e)
+
+    def _given(self, source: Any, dims: tuple[int, ...]) -> DTensor:
+        meta = self.recording.meta(source)
+        self.inputs.append(Operand(source, dims, tuple(range(len(dims))), dims))
+        return self.graph.new_input(dims, meta.dtype)
+
+    def _alike(self, *tensors: DTensor) -> list[DTensor]:
+        """Return tensors in one dtype: float32 if they have several."""
+        if len({x.dtype for x in tensors}) == 1:
+            return [*tensors]
+        cast = self.graph.cast
+        return [x if x.dtype == torch.float32 else cast(x, torch.float32) for x in tensors]
+
+    def _bytes(self) -> int:
+        """Return the bytes of the chosen experts' parameters."""
+        whole = sum(x.tensor.nbytes for x in self.parameters)
+        experts = len(self.parameters[0].tensor)
+        return whole * min(self.rows * self.chosen, experts) // experts
+
+
+def gate(
+    module: Any, weight: Tensor, graph: KernelGraph, columns: Callable[[slice], DTensor]
+) -> DTensor:
+    """Write the function between the two linears of experts.
+
+    Args:
+        module: The experts.
+        weight: The weights of the first linear.
+        graph: The program.
+        columns: Gives columns of the first linear's result.
+
+    Raises:
+        TraceError: The function is of another form.
+    """
+    function = module._apply_gate if module.has_gate else module.act_fn
+    width = weight.shape[2 if module.is_transposed else 1]
+    mode = FakeOnceMode()
+    try:
+        with mode:
+            x = torch.empty(1, width, dtype=weight.dtype, device=weight.device)
+        recording = record(lambda: function(x), {"x": x}, mode)
+    finally:
+        mode.close()
+    made: dict[Any, Any] = {}
+
+    def tensor(key: Any) -> Any:
+        """Return the tensor of an operand. Columns are computed when they are read."""
+        if isinstance(key, (int, float)) and not isinstance(key, bool):
+            return key
+        if key not in made:
+            raise TraceError("experts whose gate reads other tensors")
+        if isinstance(made[key], range):
+            part = made[key]
+            made[key] = columns(slice(part.start, part.stop, part.step))
+        return made[key]
+
+    made[Input("x")] = range(width)
+    for number, node in enumerate(recording.nodes):
+        if node.name in SAME_TENSOR:
+            made[Value(number)] = made[node.args[0]]
+        elif node.name in ("aten.split", "aten.split_with_sizes", "aten.slice"):
+            _note_parts(made, number, node)
+        elif (row := elementwise_row(node)) is not None:
+            op, args, attrs = row
+            made[Value(number)] = graph.apply(op, [tensor(a) for a in args], attrs)
+        else:
+            raise TraceError(f"experts whose gate runs {node.name}")
+    result: DTensor = tensor(Value(len(recording.nodes) - 1))
+    return result
+
+
+def _note_parts(made: dict[Any, Any], number: int, node: Node) -> None:
+    """Note which columns each result of a split or a slice is."""
+    whole = made.get(node.args[0])
+    dim = node.args[2] if node.name != "aten.slice" and len(node.args) > 2 else None
+    if node.name == "aten.slice":
+        dim = node.args[1] if len(node.args) > 1 else 0
+    if not isinstance(whole, range) or dim not in (1, -1):
+        raise TraceError("experts whose gate takes parts of a result")
+    if node.name == "aten.slice":
+        made[Value(number)] = whole[slice(*[*node.args[2:], None, None, None][:3])]
+        return
+    start = 0
+    for output, meta in enumerate(node.outputs):
+        assert meta is not None
+        made[Value(number, output)] = whole[start : start + meta.shape[-1]]
+        start += meta.shape[-1]
