@@ -139,7 +139,10 @@ def optimize(
         optimization = Optimization(model, backend, rows, matches)
         optimization.report_rejected(on_unsupported)
         wants_trace = inner is not None and patterns is None
-        wants_trace = wants_trace and decoding.wants_trace(inner, matches.causal)
+        # a known model's experts run stock's code in steps, unless a whole trace has their kernels
+        is_known = wants_trace and not decoding.wants_trace(inner, matches.causal)
+        if is_known:
+            wants_trace = decoding.wants_experts(inner, matches.modules)
         if dry_run:
             if wants_trace:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
@@ -160,7 +163,11 @@ def optimize(
                     resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune
                 )
                 optimization.bind_codes(resolve)
-                traced, traced_rows, why = decoding.trace_steps(inner, rows, resolve, note)
+                traced, traced_rows, why = decoding.trace_steps(
+                    inner, rows, resolve, note, whole=is_known
+                )
+                if is_known and traced is None:
+                    why = f"experts run stock's code in steps: {why}"
                 optimization.add_traced(traced_rows, why)
         optimization.warn_of_unstored(kernels)
         try:
@@ -213,7 +220,7 @@ def _install_decoding(
             inner,
             mode=mode,
             max_cache_len=max_cache_len,
-            model_kernels=optimization.steps,
+            model_kernels=None if traced is not None else optimization.steps,
             traced=traced,
         )
     except decoding.DecodeError as e:  # forwards are faster all the same

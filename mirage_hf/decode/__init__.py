@@ -6,7 +6,7 @@ from mirage_hf.decode.generate_method import DecodeError, Generate, install, uni
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.traced_step import TracedSteps
-from mirage_hf.decode.tracing import WOULD_BE_TRACED, trace_steps, wants_trace
+from mirage_hf.decode.tracing import WOULD_BE_TRACED, trace_steps, wants_experts, wants_trace
 
 __all__ = [
     "WOULD_BE_TRACED",
@@ -23,5 +23,6 @@ __all__ = [
     "meta_model",
     "trace_steps",
     "uninstall",
+    "wants_experts",
     "wants_trace",
 ]

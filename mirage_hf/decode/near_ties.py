@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TOP_K = torch.ops.aten.topk.default
+from mirage_hf.trace.router import after_choice, before_choice
+
+_TOP_K, _ROUTE = torch.ops.aten.topk.default, torch.ops.mirage_hf.route.default
 
 
 class KeepChoices(TorchDispatchMode):
@@ -54,10 +56,14 @@ class TakeChoices(TorchDispatchMode):
     ) -> Any:
         """Run an op."""
         result = func(*args, **(kwargs or {}))
-        if func is not _TOP_K:
+        if func not in (_TOP_K, _ROUTE) or (places := next(self.places, None)) is None:
             return result
-        places = next(self.places, None)
-        return result if places is None else self._near(result, places, args, kwargs or {})
+        if func is _TOP_K:
+            return self._near(result, places, args, kwargs or {})
+        scores, chosen, first, then, dtype = args
+        scores = before_choice(scores, first)
+        weights, index = self._near(torch.topk(scores, chosen, -1), places, (scores,), {})
+        return after_choice(weights, then).to(dtype), index
 
     def _near(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationEr
 from mirage_hf.formats.containers import bytes_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.cache_kernels import CacheKernels
-from mirage_hf.match.matches import CausalMatch
+from mirage_hf.match.matches import CausalMatch, Match
 from mirage_hf.patterns.attention import ATTENTION, for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import Resolved
@@ -37,6 +37,7 @@ from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.coded_linear import coded_linears
+from mirage_hf.trace.experts import EXPERTS, linears_of
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
@@ -60,6 +61,8 @@ def trace_steps(
     rows: Sequence[int],
     resolve: Callable[..., Resolved],
     progress: Callable[..., Any] | None = None,
+    *,
+    whole: bool = False,
 ) -> tuple[TracedSteps | None, list[ReportRow], str]:
     """Trace a model's steps, and find and check their kernels.
 
@@ -68,6 +71,7 @@ def trace_steps(
         rows: The numbers of rows.
         resolve: Finds the kernel of a program, as `resolver.resolve`.
         progress: Called with a stage and its detail, as in `optimize`.
+        whole: Whether steps are of use only if kernels run all attention and all experts.
 
     Returns:
         The steps, the rows of the report, and its note. If there are no steps, the note says why.
@@ -75,7 +79,7 @@ def trace_steps(
     tracer = _Tracer(model, resolve, progress)
     try:
         with _state_put_back(model):
-            steps = tracer.trace(rows)
+            steps = tracer.trace(rows, whole)
     except TraceError as error:
         return None, [], f"steps of generate cannot be traced: {error}"
     read, total = steps.bytes_read
@@ -90,6 +94,17 @@ def trace_steps(
 def wants_trace(model: Any, causal: CausalMatch | Rejected) -> bool:
     """Return whether steps of a model need a trace, to run by kernels or not by stock."""
     return isinstance(causal, Rejected) or rejected_model(model) is not None
+
+
+def wants_experts(model: nn.Module, layers: Iterable[Match]) -> bool:
+    """Return whether a whole trace would run a known model's experts by kernels.
+
+    Attention over latents and adapters have kernels of their own, which a trace does not use.
+    """
+    for layer in layers:
+        if layer.adapters or (layer.layout is not None and layer.layout.latent is not None):
+            return False
+    return any(map(linears_of, model.modules()))
 
 
 class _Tracer:
@@ -109,11 +124,12 @@ class _Tracer:
         self.report_rows: list[ReportRow] = []
         self.paths = {id(p): name for name, p in model.named_parameters()}
 
-    def trace(self, rows: Sequence[int]) -> TracedSteps:
+    def trace(self, rows: Sequence[int], whole: bool) -> TracedSteps:
         """Trace the steps of these numbers of rows.
 
         Raises:
-            TraceError: The model cannot be traced, or a traced step differs from stock's.
+            TraceError: The model cannot be traced, or a traced step differs from stock's. Or it
+                should be whole, and some attention or experts have no kernel.
         """
         model, config = self.model, self.config
         masks = _or_raise(MaskPlan.of(config))
@@ -127,6 +143,8 @@ class _Tracer:
             for rings, own_windows, sizes in rings_variants(windows):
                 recording = record_step(model, masks, batch, own_windows, sizes, axes)
                 plan = StepPlan(recording, batch)
+                if whole and (why := _why_not_whole(plan)):
+                    raise TraceError(why)
                 kernels = self._find_kernels(plan)
                 if not kernels:
                     raise TraceError("no product of its step has a kernel")
@@ -243,6 +261,16 @@ class _Tracer:
                 self.report_rows.append(replace(row, reason=plan.reasons[group]))
                 continue
             self.report_rows.append(resolved_row(row, self.found[str(program.graph)]))
+
+
+def _why_not_whole(plan: StepPlan) -> str:
+    """Return which attention or experts of a plan have no program, or ""."""
+    layers = sum(name.startswith("keys.") for name in plan.recording.inputs)
+    if len(plan.attentions) < layers:
+        return f"the attention of {layers - len(plan.attentions)} layers is of another form"
+    programs = sum(bool(region.reads) for region in plan.regions)
+    experts = sum(node.name == EXPERTS for node in plan.recording.nodes)
+    return "" if programs == 2 * experts > 0 else "experts of another form"
 
 
 def _or_raise(x: Any) -> Any:

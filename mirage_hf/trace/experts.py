@@ -52,7 +52,11 @@ _numbers = itertools.count()
 def _run(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Any:
     module = _modules.get(number)
     assert module is not None, "the experts of a recorded step are gone"
-    return _FUNCTIONS[_STOCK](module, x, index, weights)
+    was_active, _recording.active = getattr(_recording, "active", False), False
+    try:
+        return _FUNCTIONS[_STOCK](module, x, index, weights)
+    finally:
+        _recording.active = was_active
 
 
 library.impl("mirage_hf::experts", "CompositeExplicitAutograd", _run)
@@ -160,7 +164,10 @@ class Part(Operand):
 def find_experts(
     recording: Recording, ancestors: Sequence[int], taken: Collection[int]
 ) -> list[Region]:
-    """Return the programs of chosen experts, with the sums that follow them.
+    """Return the programs of chosen experts, two for each node.
+
+    The first gives what is between the two linears of an expert. The second one ends with the sums
+    that follow the experts. Searched together they would take a minute.
 
     Args:
         recording: The recording.
@@ -176,7 +183,7 @@ def find_experts(
         if node.name == EXPERTS:
             added = _added(recording, ancestors, readers, number, taken)
             try:
-                found.append(_Writer(recording, number, added).write())
+                found += _Writer(recording, number, added).write()
             except (GraphError, TraceError):
                 continue
     return found
@@ -192,7 +199,7 @@ def _added(
     """Return the sums that follow experts: the node of each, and what it adds."""
     size = math.prod(fixed_shape(recording.meta(Value(number))) or ())
     found: list[tuple[int, Any]] = []
-    value = Value(number)
+    value, changing = Value(number), recording.changing
     while len(found) < MOST_ADDED:
         users = readers.get(value, [])
         if len(users) != 1:
@@ -208,7 +215,9 @@ def _added(
         if node.name != "aten.add" or node.kwargs or len(others) != 1 or user in taken:
             break
         (other,) = others
-        if not isinstance(other, Value) or (ancestors[other.node] | 1 << other.node) >> number & 1:
+        if not isinstance(other, (Value, Input)) or recording.meta(other).storage in changing:
+            break
+        if isinstance(other, Value) and (ancestors[other.node] | 1 << other.node) >> number & 1:
             break
         sizes = [fixed_shape(recording.meta(x)) for x in (Value(user), other)]
         dtypes = {recording.meta(x).dtype for x in (Value(user), other, value)}
@@ -237,34 +246,65 @@ class _Writer:
         self.rows, self.width = recording.meta(self.x).shape
         self.chosen = recording.meta(self.index).shape[-1]
         self.dtype = recording.meta(self.x).dtype
-        self.graph: KernelGraph = new_kernel_graph()
-        self.inputs: list[Operand] = []
 
-    def write(self) -> Region:
-        """Return the program as a region.
+    def write(self) -> list[Region]:
+        """Return the two programs as regions.
 
         Raises:
             GraphError: Its shapes or dtypes do not fit.
             TraceError: The function between the two linears is of another form.
         """
-        graph, rows = self.graph, self.rows
-        x = self._given(self.x, (rows, 1, 1, self.width))
-        self.e = self._given(self.index, (rows, self.chosen))
         first, second = self.linears
-        gated = gate(self.module, self.held[first.weight].tensor, graph, self._first(x, first))
-        weight = self._chosen(second.weight, self._outputs_dim, slice(None))
-        y = self._with_bias(self._product(gated, weight), second.bias, slice(None))
-        weights = self._given(self.weights, (rows, self.chosen, 1, 1))
+        between = Value(self.number, 1)  # a result that the recorded node does not have
+        return [self._first_program(first, between), self._second_program(second, between)]
+
+    def _begin(self) -> None:
+        """Begin a program."""
+        self.graph: KernelGraph = new_kernel_graph()
+        self.inputs: list[Operand] = []
+        self.e = self._given(self.index, (self.rows, self.chosen), torch.int64)
+
+    def _first_program(self, linear: Linear, between: Value) -> Region:
+        self._begin()
+        x = self._given(self.x, (self.rows, 1, 1, self.width), self.dtype)
+        weight = self.held[linear.weight].tensor
+        h = gate(self.module, weight, self.graph, self._first(x, linear))
+        self.graph.mark_output(h)
+        return self._region((self.number,), between, h.dims, h.dims, linear)
+
+    def _second_program(self, linear: Linear, between: Value) -> Region:
+        self._begin()
+        graph, rows, meta = self.graph, self.rows, self.recording.meta
+        weight = self.held[linear.weight].tensor
+        inner = weight.shape[3 - self._outputs_dim]
+        h = self._given(between, (rows, self.chosen, 1, inner), weight.dtype)
+        chosen = self._chosen(linear.weight, self._outputs_dim, slice(None))
+        y = self._with_bias(self._product(h, chosen), linear.bias, slice(None))
+        dims = rows, self.chosen, 1, 1
+        weights = self._given(self.weights, dims, meta(self.weights).dtype)
         out = graph.reduction(graph.mul(*self._alike(y, weights)), 1)
         for _, other in self.added:
-            out = graph.add(*self._alike(self._given(other, (rows, 1, 1, self.width)), out))
+            addend = self._given(other, (rows, 1, 1, self.width), meta(other).dtype)
+            out = graph.add(*self._alike(addend, out))
         graph.mark_output(out if out.dtype == self.dtype else graph.cast(out, self.dtype))
         value = Value(self.added[-1][0]) if self.added else Value(self.number)
         nodes = (self.number, *(n for n, _ in self.added))
-        sizes = (rows, self.width)
-        shape = tuple(fixed_shape(self.recording.meta(value)) or ())
-        result = Result(value, sizes, (0, 1), sizes, sizes, shape)
-        return Region(None, nodes, graph, self.inputs, [result], reads=self._bytes())
+        shape = tuple(fixed_shape(meta(value)) or ())
+        return self._region(nodes, value, (rows, self.width), shape, linear)
+
+    def _region(
+        self,
+        nodes: tuple[int, ...],
+        value: Value,
+        sizes: tuple[int, ...],
+        shape: tuple[int, ...],
+        linear: Linear,
+    ) -> Region:
+        result = Result(value, sizes, tuple(range(len(sizes))), sizes, sizes, shape)
+        whole = sum(self.held[name].tensor.nbytes for name in linear.names)
+        experts = len(self.held[linear.weight].tensor)
+        reads = whole * min(self.rows * self.chosen, experts) // experts
+        return Region(None, nodes, self.graph, self.inputs, [result], reads=reads)
 
     @property
     def _outputs_dim(self) -> int:
@@ -303,10 +343,10 @@ class _Writer:
         self.inputs.append(operand)
         return self.graph.take(x, self.e)
 
-    def _given(self, source: Any, dims: tuple[int, ...]) -> DTensor:
-        meta = self.recording.meta(source)
-        self.inputs.append(Operand(source, dims, tuple(range(len(dims))), dims))
-        return self.graph.new_input(dims, meta.dtype)
+    def _given(self, source: Any, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+        is_between = source == Value(self.number, 1)
+        self.inputs.append(Operand(source, dims, tuple(range(len(dims))), dims, is_between))
+        return self.graph.new_input(dims, dtype)
 
     def _alike(self, *tensors: DTensor) -> list[DTensor]:
         """Return tensors in one dtype: float32 if they have several."""
@@ -314,12 +354,6 @@ class _Writer:
             return [*tensors]
         cast = self.graph.cast
         return [x if x.dtype == torch.float32 else cast(x, torch.float32) for x in tensors]
-
-    def _bytes(self) -> int:
-        """Return the bytes of the chosen experts' parameters."""
-        whole = sum(x.tensor.nbytes for x in self.parameters)
-        experts = len(self.parameters[0].tensor)
-        return whole * min(self.rows * self.chosen, experts) // experts
 
 
 def gate(

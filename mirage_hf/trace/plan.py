@@ -115,7 +115,7 @@ class StepPlan:
             attention: What runs the attention of a layer, by the slots of its cache.
             regions: What runs a region.
         """
-        self._region_runs = dict(regions or {})
+        self._region_runs = _with_makers(dict(regions or {}))
         self._over_cache = dict(attention or {})
         nodes = self.recording.nodes
         by_group = {group: self._unit_of(group, run) for group, run in kernels.items()}
@@ -432,6 +432,16 @@ class StepPlan:
                 tensors[made] = y.unflatten(0, shape[:-1])
 
         return write
+
+
+def _with_makers(runs: dict[Region, RegionRun]) -> dict[Region, RegionRun]:
+    """Leave out regions that read what no op gives and no other region makes."""
+    made = {result.value for region in runs for result in region.results}
+    return {
+        region: run
+        for region, run in runs.items()
+        if all(x.source in made for x in region.inputs if x.is_between)
+    }
 
 
 def _ordered(needs: dict[Unit, set[Unit]]) -> list[Unit]:

@@ -43,12 +43,14 @@ class Operand:
         shape: Its shape with dims split into axes.
         order: The order of these axes in the program.
         dims: The shape of the program's input.
+        is_between: Whether only another region's program gives the tensor, and no recorded op.
     """
 
     source: Tensorlike
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dims: tuple[int, ...]
+    is_between: bool = False
 
     def of(self, x: Tensor) -> Tensor:
         """Return the program's input."""

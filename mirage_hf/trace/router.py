@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from mirage_hf.trace.record import Held, Meta, Node, Recording, Value
+from mirage_hf.trace.record import Input, Meta, Node, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
 
 #: The op's name as nodes have it.
@@ -42,15 +42,20 @@ def route(
         then: What is done to the chosen ones: NOTHING, SOFTMAX or NORMALIZE.
         dtype: The dtype of weights.
     """
-    wide = scores.float()
-    if first == SOFTMAX:
-        wide = F.softmax(wide, -1)
-    weights, index = torch.topk(wide, chosen, -1)
+    weights, index = torch.topk(before_choice(scores, first), chosen, -1)
+    return after_choice(weights, then).to(dtype), index
+
+
+def before_choice(scores: Tensor, first: int) -> Tensor:
+    """Return the scores (rows, experts) by which experts are chosen, in float32."""
+    return F.softmax(scores.float(), -1) if first == SOFTMAX else scores.float()
+
+
+def after_choice(weights: Tensor, then: int) -> Tensor:
+    """Return the weights of chosen experts (rows, chosen), from their scores."""
     if then == SOFTMAX:
-        weights = F.softmax(weights, -1)
-    elif then == NORMALIZE:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(dtype), index
+        return F.softmax(weights, -1)
+    return weights / weights.sum(-1, keepdim=True) if then == NORMALIZE else weights
 
 
 library.impl("mirage_hf::route", "CompositeExplicitAutograd", route)
@@ -88,7 +93,7 @@ class _Router:
     """
 
     topk: int
-    scores: Value
+    scores: Value | Input
     chosen: int
     first: int
     then: int
@@ -102,7 +107,7 @@ def _router(recording: Recording, readers: dict[Any, list[int]], topk: int) -> _
     if nodes[topk].kwargs or how not in ([], [-1], [1], [-1, True], [1, True]):
         return None
     first, scores = _softmax_before(recording, readers, topk, scores)
-    if not isinstance(scores, Value) or len(fixed_shape(recording.meta(scores)) or ()) != 2:
+    if len(fixed_shape(recording.meta(scores)) or ()) != 2:
         return None
     then, same = _after(nodes, readers, Value(topk))
     last = Value(same[-1]) if same else Value(topk)
@@ -124,7 +129,7 @@ def _softmax_before(
     if node.name != "aten._softmax" or readers[x] != [reader] or node.args[1] not in (-1, 1):
         return NOTHING, x
     source = node.args[0]
-    if recording.meta(x).dtype != torch.float32 or isinstance(source, Held):
+    if recording.meta(x).dtype != torch.float32:
         return NOTHING, x
     made = recording.nodes[source.node] if isinstance(source, Value) else None
     if made is not None and made.name == "aten._to_copy" and readers[source] == [x.node]:
