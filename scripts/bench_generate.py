@@ -574,7 +574,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     if args.weights:
         model = with_codes(twin(bare), args.weights)
     prompts = prompts_of(model, batch, prompt, args)
-    floor = coded_bytes(model) if args.weights else floor_bytes(model)
+    floor = coded_bytes(model) if args.weights else floor_bytes(model, batch)
     cached = cache_bytes(model, [n + args.new // 2 for n in prompts.lengths])
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {

@@ -250,6 +250,40 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "mixtral-8x7b": ("mixtral", {}),
+    "olmoe-1b-7b": ("olmoe", {"intermediate_size": 1024}),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 163840,
+        },
+    ),
 }
 
 
@@ -382,11 +416,12 @@ def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     return peft.get_peft_model(model, config).eval().get_base_model()  # type: ignore[no-any-return]
 
 
-def floor_bytes(model: PreTrainedModel) -> int:
+def floor_bytes(model: PreTrainedModel, rows: int = 1) -> int:
     """Return the bytes that a step must read.
 
     Every weight of the text model and of the head once, and no embedding table unless it is the
-    head. A decoder's keys and values of the encoder's output are there before its steps.
+    head. A decoder's keys and values of the encoder's output are there before its steps. Of a
+    mixture's experts, as many as `rows` tokens choose on average if each chooses at random.
     """
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     made_once = ("encoder_attn.k_proj", "encoder_attn.v_proj")
@@ -398,4 +433,16 @@ def floor_bytes(model: PreTrainedModel) -> int:
     read.pop(table, None)
     if head is not None:
         read |= dict.fromkeys(head.parameters())
-    return sum(p.nbytes for p in read)
+    config = model.config.get_text_config(decoder=True)
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    experts = {
+        p
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+        for p in module.parameters()
+    }
+
+    def share(p: torch.Tensor) -> float:
+        return 1 - (1 - chosen / len(p)) ** rows if p in experts else 1.0
+
+    return round(sum(p.nbytes * share(p) for p in read))

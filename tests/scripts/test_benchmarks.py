@@ -812,6 +812,17 @@ def test_a_step_reads_no_weights_of_images():
         assert configs.floor_bytes(model) == read
 
 
+def test_a_step_reads_the_experts_that_are_chosen():
+    model = configs.random_model("qwen3-30b-a3b", "meta", layers=1)
+    names = dict(model.named_parameters())
+    experts = sum(p.nbytes for name, p in names.items() if ".experts." in name)
+    others = sum(p.nbytes for name, p in names.items() if ".experts." not in name)
+    others -= model.get_input_embeddings().weight.nbytes
+    assert configs.floor_bytes(model) == others + experts * 8 // 128
+    # of 16 tokens, some choose the same experts
+    assert others + experts * 0.6 < configs.floor_bytes(model, 16) < others + experts * 0.7
+
+
 def test_padded_prompts_of_bench_generate():
     args = generate_options(peers=("eager", "static", "compile"), strict=False, padded=True)
     row = bench_generate.bench("smoke", 3, 12, args)
