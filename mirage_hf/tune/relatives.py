@@ -40,8 +40,9 @@ VECTORS_COUNT = 0.3
 #: were measured as the fastest, are at most this far above the best.
 TRUSTED = 0.2
 
-#: Another shape of a relative's tile is taken only if its estimate is below this share.
-MUCH_BETTER = 0.9
+#: Tiles of a loop that hold up to this many times its elements are kept. Otherwise another shape
+#: of tile is taken if its estimate is below the share MUCH_BETTER.
+MOSTLY_FULL, MUCH_BETTER = 1.25, 0.9
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,16 @@ def refitted(
 def _refitted(op: PlacedOp, other: PlacedOp, schedule: Schedule, device: Device) -> Schedule | None:
     """Return a schedule for the sizes of an op, from one that was tuned for a relative of it.
 
-    The tile of a loop may be halved and that of the columns doubled, if the estimate is then much
-    better. A tile that was as long as its loop may else be mostly empty in the last step.
+    If the loop's tile would be mostly empty in the last step, shorter and wider ones are tried.
     """
     pairs = zip(_block(other).axes, _block(op).axes, strict=True)
     try:
         best = refit(schedule, other, op, device, {old.name: new.name for old, new in pairs})
     except errors.CodegenError:
         return None
-    best_us = estimated_us([op], [best], device) * MUCH_BETTER
-    start = best
+    if not _leaves_tiles_empty(op, best):
+        return best
+    start, best_us = best, MUCH_BETTER * estimated_us([op], [best], device)
     for shorter, wider in itertools.product((2, 4), (1, 2, 4)):
         changed = _reshaped(op, start, shorter, wider)
         try:
@@ -170,6 +171,16 @@ def _refitted(op: PlacedOp, other: PlacedOp, schedule: Schedule, device: Device)
         if cost.us < best_us and cost.registers <= REGISTER_BUDGET:
             best, best_us = changed, cost.us
     return best
+
+
+def _leaves_tiles_empty(op: PlacedOp, schedule: Schedule) -> bool:
+    """Return whether the tiles of a loop have many elements beyond its end."""
+    block = _block(op)
+    for a in block.named(Role.LOOP):
+        size, tile = block.split_size(a.name), schedule.tiles[a.name]
+        if -(-size // tile) * tile > MOSTLY_FULL * size:
+            return True
+    return False
 
 
 def _reshaped(op: PlacedOp, schedule: Schedule, shorter: int, wider: int) -> Schedule:
