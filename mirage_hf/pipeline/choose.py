@@ -127,8 +127,9 @@ def _scheduled(candidate: Candidate) -> UGraph:
 def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
     """Return the candidate at its first permitted schedules.
 
-    If it has none and generated kernels will run, return the library path. A CPU runs no schedule,
-    so any schedule will do there.
+    Its kernels launch the next one early where they may, as the tuner's candidates do. If it has no
+    schedule and generated kernels will run, return the library path. A CPU runs no schedule, so any
+    will do there.
     """
     allowed = permitted([candidate])
     schedules = []
@@ -136,7 +137,8 @@ def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
         choices = allowed(op, H200)
         if not choices and runs_generated:
             return library_ugraph(candidate.ugraph.program)
-        schedules.append((choices or space.schedules(op, limit=1))[0])
+        first = (choices or space.schedules(op, limit=1))[0]
+        schedules.append(replace(first, trigger_early=op.next_may_launch_early))
     return replace(candidate.ugraph, schedules=tuple(schedules))
 
 
@@ -154,7 +156,7 @@ def _like_a_relative(
         kinds = kinds_of_product(candidate)
         ops = place_kernels(candidate.ugraph, early)
         first = [space.chosen(op, kinds) for op in ops]
-        schedules = [replace(s, trigger_early=True) for s in first if s is not None]
+        schedules = [s for s in first if s is not None]
         if len(schedules) == len(ops):
             best_us = min(best_us, relatives.estimated_us(ops, schedules, gpu))
         for apart, relative in relatives.relatives(ops, tuned):
