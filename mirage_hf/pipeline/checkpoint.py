@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import Loaded, examined
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_report import StopReason
+from mirage_hf.tune.relatives import TunedKernels
 from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
 
 CHECKPOINT = "mirage_hf.checkpoint"
@@ -116,6 +118,10 @@ class CheckpointFile:
         if record.report.stop != StopReason.INTERRUPTED:
             _write(self.path, self.owner, record, {})
         return None
+
+    def tuned(self, target: str) -> Sequence[TunedKernels]:
+        """Return nothing. A checkpoint holds no kernels that were measured."""
+        return ()
 
 
 def _write(path: Path, owner: str, record: SearchRecord | None, steps: dict[str, Any]) -> None:

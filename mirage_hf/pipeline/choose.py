@@ -16,8 +16,9 @@ from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.windows import ProgressCallback
-from mirage_hf.tune import space
+from mirage_hf.tune import relatives, space
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.relatives import TunedKernels
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 
@@ -26,8 +27,16 @@ from mirage_hf.verify.accept import Candidate, kind_of
 _PAIRS_MOVED, _FIRST_PLACE = 3, 2
 
 
-def schedule_candidates(request: Request, verified: VerifiedCandidates) -> Outcome:
+def schedule_candidates(
+    request: Request, verified: VerifiedCandidates, tuned: Callable[[], Sequence[TunedKernels]]
+) -> Outcome:
     """Return the outcome of a search without measuring: candidates with schedules, best first.
+
+    Args:
+        request: The request.
+        verified: Its candidates.
+        tuned: Returns kernels that were measured on the target. If nothing will be measured, a
+            candidate may take its schedules from them.
 
     Raises:
         SearchError: No kernel keeps to the request's restriction.
@@ -45,6 +54,8 @@ def schedule_candidates(request: Request, verified: VerifiedCandidates) -> Outco
         return Outcome(request, verified, (*scheduled, library))
     ranked = promising(verified.candidates, request.key.next_may_launch_early)
     best = first_scheduled(ranked[0], request.runs_generated)
+    if best.is_fused and request.runs_generated and request.device is None:
+        best = _like_a_relative(ranked, tuned(), request) or best
     if not best.is_fused:
         reason = "the numbers of every candidate were rejected for all of its schedules"
         return Outcome(request, verified, (library,), reason)
@@ -116,8 +127,9 @@ def _scheduled(candidate: Candidate) -> UGraph:
 def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
     """Return the candidate at its first permitted schedules.
 
-    If it has none and generated kernels will run, return the library path. A CPU runs no schedule,
-    so any schedule will do there.
+    Its kernels launch the next one early where they may, as the tuner's candidates do. If it has no
+    schedule and generated kernels will run, return the library path. A CPU runs no schedule, so any
+    will do there.
     """
     allowed = permitted([candidate])
     schedules = []
@@ -125,8 +137,36 @@ def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
         choices = allowed(op, H200)
         if not choices and runs_generated:
             return library_ugraph(candidate.ugraph.program)
-        schedules.append((choices or space.schedules(op, limit=1))[0])
+        first = (choices or space.schedules(op, limit=1))[0]
+        schedules.append(replace(first, trigger_early=op.next_may_launch_early))
     return replace(candidate.ugraph, schedules=tuple(schedules))
+
+
+def _like_a_relative(
+    candidates: Sequence[Candidate], tuned: Sequence[TunedKernels], request: Request
+) -> UGraph | None:
+    """Return a candidate with the schedules of the nearest tuned kernels of the same structure.
+
+    Candidates that the estimate says are clearly slow are left out. None if no other has relatives.
+    """
+    early, gpu = request.key.next_may_launch_early, request.options.gpu
+    found: list[tuple[float, float, UGraph]] = []
+    best_us = math.inf
+    for candidate in candidates:
+        kinds = kinds_of_product(candidate)
+        ops = place_kernels(candidate.ugraph, early)
+        first = [space.chosen(op, kinds) for op in ops]
+        schedules = [s for s in first if s is not None]
+        if len(schedules) == len(ops):
+            best_us = min(best_us, relatives.estimated_us(ops, schedules, gpu))
+        for apart, relative in relatives.relatives(ops, tuned):
+            refitted = relatives.refitted(ops, relative, gpu)
+            if refitted is not None and all(s.mma in kinds for s in refitted):
+                us = relatives.estimated_us(ops, refitted, gpu)
+                found.append((apart, us, replace(candidate.ugraph, schedules=refitted)))
+                break
+    likely = [f for f in found if relatives.is_trusted(f[0], f[1], best_us)]
+    return min(likely, key=lambda f: f[:2])[2] if likely else None
 
 
 def kinds_of_product(candidate: Candidate) -> set[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mirage_hf.errors import Rejected
 from mirage_hf.pipeline.checkpoint import CheckpointJournal
@@ -47,8 +48,10 @@ def find_outcome(
     loaded = results.load(request)
     if isinstance(loaded, StoredEntry):
         return loaded
+    tuned = partial(results.tuned, request.key.target)
     if isinstance(loaded, VerifiedCandidates):
-        return NewOutcome(measure_candidates(schedule_candidates(request, loaded), progress))
+        outcome = schedule_candidates(request, loaded, tuned)
+        return NewOutcome(measure_candidates(outcome, progress))
     journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
     verified = search_and_verify(
         request.program,
@@ -59,7 +62,7 @@ def find_outcome(
         keep=request.keep,
         journal=journal,
     )
-    outcome = schedule_candidates(request, verified)
+    outcome = schedule_candidates(request, verified, tuned)
     if request.all_candidates:
         unkept = results.store(outcome)
         outcome = measure_candidates(outcome, progress)

@@ -11,22 +11,28 @@ entry is used only if it passes these checks:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import CodegenError, MirageError, Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import versions
-from mirage_hf.pipeline.outcome import Outcome
+from mirage_hf.pipeline.outcome import Outcome, library_wins
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_journal import SearchJournal
+from mirage_hf.tune.relatives import TunedKernels
 from mirage_hf.verify.accept import Candidate, examine
 from mirage_hf.verify.numeric import NumericCheck
-from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.entry import ENTRY, Entry, read_entry
 from mirage_hf.zoo.search_record import SearchRecord
 from mirage_hf.zoo.store import NotStored, Store, ZooPath, packaged_store, user_store
 
@@ -57,6 +63,9 @@ class Results(Protocol):
     def store(self, outcome: Outcome) -> Rejected | None:
         """Store an outcome. Return why it could not be stored, or None."""
 
+    def tuned(self, target: str) -> Sequence[TunedKernels]:
+        """Return the kernels that were measured on a target and are faster than the library."""
+
 
 class NoResults:
     """Looks up nothing and keeps nothing."""
@@ -68,6 +77,10 @@ class NoResults:
     def store(self, outcome: Outcome) -> Rejected | None:
         """Do nothing."""
         return None
+
+    def tuned(self, target: str) -> Sequence[TunedKernels]:
+        """Return nothing."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,15 @@ class ZooResults:
         except CodegenError as e:
             return Rejected(f"no code can be generated for it: {e}")
 
+    def tuned(self, target: str) -> Sequence[TunedKernels]:
+        """Return the kernels of trusted stores that were measured on a target."""
+        found = []
+        for store in self.zoos.stores:
+            for folder in store.folders_of(target) if store.is_trusted else ():
+                with contextlib.suppress(OSError):  # another process may replace it
+                    found.append(_tuned_in(folder, (folder / ENTRY).stat().st_mtime_ns))
+        return [t for t in found if t is not None]
+
     def keep(self, entry: Entry) -> Rejected | None:
         """Keep an entry in the first store that can be written."""
         if entry.failed:
@@ -139,6 +161,24 @@ class ZooResults:
             )
         folder = self.zoos.put(entry)
         return folder if isinstance(folder, Rejected) else None
+
+
+@lru_cache(maxsize=4096)
+def _tuned_in(folder: Path, written: int) -> TunedKernels | None:
+    """Return the kernels of an entry, or None if it cannot be used or was never measured.
+
+    Args:
+        folder: The folder of the entry.
+        written: When the entry was written, so that one that was replaced is read anew.
+    """
+    entry = read_entry(folder)
+    if isinstance(entry, Rejected) or not entry.timings or not entry.schedules:
+        return None
+    if library_wins(entry):
+        return None
+    return TunedKernels(
+        place_kernels(entry.ugraph, entry.key.next_may_launch_early), entry.schedules
+    )
 
 
 def _is_worth_keeping(outcome: Outcome) -> bool:

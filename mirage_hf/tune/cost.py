@@ -12,13 +12,9 @@ from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
-from mirage_hf.tune.footprint import (
-    Footprint,
-    adds_in_runs,
-    footprint,
-    tensor_bytes,
-    tile_bytes,
-)
+from mirage_hf.tune import multiply_adds
+from mirage_hf.tune.footprint import Footprint, adds_in_runs, footprint, tensor_bytes
+from mirage_hf.tune.occupancy import blocks_per_sm, registers_of, shared_bytes
 
 
 @dataclass(frozen=True)
@@ -66,46 +62,6 @@ EXPOSED = 0.4
 _LIBRARY_BANDWIDTH = 0.85
 
 
-def _registers(plan: KernelPlan, tiles: Footprint) -> int:
-    """Return the registers that a thread spends on tiles.
-
-    Reading the partial results of several blocks may need more.
-    """
-    partial = max(
-        (
-            plan.cooperation.gathered(a)
-            * math.prod(plan.cooperation.counted(x) for x in plan.layout.value_dims(a.out))
-            for a in plan.cooperation.shared_accumulators
-        ),
-        default=0,
-    )
-    return math.ceil(max(tiles.held, partial) / (32 * plan.schedule.num_warps))
-
-
-def _shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
-    """Return the shared memory of a block.
-
-    It holds the loads of all steps in flight, other factors of tensor-core products, and values
-    that warps exchange. The step at work counts too if a product still reads it while the next one
-    is copied.
-    """
-    per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
-    stages, itemsize = plan.schedule.num_stages, plan.tiling.mma_dtype.itemsize
-    if plan.tiling.is_looped and stages > 1:
-        exchanged = tiles.exchanged * plan.schedule.num_warps * 4
-        # Inputs read twice move from registers into the layout of the product.
-        again = sum(tile_bytes(plan, i) for i in plan.pipelining.loaded_twice)
-        late = any(plan.pipelining.is_asynchronous(d) for d in plan.layout.dots.values())
-        return (
-            per_iteration * (stages if late else stages - 1)
-            + again
-            + tiles.unstaged * itemsize
-            + exchanged
-        )
-    # A product held whole is fed through shared memory.
-    return max(per_iteration, tiles.factors * itemsize)
-
-
 def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
     """Estimate one launch of a planned block graph.
 
@@ -122,21 +78,30 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
     instructions = float(trips * tiles.step_work + tiles.once_work) * plan.grid * tiles.element_work
     flops = (trips * tiles.step_flops + tiles.once_flops) * plan.grid
 
-    registers, shared = _registers(plan, tiles), _shared_bytes(plan, tiles)
-    per_sm = _blocks_per_sm(plan, registers, shared, device)
+    registers, shared = registers_of(plan, tiles), shared_bytes(plan, tiles)
+    per_sm = blocks_per_sm(plan, registers, shared, device)
     waves = plan.grid / (device.sms * per_sm)
     tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
     busy = min(1.0, plan.grid / device.sms)
+    # An early trigger hides the launch of the next kernel.
+    launch_us = 0.0 if plan.triggers_early else device.launch_us
+    meeting_us = device.meeting_us if plan.cooperation.scratch else 0.0
+    arithmetic = instructions / (device.lane_rate * busy)
+    if multiply_adds.apply_to(plan):
+        seconds = max(l2 / device.l2_bandwidth, arithmetic)
+        body_us = multiply_adds.body_us(plan, tiles, 1e6 * seconds, registers, shared, device)
+        us = launch_us + body_us + meeting_us
+        return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm)
     seconds = max(
         tiles.moved / _read_rate(plan, tiles, trips, per_sm, device),
         l2 / device.l2_bandwidth,
-        instructions / (device.lane_rate * busy),
+        arithmetic,
         flops / (device.mma_rate * busy),
     )
     is_staged = bool(plan.layout.code_factors) and not plan.pipelining.holds_words_ahead
     if adds_in_runs(plan) or is_staged:
         # The arithmetic is as long as the reads, and hides them only in part.
-        seconds += EXPOSED * instructions / (device.lane_rate * busy)
+        seconds += EXPOSED * arithmetic
     again_us = 0.0
     if tiles.rescales:
         seconds = max(seconds, 1e-6 * RESCALED_US * trips * math.ceil(waves))
@@ -147,21 +112,9 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         seconds = max(seconds, 1e-6 * trips * max(ahead_us, step_us * turns))
         # Blocks of a later wave begin their loads anew.
         again_us = device.latency_us * (math.ceil(waves) - 1) / per_sm
-    # An early trigger hides the launch of the next kernel.
-    launch_us = 0.0 if plan.triggers_early else device.launch_us
-    meeting_us = device.meeting_us if plan.cooperation.scratch else 0.0
     body_us = tail * seconds * 1e6 * _detours(plan)
     us = launch_us + device.latency_us + again_us + body_us + meeting_us
     return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm)
-
-
-def _blocks_per_sm(plan: KernelPlan, registers: int, shared: int, device: Device) -> int:
-    """Return how many blocks fit on one SM at a time."""
-    threads = 32 * plan.schedule.num_warps
-    by_threads = 2048 // threads
-    by_registers = device.registers // (threads * min(255, max(32, registers)))
-    by_shared = device.shared_bytes // (shared + 1024)
-    return max(1, min(32, by_threads, by_registers, by_shared))
 
 
 def _read_rate(

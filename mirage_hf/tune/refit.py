@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mirage_hf import errors
@@ -19,7 +20,13 @@ from mirage_hf.tune.space import HOPELESS_REGISTERS, MOST_BLOCKS_PER_SM, schedul
 PIPELINED = 3
 
 
-def refit(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200) -> Schedule:
+def refit(
+    schedule: Schedule,
+    old: KernelOp,
+    op: KernelOp,
+    device: Device = H200,
+    names: Mapping[str, str] | None = None,
+) -> Schedule:
     """Return a schedule for axes of other sizes, from one that was tuned for the same block graph.
 
     Tiles are refitted. A longer loop is shared by more blocks if the cost model says so. If the
@@ -31,13 +38,15 @@ def refit(schedule: Schedule, old: KernelOp, op: KernelOp, device: Device = H200
         old: The op that it was tuned for.
         op: The op with other sizes.
         device: The GPU.
+        names: The names of the axes of `op`, by those of `old`. By default they are the same.
 
     Raises:
         CodegenError: There is no schedule of this kind.
     """
     assert op.block is not None
     try:
-        clipped = clip(schedule, op.block)
+        tiles = {names[a] if names else a: tile for a, tile in schedule.tiles.items()}
+        clipped = clip(replace(schedule, tiles=tiles), op.block)
         refitted = _for_longer_loop(clipped, op, plan_kernel(old, schedule), device)
         _check_resources(plan_kernel(op, refitted), device)
         return refitted

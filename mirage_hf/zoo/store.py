@@ -150,6 +150,12 @@ class Store:
         """Yield the entries that pass every check, in the order of their folders."""
         return (entry for _, entry in self.verify() if isinstance(entry, Entry))
 
+    def folders_of(self, target: str) -> list[Path]:
+        """Return the folders of the entries for a target; none if the root cannot be read."""
+        with contextlib.suppress(OSError):
+            return self._folders(f"[!.]*/*/{target}")
+        return []
+
     def verify(self) -> Iterator[tuple[Path, Entry | Rejected]]:
         """Yield every folder that should hold an entry, with the entry or what is wrong with it."""
         try:

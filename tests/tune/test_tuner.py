@@ -57,7 +57,7 @@ def test_steps_from_a_candidate_are_new_possible_and_permitted():
         found = neighbours([start, start], [start], gpus.H200, lambda op, device, only=only: only)
         schedules = [c.schedules[0] for c in found]
         assert (
-            len(found) > 8
+            len(found) >= 8
             and len(set(schedules)) == len(schedules)
             and start.schedules[0] not in schedules
         )
