@@ -26,6 +26,7 @@ from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.attention_interface import attention_report
 from mirage_hf.codegen import cuda as _cuda  # noqa: F401  registers UGraph.generate_cuda_program
 from mirage_hf.errors import Rejected
+from mirage_hf.experts_interface import experts_report
 from mirage_hf.graph.builder import BlockGraphBuilder, new_block_graph
 from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.json_format import load_graph, load_ugraph
@@ -52,6 +53,7 @@ __all__ = [
     "Verdict",
     "attention_report",
     "bfloat16",
+    "experts_report",
     "float16",
     "float32",
     "load_graph",

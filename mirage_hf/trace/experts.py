@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers.integrations as integrations
 from torch import Tensor, library, nn
 
 from mirage_hf.errors import GraphError
@@ -27,14 +26,19 @@ from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
 
+try:
+    from transformers.integrations import moe
+except ImportError:  # this version has no registry of experts
+    moe = None
+
+#: transformers' registry of experts, None in versions without one.
+EXPERTS_FUNCTIONS: Any = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+
 #: The op's name as nodes have it.
 EXPERTS = "mirage_hf.experts"
 
 #: The form of stock's experts that the op stands for.
 _STOCK = "batched_mm"
-#: The registry of experts, in versions of transformers that have it.
-_FUNCTIONS: Any = getattr(getattr(integrations, "moe", None), "ALL_EXPERTS_FUNCTIONS", None)
-
 #: Sums that a program of experts may end with: a residual, and a shared expert.
 MOST_ADDED = 2
 
@@ -54,7 +58,7 @@ def _run(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], nu
     assert module is not None, "the experts of a recorded step are gone"
     was_active, _recording.active = getattr(_recording, "active", False), False
     try:
-        return _FUNCTIONS[_STOCK](module, x, index, weights)
+        return EXPERTS_FUNCTIONS[_STOCK](module, x, index, weights)
     finally:
         _recording.active = was_active
 
@@ -123,12 +127,12 @@ def _one_node(stock: Any) -> Any:
 @contextmanager
 def experts_as_one_node() -> Iterator[None]:
     """Let this thread's calls of "batched_mm" experts be one op each."""
-    if _FUNCTIONS is None:
+    if EXPERTS_FUNCTIONS is None:
         yield
         return
     with _lock:  # one recording at a time, or the functions would be put back in a wrong order
-        own = _FUNCTIONS._local_mapping
-        stock, was_own = _FUNCTIONS[_STOCK], _STOCK in own
+        own = EXPERTS_FUNCTIONS._local_mapping
+        stock, was_own = EXPERTS_FUNCTIONS[_STOCK], _STOCK in own
         own[_STOCK] = _one_node(stock)
         _recording.active, _recording.numbers = True, {}
         try:

@@ -159,7 +159,7 @@ def test_experts_stay_stock_inside_a_swapped_layer() -> None:
     want, got = (
         m.generate(prompt(), do_sample=False, max_new_tokens=8) for m in (tiny("mixtral"), exact)
     )
-    assert torch.equal(want, got) and exact.mirage.report.decode["step: all by kernels"] == 1
+    assert torch.equal(want, got) and exact.mirage.report.decode["step: traced"] == 1
 
 
 # -- the report -----------------------------------------------------------------------------------
