@@ -43,6 +43,7 @@ from mirage_hf.decode.step_inputs import unusual_step_inputs
 from mirage_hf.decode.token_reader import TokenReader
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 from mirage_hf.errors import DistributionError, SamplingError
+from mirage_hf.experts_interface import experts_by_kernels
 
 #: Attempts at a call for which the device's memory may not suffice.
 MEMORY_ATTEMPTS = 2
@@ -252,7 +253,8 @@ def decode(session: Session, streamer: Any) -> Tensor:
     """Choose tokens until every row has ended, and return the sequences."""
     runner, selection = session.runner, session.plan.selection
     # as stock does: mixtures of experts have a form for few tokens
-    with session.inputs.model._optimize_model_for_decode():
+    model, rows = session.inputs.model, len(session.inputs.input_ids)
+    with model._optimize_model_for_decode(), experts_by_kernels(model, rows):
         if session.inputs.config.do_sample:
             session.seed = draw_seed()
         if isinstance(selection, str):

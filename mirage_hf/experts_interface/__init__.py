@@ -6,12 +6,52 @@ Everything else runs transformers' grouped products. Each reason is counted.
 
 from __future__ import annotations
 
-from mirage_hf.experts_interface.experts import MOST_TOKENS, NAME, Experts, ExpertsReport
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["MOST_TOKENS", "NAME", "Experts", "ExpertsReport", "experts_report"]
+from mirage_hf.experts_interface.experts import (
+    MOST_TOKENS,
+    NAME,
+    Experts,
+    ExpertsReport,
+    Resolve,
+)
+
+__all__ = [
+    "MOST_TOKENS",
+    "NAME",
+    "Experts",
+    "ExpertsReport",
+    "Resolve",
+    "experts_by_kernels",
+    "experts_report",
+]
 
 _experts = Experts()
 _experts.register(NAME)
+
+
+@contextmanager
+def experts_by_kernels(model: Any, tokens: int, resolve: Resolve | None = None) -> Iterator[None]:
+    """Let a model's experts run kernels, unless the user chose how they run.
+
+    Args:
+        model: The model.
+        tokens: The tokens of each call. For more than kernels take, nothing changes.
+        resolve: Finds the kernel of a program. None: as by name.
+    """
+    chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
+    own = [name for name, kind in chosen.items() if kind in ("grouped_mm", "batched_mm")]
+    if not own or tokens > MOST_TOKENS or model.device.type != _experts.device_type:
+        yield
+        return
+    model.set_experts_implementation({**chosen, **dict.fromkeys(own, NAME)})
+    try:
+        with _experts.resolved_by(resolve):
+            yield
+    finally:
+        model.set_experts_implementation(chosen)
 
 
 def experts_report() -> ExpertsReport:

@@ -6,9 +6,10 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ NAME = "mirage"
 #: all tokens of an expert read fewer bytes.
 MOST_TOKENS = 16
 
-#: What runs experts of some sizes, or why no kernels do.
+#: What runs experts of some sizes.
 _Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: Finds the kernel of a program.
+Resolve = Callable[..., resolver.Resolved]
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,17 @@ class Experts:
         #: Kernels of programs by their text: the layers of a model share them.
         self._found: dict[str, resolver.Resolved] = {}
         self._lock = threading.RLock()
+        self._local = threading.local()
+
+    @contextmanager
+    def resolved_by(self, resolve: Resolve | None) -> Iterator[None]:
+        """Let this thread find kernels in another way."""
+        before = getattr(self._local, "resolve", None)
+        self._local.resolve = resolve
+        try:
+            yield
+        finally:
+            self._local.resolve = before
 
     def register(self, name: str) -> None:
         """Make models run this function for `experts_implementation=name`, if there are such."""
@@ -104,7 +118,11 @@ class Experts:
             reason = run
         if not is_compiling:
             self._by_torch[reason] += 1
-        return EXPERTS_FUNCTIONS["grouped_mm"](module, x, index, weights)
+        # as stock's generate chooses for its steps
+        is_small = x.device.type != "cpu" and len(x) <= MOST_TOKENS
+        return EXPERTS_FUNCTIONS["batched_mm" if is_small else "grouped_mm"](
+            module, x, index, weights
+        )
 
     def _obstacle(self, x: Tensor, index: Tensor, weights: Tensor) -> str:
         """Return why no kernels may run, whatever the experts are; "" if they may."""
@@ -178,10 +196,13 @@ class Experts:
         """
         text = f"{like.device}: {program}"
         if text not in self._found:
-            _log.warning("experts: searching a kernel, which is kept in the user's cache")
-            self._found[text] = resolver.resolve(
-                program, device=like.device, backend=self.backend, tune=self.tune, pattern="experts"
-            )
+            resolve = getattr(self._local, "resolve", None)
+            if resolve is None:
+                _log.warning("experts: searching a kernel, which is kept in the user's cache")
+                resolve = partial(
+                    resolver.resolve, device=like.device, backend=self.backend, tune=self.tune
+                )
+            self._found[text] = resolve(program, pattern="experts")
         kernel = self._found[text]
         if not kernel.runs_kernel:
             raise MirageError(kernel.reason)
