@@ -18,7 +18,7 @@ from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOu
 from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.coded import random_codes
 from mirage_hf.graph.effects import positions_of
-from mirage_hf.graph.indices import indices_of
+from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.strided import blank, copied, flat
 from mirage_hf.graph.ugraph import UGraph
@@ -79,8 +79,8 @@ def random_inputs(
         inputs[b.hi].fill_(extent(graph, b))
     for n, cache, rows in positions_of(graph):
         inputs[n].fill_(cache.dims[-2] - rows.dims[-2])
-    for n, (chosen, dim) in indices_of(graph).items():
-        different = torch.randperm(chosen.dims[dim], generator=generator, device=device)
+    for n, chosen in indices_of(graph).items():
+        different = torch.randperm(num_choices(chosen), generator=generator, device=device)
         at = torch.arange(inputs[n].numel(), device=device) % len(different)
         inputs[n].copy_(different[at].view(inputs[n].shape))
     return inputs
