@@ -129,6 +129,16 @@ def test_the_bytes_of_a_kernel_are_those_of_the_chosen_experts(tokens, experts):
     assert footprint(plan).moved == weights + others
 
 
+def test_gate_and_up_in_every_second_column_are_read_together():
+    """Their reads are as quick as those of columns side by side, except alone."""
+    shares = {}
+    for make in (programs.gate_up, programs.gate_alone):
+        (op,) = place_kernels(best_of(make(replace(GPT_OSS, biases=False))))
+        tiles = {a.name: {2880: 64, 4: 1}[a.size] for a in op.block.axes}
+        shares[make] = footprint(plan_kernel(op, Schedule(tiles))).contiguity
+    assert shares[programs.gate_up] > 0.9 > 0.1 > shares[programs.gate_alone]
+
+
 def test_inputs_for_measurements_choose_different_experts():
     inputs = random_inputs(programs.gate_up(replace(QWEN, tokens=4, width=8, inner=4)), "cpu")
     assert len(inputs[1].unique()) == 32

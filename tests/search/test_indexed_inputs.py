@@ -82,6 +82,24 @@ def test_down_weights_sum_and_residual_are_one_kernel(model, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
+def test_a_norm_before_gate_and_up_is_in_their_kernel(model, tokens):
+    ugraph = best_of(programs.gate_up(replace(MODELS[model], tokens=tokens, norm=True)))
+    (op,) = ugraph.kernels.ops
+    assert any(i.name == "gamma" for i in op.block.inputs)
+    assert any(b.fn == "rsqrt" for b in op.block.ops())
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("shared", [768, 1536])
+def test_the_down_projection_of_a_shared_expert_is_in_the_same_kernel(tokens, shared):
+    ugraph = best_of(programs.down_and_shared(replace(QWEN, tokens=tokens), shared))
+    (op,) = ugraph.kernels.ops
+    assert weights_of(op.block).keys() == {"down"}
+    assert any(i.name == "down_shared" for i in op.block.inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_experts_of_a_layer_are_two_kernels(model, tokens):
     m = replace(MODELS[model], tokens=tokens)
     ugraph = best_of(programs.whole(m))
