@@ -12,7 +12,7 @@ from mirage_hf.graph.strided import copied
 
 
 def read_bytes(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that a call reads: of weights that an index chooses, only the chosen part."""
+    """Return the bytes that a call reads. Of weights, these are what an index chooses."""
     sizes = {n: num_choices(chosen) for n, chosen in indices_of(graph).items()}
     chosen_by, total = _chosen_inputs(graph), 0.0
     for n, x in enumerate(inputs):
