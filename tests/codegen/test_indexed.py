@@ -80,6 +80,38 @@ def test_the_index_is_read_after_the_wait():
     assert "prefetch(" not in text
 
 
+def whole_text(**options) -> tuple[str, str]:
+    """Return both kernels of the experts of a layer, the second with these options."""
+    ugraph = best_of(programs.whole(replace(QWEN, tokens=2)))
+    first, second = (op.block.axes for op in ugraph.block_ops)
+    schedules = [
+        Schedule({a.name: {2: 1, 8: 1, 768: 4, 2048: 512}[a.size] for a in first}),
+        Schedule({a.name: {2: 1, 8: 8, 768: 256, 2048: 2}[a.size] for a in second}, **options),
+    ]
+    program = triton.generate(ugraph, schedules)
+    for compiled in compiler.ahead_of_time(program, 90):
+        assert "griddepcontrol.wait" in compiled.ptx
+    _, one, two = program.source.split("@triton.jit\ndef mirage_")
+    return one, two.partition("\n_compiled")[0]
+
+
+def test_a_second_kernel_reads_the_index_before_its_wait_and_prefetches_weights():
+    """The first kernel has waited for what wrote the index before it lets the second one begin."""
+    first, second = whole_text(prefetch_steps=2)
+    wait = second.index("gdc_wait()")
+    assert second.index('down_index_ptr + b * 8 + s, cache_modifier=".cg")') < wait
+    assert second.index("prefetch(down_ptr + tl.minimum(tl.maximum(down_index, 0), 127)") < wait
+    assert first.index("gdc_wait()") < first.index("gdc_launch_dependents()")
+    assert first.index("gdc_wait()") < first.index("_index = tl.load(")
+
+
+def test_the_first_of_two_kernels_does_not_trigger_the_second_early():
+    ugraph = best_of(programs.whole(QWEN))
+    first, second = place_kernels(ugraph)
+    assert not first.next_may_launch_early and not first.readable_before_wait
+    assert [second.inputs[n].name for n in second.readable_before_wait] == ["e"]
+
+
 def test_experts_held_whole_have_a_vector_of_indices():
     text = text_of(programs.down(QWEN), n2048=2, n8=8, n768=256)
     assert re.search(r"down_index = tl.load\(down_index_ptr \+ r\)", text), text

@@ -126,9 +126,12 @@ class Tiling:
 
         That holds for constants and for the old rows of a cache, which were written long before.
         Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
-        read before the wait.
+        read before the wait. If an index chooses what is read, it must be known before the wait.
         """
-        is_cache = i.bounds is None and i.taken is None and self.op.caches.issuperset(i.sources)
+        if i.taken is not None:
+            is_early = i.taken.index in self.op.readable_before_wait
+            return self.is_weight(i) and (is_early or self.is_constant(i))
+        is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
         return self.is_constant(i) or is_cache
 
     def is_streamed(self, i: BlockInput) -> bool:
