@@ -33,12 +33,10 @@ def _uses(op: KernelOp) -> Iterator[tuple[DTensor, Chosen]]:
             assert isinstance(x, DTensor)
             yield index, (x, dict(op.attrs)["dim"] % len(x.dims))
         return
+    tensors = [x for x in op.inputs if isinstance(x, DTensor)]  # kernels read tensors alone
     for i in op.block.inputs:
         if i.taken is not None:
-            index, source = op.inputs[i.taken.index], op.inputs[i.sources[0]]
-            assert isinstance(index, DTensor)
-            assert isinstance(source, DTensor)
-            yield index, (source, i.taken.dim)
+            yield tensors[i.taken.index], (tensors[i.sources[0]], i.taken.dim)
 
 
 def num_choices(chosen: Sequence[Chosen]) -> int:

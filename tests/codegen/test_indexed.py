@@ -182,7 +182,11 @@ def test_inputs_for_measurements_choose_different_experts():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [QWEN, GPT_OSS], ids=["Qwen3-30B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "m",
+    [QWEN, replace(QWEN, index="int64", norm=True), GPT_OSS],
+    ids=["Qwen3-30B-A3B", "with a norm", "gpt-oss-20b"],
+)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("make", [programs.gate_up, programs.down, programs.whole])
 def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(make, m, tokens):
