@@ -205,6 +205,34 @@ def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(make, m, tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("steps", [0, 4])
+def test_kernels_that_read_an_index_early_see_its_last_change(steps):
+    """In a CUDA graph launches overlap. The second kernel reads the index before its wait."""
+    g = programs.whole(replace(QWEN, tokens=2))
+    ugraph = best_of(g)
+    chosen = [
+        replace(space.schedules(op, limit=1)[0], prefetch_steps=steps * n)
+        for n, op in enumerate(place_kernels(ugraph))
+    ]
+    program = triton.generate(ugraph, chosen)
+    kernels = compiler.load(program.source, program.digest).run
+    inputs = random_inputs(g, "cuda")
+    choices = [torch.randint_like(inputs[1], 128) for _ in range(50)]
+    want = [kernels([inputs[0], e, *inputs[2:]])[0] for e in choices]
+    kernels(inputs)
+    torch.cuda.synchronize()
+    graph, got = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for e in choices:
+            inputs[1].copy_(e)
+            got.append(kernels(inputs)[0])
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.gpu
 def test_a_gpu_reads_nothing_for_an_index_out_of_range():
     g = programs.gate_up(replace(QWEN, tokens=2))
     inputs = random_inputs(g, "cuda")
