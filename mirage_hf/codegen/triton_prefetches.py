@@ -70,7 +70,7 @@ class PrefetchWriter(LoadWriter):
                 return False
         is_unrolled = bool(self.layout.unrolled) and self.layout.unrolled in i.axes
         is_read_plainly = i.rotation is None and i.padding is None
-        has_one_index = not self.has_index_in_loop(i) and self.chosen_taken_stride(i) is None
+        has_one_index = not self.tiling.has_index_in_loop(i) and self.chosen_taken_stride(i) is None
         return not is_unrolled and is_read_plainly and has_one_index
 
     def _scalar_bounds(self, i: BlockInput) -> BlockInput | None:

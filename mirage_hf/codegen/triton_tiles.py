@@ -322,11 +322,6 @@ class TileWriter:
         is_early = operand in self.plan.op.readable_before_wait
         return ['cache_modifier=".cg"'] if is_early else []
 
-    def has_index_in_loop(self, i: BlockInput) -> bool:
-        """Return True if each step of the loop reads another part of the index of an input."""
-        looped = self.tiling.is_looped
-        return looped and i.taken is not None and self.tiling.loop in i.taken.axes
-
     def forget_indices_of_loop(self) -> None:
         """Let the next loop load the indices that change in a loop."""
         loop = self.tiling.loop

@@ -58,6 +58,15 @@ def test_nothing_is_read_for_an_index_out_of_range():
     assert len(found) == 4 and max(found) < 1e-4, found
 
 
+def test_a_loop_may_walk_the_chosen_elements():
+    found = run(
+        "import json; from tests.helpers import indexed_programs as p;"
+        "print(json.dumps(p.loops_over_choices()))"
+    )
+    assert len(found) >= 3
+    assert all(error <= 2 * eager + 1e-6 for error, eager in found), found
+
+
 # -- text ------------------------------------------------------------------------------------------
 
 

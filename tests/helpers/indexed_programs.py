@@ -16,6 +16,7 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph import strided
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -262,6 +263,27 @@ def _few_blocks(s: Schedule, op) -> Schedule:
         if a.role.value == "grid" and op.block.axis_split_by(a.name) is None and a.size > 8:
             tiles[a.name] = max(tiles[a.name], 4)
     return replace(s, tiles=tiles)
+
+
+def loops_over_choices() -> list[list[float]]:
+    """Return (error, eager's error) of kernels that walk the chosen experts, some in each step."""
+    m = Mixture(2, 4, 6, 16, 24)
+    g = down(m)
+    inputs = inputs_of(g, 0)
+    results = []
+    for ranked in search(g, SEARCH)[0]:
+        if ranked.ugraph.num_kernels > 1:
+            continue
+        (block,) = (op.block for op in ranked.ugraph.block_ops)
+        (w,) = [i for i in block.inputs if i.taken is not None]
+        if not any(a is not None and block.role(a) is Role.LOOP for a in w.taken.axes):
+            continue
+        for step, blocks in ((1, 1), (2, 1), (1, 2)):
+            tiles = {a.name: {2: 1, 16: 8, 24: 32, 4: step}[a.size] for a in block.axes}
+            schedule = Schedule(tiles, num_warps=1, cooperating_blocks=blocks)
+            found = error_of(ranked.ugraph, [schedule], inputs)
+            results += [list(found)] if found is not None else []
+    return results
 
 
 def out_of_range() -> list[float]:

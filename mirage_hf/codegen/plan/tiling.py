@@ -121,6 +121,10 @@ class Tiling:
         """Return True if the sources of an input are constant. An index may choose among them."""
         return i.bounds is None and all(self.operands[s].constant for s in i.sources)
 
+    def has_index_in_loop(self, i: BlockInput) -> bool:
+        """Return True if each step of the loop reads another part of the index of an input."""
+        return self.is_looped and i.taken is not None and self.loop in i.taken.axes
+
     def prefetchable(self, i: BlockInput) -> bool:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
 
