@@ -178,8 +178,8 @@ class Pipelining:
         for x in self.loaded_twice:
             if self._tiling.has_index_in_loop(self._tiling.inputs[x]):
                 raise errors.CodegenError(
-                    f"{x}: a product of {WARPGROUP_ROWS} rows and other code read it, and each step "
-                    "has another part of its index; give fewer rows"
+                    f"{x}: a product of {WARPGROUP_ROWS} rows and other code read it, and its "
+                    "index changes in each step; give fewer rows"
                 )
         for dot in self.layout.dots.values():
             if self.is_asynchronous(dot):
