@@ -121,7 +121,8 @@ def _gate_up(g: KernelGraph, m: Mixture, x: DTensor, e: DTensor) -> DTensor:
     def linear(name: str) -> DTensor:
         w = g.take(g.new_input(dims, m.dtype, strides, name, constant=True), e)
         y = g.matmul(x, w if m.layout == "interleaved" else g.permute(w, (0, 1, 3, 2)))
-        return _with_bias(g, m, y, e, f"{name}_bias")
+        interleaved = (2 * m.inner, 2) if m.layout == "interleaved" else None
+        return _with_bias(g, m, y, e, f"{name}_bias", interleaved)
 
     gate, up = linear("gate"), linear("up")
     if not m.biases:
@@ -144,11 +145,18 @@ def _down(g: KernelGraph, m: Mixture, h: DTensor, e: DTensor) -> DTensor:
     return g.add(residual, g.reduction(g.mul(y, weights), 1))
 
 
-def _with_bias(g: KernelGraph, m: Mixture, y: DTensor, e: DTensor, name: str) -> DTensor:
+def _with_bias(
+    g: KernelGraph,
+    m: Mixture,
+    y: DTensor,
+    e: DTensor,
+    name: str,
+    strides: tuple[int, ...] | None = None,
+) -> DTensor:
     if not m.biases:
         return y
-    bias = g.take(g.new_input((m.experts, y.dims[-1]), m.dtype, name=name, constant=True), e)
-    return g.add(y, g.reshape(bias, (m.tokens, m.chosen, 1, y.dims[-1])))
+    bias = g.new_input((m.experts, y.dims[-1]), m.dtype, strides, name, constant=True)
+    return g.add(y, g.reshape(g.take(bias, e), (m.tokens, m.chosen, 1, y.dims[-1])))
 
 
 def rows_of_table(tokens: int, size: int, width: int) -> KernelGraph:
