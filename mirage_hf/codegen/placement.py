@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mirage_hf.graph import effects
+from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -45,8 +46,10 @@ class PlacedOp(KernelOp):
     appends: tuple[Append, ...] = ()
     #: Operands that this or another kernel of the µGraph appends to.
     caches: frozenset[int] = frozenset()
-    #: Bounds and positions that may be read before the grid dependency wait, while the previous
-    #: kernel still runs. Only in µGraphs that append to caches (see `launching.launch`).
+    #: Bounds, positions and indices that may be read before the grid dependency wait, while the
+    #: previous kernel still runs. Bounds and positions: only in µGraphs that append to caches (see
+    #: `launching.launch`). Indices: inputs of the µGraph, unless this is its first kernel. An
+    #: earlier kernel of the µGraph has waited then, so they were written.
     readable_before_wait: frozenset[int] = frozenset()
     #: True if only generated kernels read the op's partial results, so their layout is free.
     has_private_partials: bool = False
@@ -75,6 +78,7 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
     # In µGraphs with caches, positions are advanced before a step begins. Elsewhere nothing says
     # who writes bounds.
     integers = {t.index for t in kernels.inputs if t.dtype in (torch.int32, torch.int64) and caches}
+    indices = {kernels.inputs[n].index for n in indices_of(kernels)}
     read_elsewhere = _read_by_library(kernels)
     strided: dict[int, DTensor] = {}
     placed: list[PlacedOp] = []
@@ -91,7 +95,9 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
                     op.block,
                     appends=appended,
                     caches=_positions(inputs, caches),
-                    readable_before_wait=_positions(inputs, integers),
+                    readable_before_wait=_positions(
+                        inputs, integers | indices if placed else integers
+                    ),
                     has_private_partials=read_elsewhere.isdisjoint(t.index for t in op.outputs),
                 )
             )

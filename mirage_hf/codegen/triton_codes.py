@@ -158,6 +158,8 @@ class CodeWriter(TileWriter):
             reason = "has a tile that lies in several tensors"
         elif i.rotation is not None or i.padding is not None:
             reason = "is rotated or padded"
+        elif str(None) in packed:
+            reason = "has words whose codes an index chooses"
         elif any(a == self.layout.unrolled or self.tiling.tile(a) < n for a, n in packed.items()):
             reason = "has a tile of part of a word"
         elif any(self.masks.needed(a) or self.block.split_size(a) % n for a, n in packed.items()):

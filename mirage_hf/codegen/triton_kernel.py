@@ -72,7 +72,7 @@ class _KernelWriter(CombineWriter):
         for i in self._loop_bounds():
             self.load_bounds(i)
         for i in self.block.inputs:
-            if not self.has_index_in_loop(i):
+            if not self.tiling.has_index_in_loop(i):
                 self.load_index(i)
         for i in (*early, *self._whole_inputs()):
             if not self.holds_packed(i):  # codes are decoded where they are needed
@@ -151,12 +151,15 @@ class _KernelWriter(CombineWriter):
         self.first_words = frozenset(i.name for i in constants)
 
     def _load_readable_before_wait(self) -> None:
-        """Load bounds and positions that may be read before the wait.
+        """Load bounds, positions and indices that may be read before the wait.
 
-        Then the tiles within the bounds can be prefetched.
+        Then the tiles within the bounds, and those that an index chooses, can be prefetched.
         """
         readable = self.plan.op.readable_before_wait
         for i in self.block.inputs:
+            is_early = i.taken is not None and i.taken.index in readable
+            if is_early and not self.tiling.has_index_in_loop(i):
+                self.load_index(i)
             if i.bounds is not None and readable.issuperset(i.sources):
                 self.load_bounds(i)
         for o, pointer in zip(self.block.outputs, self.out_pointers, strict=True):

@@ -296,13 +296,8 @@ class LoadWriter(CodeWriter):
             strides = self.tiling.operands[source].strides
             arguments = [self.address(pointer, i.axes, strides, dims)]
             arguments += [f"mask={' & '.join(mask)}", "other=0"] if mask else []
-            arguments += self._from_l2(source)
+            arguments += self.from_l2(source)
             self.line(f"{self.value[i.name]}_{end} = tl.load({', '.join(arguments)})")
-
-    def _from_l2(self, operand: int) -> list[str]:
-        """Return the cache option of a read before the wait: not the L1, which may be stale."""
-        is_early = operand in self.plan.op.readable_before_wait
-        return ['cache_modifier=".cg"'] if is_early else []
 
     def _bounds_as_number(self, i: BlockInput) -> str:
         """Return 1.0 inside the bounds and 0.0 outside."""
@@ -379,6 +374,6 @@ class LoadWriter(CodeWriter):
             arguments = [self.address(name, (axis,), position.strides[:1], dims)]
             if axis and self.masks.needed(axis):
                 arguments += [f"mask={self.within(axis, own)}", "other=0"]
-            arguments += self._from_l2(append.position)
+            arguments += self.from_l2(append.position)
             self.line(f"{name.removesuffix('_ptr')} = tl.load({', '.join(arguments)}).to(tl.int64)")
         return axis

@@ -43,7 +43,10 @@ class PrefetchWriter(LoadWriter):
                 indices[a] = self._lines_of_tile(a, every)
             else:
                 indices[a] = self._clamped(i, a, bounds, a == joined), self.tiling.tile(a)
-        dims = [a for a in self.layout.order if a in indices and indices[a][1] > 1]
+        chosen_axes = [] if i.taken is None else [a for a in i.taken.axes if a is not None]
+        own = self.layout.dims(chosen_axes)
+        counts = {a: count for a, (_, count) in indices.items()} | {a: 2 for a in own}
+        dims = [a for a in self.layout.order if counts.get(a, 1) > 1]
         is_far = sum(self.masks.largest_index(a) * s for a, s in strides.items()) >= FAR
         unit = CODES_PER_WORD if self.holds_packed(i) else 1
         chosen = {a: f"({name} * {unit})" for a, name in self.chosen_strides(i).items()}
@@ -52,6 +55,9 @@ class PrefetchWriter(LoadWriter):
             term = self.spread(index, [a], dims) if count > 1 else index
             term += ".to(tl.int64)" if is_far and index != "(0)" else ""
             terms.append(term if strides[a] == 1 else f"{term} * {chosen.get(a, strides[a])}")
+        if i.taken is not None:
+            stride = self.tiling.operands[i.sources[0]].strides[i.taken.dim]
+            terms.insert(1, self.taken_offset(i, i.taken, stride, dims, clamped=True))
         if self.holds_packed(i):
             terms[1:] = [f"({' + '.join(terms[1:])}) // {unit}"]
         return [f"prefetch({' + '.join(terms)})"] if dims else []
@@ -63,8 +69,9 @@ class PrefetchWriter(LoadWriter):
             if not is_selected_once:
                 return False
         is_unrolled = bool(self.layout.unrolled) and self.layout.unrolled in i.axes
-        is_read_plainly = i.rotation is None and i.padding is None and i.taken is None
-        return not is_unrolled and is_read_plainly
+        is_read_plainly = i.rotation is None and i.padding is None
+        has_one_index = not self.tiling.has_index_in_loop(i) and self.chosen_taken_stride(i) is None
+        return not is_unrolled and is_read_plainly and has_one_index
 
     def _scalar_bounds(self, i: BlockInput) -> BlockInput | None:
         """Return the effective bounds of an input if they are scalars that were already read."""

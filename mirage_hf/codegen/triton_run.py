@@ -14,7 +14,7 @@ from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph import effects
 from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.coded import is_exponent, storage, stored_bytes
-from mirage_hf.graph.indices import indices_of
+from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import CODE_DTYPES
@@ -231,6 +231,6 @@ def _drawn_integers(ugraph: UGraph) -> list[str]:
         lines.append(f"inputs[{b.hi}].random_(0, {size + 1})")
     for n, cache, rows in effects.positions_of(program):
         lines.append(f"inputs[{n}].random_(0, {cache.dims[-2] - rows.dims[-2] + 1})")
-    for n, (chosen, dim) in indices_of(program).items():
-        lines.append(f"inputs[{n}].random_(0, {chosen.dims[dim]})")
+    for n, chosen in indices_of(program).items():
+        lines.append(f"inputs[{n}].random_(0, {num_choices(chosen)})")
     return lines

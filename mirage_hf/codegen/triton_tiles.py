@@ -313,13 +313,14 @@ class TileWriter:
         arguments = [self.address(f"{name}_ptr", key.axes, strides, dims)]
         mask = self.mask(axes, dims)
         arguments += [f"mask={' & '.join(mask)}", "other=-1"] if mask else []
+        arguments += self.from_l2(key.index)
         self.line(f"{name} = tl.load({', '.join(arguments)})")
         self.line(f"{name}_in = ({name} >= 0) & ({name} < {key.size})")
 
-    def has_index_in_loop(self, i: BlockInput) -> bool:
-        """Return True if each step of the loop reads another part of the index of an input."""
-        looped = self.tiling.is_looped
-        return looped and i.taken is not None and self.tiling.loop in i.taken.axes
+    def from_l2(self, operand: int) -> list[str]:
+        """Return the cache option of a read before the wait: not the L1, which may be stale."""
+        is_early = operand in self.plan.op.readable_before_wait
+        return ['cache_modifier=".cg"'] if is_early else []
 
     def forget_indices_of_loop(self) -> None:
         """Let the next loop load the indices that change in a loop."""
@@ -335,7 +336,13 @@ class TileWriter:
         return [self.spread(f"{self.indices[self._index_key(i.taken)]}_in", own, dims)]
 
     def taken_offset(
-        self, i: BlockInput, taken: Taken, stride: int, dims: Sequence[str], unit: int = 1
+        self,
+        i: BlockInput,
+        taken: Taken,
+        stride: int,
+        dims: Sequence[str],
+        unit: int = 1,
+        clamped: bool = False,
     ) -> str:
         """Return the term of an address for the elements that an index chooses.
 
@@ -345,9 +352,13 @@ class TileWriter:
             stride: The stride of that dim, if all sources have the same.
             dims: The dims of the tile.
             unit: How many elements a word of memory holds.
+            clamped: True to take the nearest element for an index that is out of range.
         """
         own = self.layout.dims([a for a in taken.axes if a is not None])
-        at = self.spread(self.indices[self._index_key(taken)], own, dims)
+        at = self.indices[self._index_key(taken)]
+        if clamped:
+            at = f"tl.minimum(tl.maximum({at}, 0), {taken.size - 1})"
+        at = self.spread(at, own, dims)
         longest = max(self.tiling.operands[s].strides[taken.dim] for s in i.sources)
         is_short = self.tiling.operands[taken.index].dtype is torch.int32
         if is_short and taken.size * longest >= FAR:

@@ -70,8 +70,9 @@ are those of the classes in `graph/block_parts.py`, with these forms:
 
 - An axis has `name`, `size`, `role` ("grid", "loop" or "tile"), and `split_axis` if it is split.
 - An input has `name`, `sources`, `axes` (null: the dim has size 1), `joined` and `sizes`. It may
-  have `bounds`, `rotation` and `padding`. A rotation has `axis` and `how`, and may have `width`. A
-  padding has `axis`, `size` and `value`.
+  have `bounds`, `rotation`, `padding` and `taken`. A rotation has `axis` and `how`, and may have
+  `width`. A padding has `axis`, `size` and `value`. If an index chooses the elements of a dim,
+  `taken` has `dim`, its `size`, the operand `index`, and the `axes` of the index.
 - A stage has `loop` (null: it runs once), `body` and `accumulators`. An op of the body has `out`,
   `fn`, `args`, `axes`, `attrs` and `over`. An accumulator has `out`, `arg`, `kind` and `axes`, and
   may have `shift`.

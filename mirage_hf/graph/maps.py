@@ -3,7 +3,8 @@
 The maps follow from the roles of axes. An imap sends each grid axis to the tensor dim that it cuts.
 It sends the axis to φ (a replica) if every block reads the same. An fmap does the same for the loop
 axis. An omap says which dim of an output each grid axis fills. A grid axis that numbers the splits
-of another axis cuts the dim of that other axis.
+of another axis cuts the dim of that other axis. If an index chooses the elements of a dim, the axes
+of the index cut that dim.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirage_hf.graph.block import BlockGraph, Role
+from mirage_hf.graph.block import BlockGraph, BlockInput, Role
 
 REPLICA = "φ"
 
@@ -52,7 +53,7 @@ def maps_of(block: BlockGraph) -> Maps:
     grid = [a.name for a in block.named(Role.GRID)]
     loop = [a.name for a in block.named(Role.LOOP)]
     inputs = [
-        TensorMap(i.name, "imap", _cut(block, grid, i.axes), _cut(block, loop, i.axes))
+        TensorMap(i.name, "imap", _read(block, grid, i), _read(block, loop, i))
         for i in block.inputs
     ]
     outputs = []
@@ -62,6 +63,18 @@ def maps_of(block: BlockGraph) -> Maps:
             TensorMap(o.value, "omap", _cut(block, grid, o.axes), _cut(block, in_loop, o.axes))
         )
     return Maps(tuple(inputs), tuple(outputs))
+
+
+def _read(block: BlockGraph, names: Sequence[str], i: BlockInput) -> AxisMap:
+    """Return which dim of an input each axis of `names` cuts, itself or by choosing its index."""
+    pairs = _cut(block, names, i.axes)
+    if i.taken is None:
+        return pairs
+    chosen = _cut(block, names, i.taken.axes)
+    return tuple(
+        (name, i.taken.dim if dim is None and by_index is not None else dim)
+        for (name, dim), (_, by_index) in zip(pairs, chosen, strict=True)
+    )
 
 
 def _cut(block: BlockGraph, names: Sequence[str], axes: Sequence[str | None]) -> AxisMap:

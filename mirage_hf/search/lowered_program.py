@@ -83,6 +83,13 @@ class LoweredInput:
         dim, _, index = self.taken
         return (*self.dims[:dim], *index, *self.dims[dim + 1 :])
 
+    def source_dim(self, at: int) -> int:
+        """Return the dim of the sources for a place in the `index` of a term."""
+        if self.taken is None:
+            return at
+        dim, _, index = self.taken
+        return at if at < dim else max(dim, at - len(index) + 1)
+
     @property
     def num_elements(self) -> int:
         """The most elements that are read. An index may choose one of them several times."""

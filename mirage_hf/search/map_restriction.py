@@ -123,10 +123,17 @@ class MapRestriction:
         """
         if self.fmaps is None:
             return []
-        reads = [term.index for term in lowered.terms if term.op == "input"]
+        reads = [
+            (lowered.inputs[term.source], term.index)
+            for term in lowered.terms
+            if term.op == "input"
+        ]
         forced: list[tuple[tuple[str, Role], ...]] = []
         for axis in lowered.sizes:
-            dims = [index.index(axis) if axis in index else None for index in reads]
+            dims = [
+                read.source_dim(index.index(axis)) if axis in index else None
+                for read, index in reads
+            ]
             if all(dim in self.fmaps for dim in dims):
                 forced.append(((axis, Role.LOOP),))
         reduced = [

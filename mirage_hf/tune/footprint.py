@@ -185,6 +185,7 @@ def _contiguity(plan: KernelPlan) -> float:
     elements = max((tile for stride, _, tile in tiles if stride == 1), default=1)
     if is_packed(operand.dtype):
         elements = _side_by_side(tiles)
+    elements *= _interleaved(plan, largest)
     run = elements * element_bytes(plan.tiling.dtype(largest))
     of_line = max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
     loop = plan.tiling.loop
@@ -193,6 +194,24 @@ def _contiguity(plan: KernelPlan) -> float:
     ):
         of_line = max(of_line, CONTINUED)
     return of_line * (0.95 + 0.05 * min(1.0, run / 1024))
+
+
+def _interleaved(plan: KernelPlan, largest: BlockInput) -> int:
+    """Return how many elements that lie side by side other inputs read, for each of an input.
+
+    The input has a shortest stride of n elements, and the kernel reads n inputs like it. They are
+    taken for the views of one tensor, as gate and up of which every second row is a gate's.
+    """
+    tiling, source = plan.tiling, plan.tiling.operands[largest.sources[0]]
+    axes = [a for a in zip(largest.axes, source.dims, source.strides, strict=True) if a[0]]
+    shortest = min((s for _, n, s in axes if n > 1 and s > 0), default=1)
+    alike = [tiling.operands[i.sources[0]] for i in tiling.block.inputs]
+    count = sum(
+        (t.dims, t.strides, t.dtype) == (source.dims, source.strides, source.dtype) for t in alike
+    )
+    if shortest == 1 or count < shortest:
+        return 1
+    return shortest * max(tiling.tile(str(a)) for a, _, s in axes if s == shortest)
 
 
 def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:

@@ -18,11 +18,12 @@ from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOu
 from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.coded import random_codes
 from mirage_hf.graph.effects import positions_of
-from mirage_hf.graph.indices import indices_of
+from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.graph.strided import blank, copied, flat
+from mirage_hf.graph.strided import blank, flat
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
+from mirage_hf.tune.cold_sets import cold_sets, read_bytes
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Inputs = TypeVar("Inputs")
@@ -79,8 +80,8 @@ def random_inputs(
         inputs[b.hi].fill_(extent(graph, b))
     for n, cache, rows in positions_of(graph):
         inputs[n].fill_(cache.dims[-2] - rows.dims[-2])
-    for n, (chosen, dim) in indices_of(graph).items():
-        different = torch.randperm(chosen.dims[dim], generator=generator, device=device)
+    for n, chosen in indices_of(graph).items():
+        different = torch.randperm(num_choices(chosen), generator=generator, device=device)
         at = torch.arange(inputs[n].numel(), device=device) % len(different)
         inputs[n].copy_(different[at].view(inputs[n].shape))
     return inputs
@@ -89,17 +90,21 @@ def random_inputs(
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:
     """Return sets of inputs that together exceed COLD_FACTOR times the L2, at most MAX_SETS."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return [inputs for (inputs,) in _sets([random_inputs(graph, device)], COLD_FACTOR * l2)]
+    first = [random_inputs(graph, device)]
+    return [inputs for (inputs,) in _sets([graph], first, COLD_FACTOR * l2)]
 
 
-def _sets(first: list[list[torch.Tensor]], least: float) -> list[list[list[torch.Tensor]]]:
-    """Return the inputs of some programs and copies of them.
+def _sets(
+    graphs: Sequence[KernelGraph], first: list[list[torch.Tensor]], least: float
+) -> list[list[list[torch.Tensor]]]:
+    """Return the inputs of some programs and other sets like them.
 
-    Together they have more than `least` bytes, but there are at most MAX_SETS sets.
+    Calls with all of them read more than `least` bytes, but there are at most MAX_SETS sets.
     """
-    size = sum(x.nbytes for inputs in first for x in inputs)
+    size = sum(read_bytes(g, inputs) for g, inputs in zip(graphs, first, strict=True))
     count = min(MAX_SETS, max(2, math.ceil(least / max(1, size)) + 1))
-    return [first] + [[[copied(x) for x in inputs] for inputs in first] for _ in range(count - 1)]
+    sets = [cold_sets(g, inputs, count) for g, inputs in zip(graphs, first, strict=True)]
+    return [[inputs[number] for inputs in sets] for number in range(count)]
 
 
 #: Replays after which a slow candidate is given up.
@@ -207,10 +212,11 @@ class Chain:
 
     def __init__(self, program: KernelGraph, sets: Sequence[list[torch.Tensor]]):
         """Prepare the chain over sets of inputs."""
+        indices = indices_of(program)  # each set chooses other weights
         hot = [
             n
             for n, t in enumerate(program.inputs)
-            if not t.constant and sets[0][n].nbytes <= HOT_BYTES
+            if not t.constant and sets[0][n].nbytes <= HOT_BYTES and n not in indices
         ]
         self._at = next((n for n in hot if program.inputs[n].dtype.is_floating_point), None)
         self._sets = [[sets[0][n] if n in hot else x for n, x in enumerate(s)] for s in sets]
@@ -269,14 +275,15 @@ class Layer:
             (n, k)
             for n, p in enumerate(programs)
             for k, t in enumerate(p.inputs)
-            if not t.constant and first[n][k].nbytes <= HOT_BYTES
+            if not t.constant and first[n][k].nbytes <= HOT_BYTES and k not in indices_of(p)
         }
         for n, inputs in enumerate(first):
             for k, x in enumerate(inputs):
                 if (n, k) not in hot and x.dtype in table.COMPUTE_DTYPES:
                     # Scale, so that results keep their size from program to program.
                     x.mul_(max(1, x.numel()) ** -0.25)
-        self._sets = _sets(first, min(LAYER_BYTES, torch.cuda.mem_get_info(device)[0] // 4))
+        least = min(LAYER_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+        self._sets = _sets(programs, first, least)
         for inputs in self._sets[1:]:
             for n, k in hot:
                 inputs[n][k] = first[n][k]

@@ -238,7 +238,6 @@ def _prefetchable_bytes(p: KernelPlan) -> int:
         math.ceil(tiling.numel(tiling.block.carried[i.name]) * element_bytes(tiling.dtype(i)))
         for i in tiling.block.inputs
         if tiling.loop in i.axes
-        and i.taken is None
         and tiling.prefetchable(i)
         and (tiling.is_looped or not tiling.is_constant(i))
     )

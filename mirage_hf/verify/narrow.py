@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mirage_hf import errors
 from mirage_hf.graph.block import Role
+from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
@@ -24,6 +25,9 @@ _WIDE_AXIS = 32
 
 #: Batch dims of matrix products are cut to this many elements.
 _WIDE_BATCH = 2
+
+#: Dims from which an index chooses are cut to this many elements.
+_CHOICES = 4
 
 
 def narrowed(ugraph: UGraph) -> UGraph | None:
@@ -60,6 +64,7 @@ class _NarrowSizes:
         self.kept = {classes.find(key) for key in keys_to_keep(classes)}
         #: The sizes of classes that are cut to something other than `_WIDE_AXIS`.
         self.wide = {classes.find(key): _WIDE_BATCH for key in self._batch_dims()}
+        self.wide |= {classes.find(key): _CHOICES for key in self._chosen_dims()}
 
     def run(self) -> dict[Key, int]:
         """Return the sizes. Raises ResizeError if they contradict each other."""
@@ -85,6 +90,10 @@ class _NarrowSizes:
             if isinstance(t, DTensor)
             for d in range(len(t.dims) - 2)
         ]
+
+    def _chosen_dims(self) -> list[Key]:
+        uses = indices_of(self.classes.program).values()
+        return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 
     def _apply(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
         """Make a joined dim as long as its parts. Dims that are split or cut keep their size."""

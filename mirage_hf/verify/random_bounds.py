@@ -106,6 +106,7 @@ def draw_all(
         if n not in drawn:
             drawn[n] = rng.integers(0, last + 1, size=shape(n))
         drawn[n] = np.clip(drawn[n], 0, last)
-    for number, (n, (chosen, dim)) in enumerate(indices_of(graph).items()):
-        drawn[n] = draw_index(rng, choices(chosen, dim), shape(n), first + number)
+    for number, (n, chosen) in enumerate(indices_of(graph).items()):
+        size = min(choices(t, dim) for t, dim in chosen)
+        drawn[n] = draw_index(rng, size, shape(n), first + number)
     return drawn

@@ -58,6 +58,15 @@ def test_nothing_is_read_for_an_index_out_of_range():
     assert len(found) == 4 and max(found) < 1e-4, found
 
 
+def test_a_loop_may_walk_the_chosen_elements():
+    found = run(
+        "import json; from tests.helpers import indexed_programs as p;"
+        "print(json.dumps(p.loops_over_choices()))"
+    )
+    assert len(found) >= 3
+    assert all(error <= 2 * eager + 1e-6 for error, eager in found), found
+
+
 # -- text ------------------------------------------------------------------------------------------
 
 
@@ -78,6 +87,38 @@ def test_the_index_is_read_after_the_wait():
     text = text_of(programs.gate_up(QWEN), n8=1, n768=4, n2048=512)
     assert text.index("gdc_wait()") < text.index("tl.load(")
     assert "prefetch(" not in text
+
+
+def whole_text(**options) -> tuple[str, str]:
+    """Return both kernels of the experts of a layer, the second with these options."""
+    ugraph = best_of(programs.whole(replace(QWEN, tokens=2)))
+    first, second = (op.block.axes for op in ugraph.block_ops)
+    schedules = [
+        Schedule({a.name: {2: 1, 8: 1, 768: 4, 2048: 512}[a.size] for a in first}),
+        Schedule({a.name: {2: 1, 8: 8, 768: 256, 2048: 2}[a.size] for a in second}, **options),
+    ]
+    program = triton.generate(ugraph, schedules)
+    for compiled in compiler.ahead_of_time(program, 90):
+        assert "griddepcontrol.wait" in compiled.ptx
+    _, one, two = program.source.split("@triton.jit\ndef mirage_")
+    return one, two.partition("\n_compiled")[0]
+
+
+def test_a_second_kernel_reads_the_index_before_its_wait_and_prefetches_weights():
+    """The first kernel has waited for what wrote the index before it lets the second one begin."""
+    first, second = whole_text(prefetch_steps=2)
+    wait = second.index("gdc_wait()")
+    assert second.index('down_index_ptr + b * 8 + s, cache_modifier=".cg")') < wait
+    assert second.index("prefetch(down_ptr + tl.minimum(tl.maximum(down_index, 0), 127)") < wait
+    assert first.index("gdc_wait()") < first.index("gdc_launch_dependents()")
+    assert first.index("gdc_wait()") < first.index("_index = tl.load(")
+
+
+def test_the_first_of_two_kernels_does_not_trigger_the_second_early():
+    ugraph = best_of(programs.whole(QWEN))
+    first, second = place_kernels(ugraph)
+    assert not first.next_may_launch_early and not first.readable_before_wait
+    assert [second.inputs[n].name for n in second.readable_before_wait] == ["e"]
 
 
 def test_experts_held_whole_have_a_vector_of_indices():
@@ -129,6 +170,16 @@ def test_the_bytes_of_a_kernel_are_those_of_the_chosen_experts(tokens, experts):
     assert footprint(plan).moved == weights + others
 
 
+def test_gate_and_up_in_every_second_column_are_read_together():
+    """Their reads are as quick as those of columns side by side, except alone."""
+    shares = {}
+    for make in (programs.gate_up, programs.gate_alone):
+        (op,) = place_kernels(best_of(make(replace(GPT_OSS, biases=False))))
+        tiles = {a.name: {2880: 64, 4: 1}[a.size] for a in op.block.axes}
+        shares[make] = footprint(plan_kernel(op, Schedule(tiles))).contiguity
+    assert shares[programs.gate_up] > 0.9 > 0.1 > shares[programs.gate_alone]
+
+
 def test_inputs_for_measurements_choose_different_experts():
     inputs = random_inputs(programs.gate_up(replace(QWEN, tokens=4, width=8, inner=4)), "cpu")
     assert len(inputs[1].unique()) == 32
@@ -140,7 +191,11 @@ def test_inputs_for_measurements_choose_different_experts():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [QWEN, GPT_OSS], ids=["Qwen3-30B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "m",
+    [QWEN, replace(QWEN, index="int64", norm=True), GPT_OSS],
+    ids=["Qwen3-30B-A3B", "with a norm", "gpt-oss-20b"],
+)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("make", [programs.gate_up, programs.down, programs.whole])
 def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(make, m, tokens):
@@ -156,6 +211,34 @@ def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(make, m, tokens):
         (y,) = best(inputs)
         allowed = 1.25 * (eager - exact).abs().max() + 1e-3 * exact.abs().max()
         assert (y - exact).abs().max() <= allowed, kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [0, 4])
+def test_kernels_that_read_an_index_early_see_its_last_change(steps):
+    """In a CUDA graph launches overlap. The second kernel reads the index before its wait."""
+    g = programs.whole(replace(QWEN, tokens=2))
+    ugraph = best_of(g)
+    chosen = [
+        replace(space.schedules(op, limit=1)[0], prefetch_steps=steps * n)
+        for n, op in enumerate(place_kernels(ugraph))
+    ]
+    program = triton.generate(ugraph, chosen)
+    kernels = compiler.load(program.source, program.digest).run
+    inputs = random_inputs(g, "cuda")
+    choices = [torch.randint_like(inputs[1], 128) for _ in range(50)]
+    want = [kernels([inputs[0], e, *inputs[2:]])[0] for e in choices]
+    kernels(inputs)
+    torch.cuda.synchronize()
+    graph, got = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for e in choices:
+            inputs[1].copy_(e)
+            got.append(kernels(inputs)[0])
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.gpu

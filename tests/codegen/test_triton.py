@@ -569,6 +569,7 @@ CALLS_OF_OPS = {
     "permute": [(((2, 4, 6),), dict(order=(2, 0, 1)))],
     "rope": [(((4, 6), (4, 4), (4, 4)), dict(interleaved=i)) for i in (False, True)],
     "cache_append": [(((2, 5, 6), (2, 2, 6), "position"), {})],
+    "take": [(((4, 6), "index"), {"dim": dim}) for dim in (0, 1)],
     "sub": [(((4, 6), (1, 6)), {}), ((-2.0, (4, 6)), {}), (((4, 6), -2.0), {})],
     "pow": [(("positive", (4, 6)), {}), ((2.0, (4, 6)), {}), (("positive", 1.5), {})],
     "max": [(((4, 6), (4, 1)), {}), (((4, 6), -0.5), {}), ((0.5, (4, 6)), {})],
@@ -585,6 +586,7 @@ SPECIAL_OPERANDS = {
     "lo": lambda: torch.tensor([[0], [2], [3], [4]], dtype=torch.int32),
     "hi": lambda: torch.tensor([[6], [5], [3], [5]], dtype=torch.int32),
     "position": lambda: torch.tensor([1, 3]),
+    "index": lambda: torch.tensor([[3, 0], [3, 1]]),
     "positive": lambda: torch.rand(4, 6) + 0.5,
     "zeros and ones": lambda: torch.eye(6)[:4],
 }

@@ -8,7 +8,7 @@ import torch
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import cuda, torch_text
-from mirage_hf.graph import indices, json_format, symbolic, text
+from mirage_hf.graph import indices, json_format, maps, symbolic, text
 from mirage_hf.graph.block import (
     Axis,
     BlockGraph,
@@ -183,6 +183,11 @@ def test_a_value_changes_along_the_axes_of_its_index():
     assert torch.equal(run_kernel_graph(g, [x, at])[0], 2 * x[at])
     with pytest.raises(errors.CodegenError, match="an index chooses the elements of w"):
         cuda.program_source(UGraph(g, g))
+
+
+def test_the_axes_of_an_index_cut_the_dim_that_it_chooses_from():
+    (read,) = maps.maps_of(block_of(Taken(0, 5, 1, ("t",)))).inputs
+    assert read.grid == (("t", 0),) and str(read) == "imap {t→0}"
 
 
 @pytest.mark.parametrize(

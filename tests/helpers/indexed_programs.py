@@ -16,6 +16,7 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph import strided
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -46,6 +47,9 @@ class Mixture:
     #: Whether the linears of experts have biases.
     biases: bool = False
 
+    #: Whether an RMSNorm comes before gate and up.
+    norm: bool = False
+
 
 #: Qwen3-30B-A3B and gpt-oss-20b.
 QWEN = Mixture(1, 8, 128, 2048, 768, "bfloat16")
@@ -61,12 +65,35 @@ def gate_up(m: Mixture) -> KernelGraph:
     return g
 
 
+def gate_alone(m: Mixture) -> KernelGraph:
+    """Return x · gate[e] alone, of a gate that lies in every second column."""
+    g = mi.new_graph()
+    x = g.new_input((m.tokens, 1, 1, m.width), m.dtype, name="x")
+    e = g.new_input((m.tokens, m.chosen), m.index, name="e")
+    strides = (2 * m.width * m.inner, 2 * m.inner, 2)
+    w = g.new_input((m.experts, m.width, m.inner), m.dtype, strides, "gate", constant=True)
+    g.mark_output(g.matmul(x, g.take(w, e)))
+    return g
+
+
 def down(m: Mixture) -> KernelGraph:
     """Return residual + the sum over chosen experts e of weight · (h · down[e])."""
     g = mi.new_graph()
     h = g.new_input((m.tokens, m.chosen, 1, m.inner), m.dtype, name="h")
     e = g.new_input((m.tokens, m.chosen), m.index, name="e")
     g.mark_output(_down(g, m, h, e))
+    return g
+
+
+def down_and_shared(m: Mixture, shared: int) -> KernelGraph:
+    """Return `down` plus the down projection of an expert of width `shared` that all tokens use."""
+    g = mi.new_graph()
+    h = g.new_input((m.tokens, m.chosen, 1, m.inner), m.dtype, name="h")
+    e = g.new_input((m.tokens, m.chosen), m.index, name="e")
+    y = _down(g, m, h, e)
+    all_use = g.new_input((m.tokens, 1, 1, shared), m.dtype, name="h_shared")
+    w = g.new_input((m.width, shared), m.dtype, name="down_shared", constant=True)
+    g.mark_output(g.add(y, g.matmul(all_use, g.permute(w, (1, 0)))))
     return g
 
 
@@ -88,10 +115,14 @@ def _gate_up(g: KernelGraph, m: Mixture, x: DTensor, e: DTensor) -> DTensor:
         rows = 2 * m.inner if m.layout == "packed" else m.inner
         strides = (rows * m.width, m.width, 1)
 
+    if m.norm:
+        x = g.rms_norm(x, g.new_input((1, m.width), m.dtype, name="gamma", constant=True))
+
     def linear(name: str) -> DTensor:
         w = g.take(g.new_input(dims, m.dtype, strides, name, constant=True), e)
         y = g.matmul(x, w if m.layout == "interleaved" else g.permute(w, (0, 1, 3, 2)))
-        return _with_bias(g, m, y, e, f"{name}_bias")
+        interleaved = (2 * m.inner, 2) if m.layout == "interleaved" else None
+        return _with_bias(g, m, y, e, f"{name}_bias", interleaved)
 
     gate, up = linear("gate"), linear("up")
     if not m.biases:
@@ -114,11 +145,18 @@ def _down(g: KernelGraph, m: Mixture, h: DTensor, e: DTensor) -> DTensor:
     return g.add(residual, g.reduction(g.mul(y, weights), 1))
 
 
-def _with_bias(g: KernelGraph, m: Mixture, y: DTensor, e: DTensor, name: str) -> DTensor:
+def _with_bias(
+    g: KernelGraph,
+    m: Mixture,
+    y: DTensor,
+    e: DTensor,
+    name: str,
+    strides: tuple[int, ...] | None = None,
+) -> DTensor:
     if not m.biases:
         return y
-    bias = g.take(g.new_input((m.experts, y.dims[-1]), m.dtype, name=name, constant=True), e)
-    return g.add(y, g.reshape(bias, (m.tokens, m.chosen, 1, y.dims[-1])))
+    bias = g.new_input((m.experts, y.dims[-1]), m.dtype, strides, name, constant=True)
+    return g.add(y, g.reshape(g.take(bias, e), (m.tokens, m.chosen, 1, y.dims[-1])))
 
 
 def rows_of_table(tokens: int, size: int, width: int) -> KernelGraph:
@@ -178,6 +216,7 @@ def random_mixture(r: random.Random) -> Mixture:
         index=r.choice(("int32", "int64")),
         layout=r.choice(("apart", "packed", "interleaved")),
         biases=r.random() < 0.4,
+        norm=r.random() < 0.3,
     )
 
 
@@ -234,6 +273,27 @@ def _few_blocks(s: Schedule, op) -> Schedule:
     return replace(s, tiles=tiles)
 
 
+def loops_over_choices() -> list[list[float]]:
+    """Return (error, eager's error) of kernels that walk the chosen experts, some in each step."""
+    m = Mixture(2, 4, 6, 16, 24)
+    g = down(m)
+    inputs = inputs_of(g, 0)
+    results = []
+    for ranked in search(g, SEARCH)[0]:
+        if ranked.ugraph.num_kernels > 1:
+            continue
+        (block,) = (op.block for op in ranked.ugraph.block_ops)
+        (w,) = [i for i in block.inputs if i.taken is not None]
+        if not any(a is not None and block.role(a) is Role.LOOP for a in w.taken.axes):
+            continue
+        for step, blocks in ((1, 1), (2, 1), (1, 2)):
+            tiles = {a.name: {2: 1, 16: 8, 24: 32, 4: step}[a.size] for a in block.axes}
+            schedule = Schedule(tiles, num_warps=1, cooperating_blocks=blocks)
+            found = error_of(ranked.ugraph, [schedule], inputs)
+            results += [list(found)] if found is not None else []
+    return results
+
+
 def out_of_range() -> list[float]:
     """Return the errors of kernels for indices of which some are out of range.
 
@@ -286,7 +346,8 @@ def main(count: int, seed: int) -> None:
             g = make(m)
         for what, error, eager in tried(g, n):
             ran += 1
-            ulp = max(torch.finfo(t.dtype).eps for t in g.outputs)
-            if not error <= 2 * eager + 4 * ulp:
+            (y,) = g.outputs
+            ulps = 8 if y.dtype is torch.float32 else 1
+            if not error <= 2 * eager + ulps * torch.finfo(y.dtype).eps:
                 wrong.append([n, str(m), what, error, eager])
     print(json.dumps({"ran": ran, "wrong": wrong}))

@@ -11,6 +11,8 @@ from mirage_hf.graph.block import Role
 from mirage_hf.search.cut import cut
 from mirage_hf.search.engine import search
 from mirage_hf.search.lowering import lower
+from mirage_hf.search.map_restriction import MapRestriction
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.accept import accept
 from tests.helpers import indexed_programs as programs
 from tests.helpers.indexed_programs import GPT_OSS, QWEN, SEARCH, Mixture
@@ -82,6 +84,24 @@ def test_down_weights_sum_and_residual_are_one_kernel(model, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
+def test_a_norm_before_gate_and_up_is_in_their_kernel(model, tokens):
+    ugraph = best_of(programs.gate_up(replace(MODELS[model], tokens=tokens, norm=True)))
+    (op,) = ugraph.kernels.ops
+    assert any(i.name == "gamma" for i in op.block.inputs)
+    assert any(b.fn == "rsqrt" for b in op.block.ops())
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("shared", [768, 1536])
+def test_the_down_projection_of_a_shared_expert_is_in_the_same_kernel(tokens, shared):
+    ugraph = best_of(programs.down_and_shared(replace(QWEN, tokens=tokens), shared))
+    (op,) = ugraph.kernels.ops
+    assert weights_of(op.block).keys() == {"down"}
+    assert any(i.name == "down_shared" for i in op.block.inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_experts_of_a_layer_are_two_kernels(model, tokens):
     m = replace(MODELS[model], tokens=tokens)
     ugraph = best_of(programs.whole(m))
@@ -110,6 +130,20 @@ def test_the_bytes_of_a_weight_are_those_of_what_is_chosen():
     for lowered, elements in ((few, 8 * expert), (many, 128 * expert)):
         read = {i.num_elements for i in lowered.inputs if i.taken is not None}
         assert read == {elements}
+
+
+def test_the_dims_of_a_weight_are_those_of_its_memory():
+    """A restriction on maps names these dims."""
+    g = programs.gate_up(Mixture(3, 2, 5, 24, 16))
+    lowered = lower(g)
+    read = next(i for i in lowered.inputs if i.taken is not None)
+    (term,) = [t for t in lowered.terms if t.op == "input" and lowered.inputs[t.source] == read]
+    sizes = [lowered.sizes[a] for a in term.index]
+    assert sizes == [3, 2, 16, 24] == list(read.read_dims)
+    assert [read.source_dim(at) for at in range(4)] == [0, 0, 1, 2]
+    options = SearchOptions(threads=1, maps=MapRestriction.of(fmaps=[2, 3]))
+    (op,) = search(g, options)[0][0].ugraph.kernels.ops
+    assert {a.size for a in op.block.named(Role.LOOP)} == {24}
 
 
 def test_takes_of_weights_that_lie_end_to_end_are_one_input():

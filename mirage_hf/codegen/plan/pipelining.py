@@ -134,7 +134,7 @@ class Pipelining:
             for i in tiling.block.inputs
             if tiling.loop in i.axes
             and i.bounds is None
-            and not (i.taken is not None and tiling.loop in i.taken.axes)
+            and not tiling.has_index_in_loop(i)
             and len(i.sources) == 1
             and i.name not in self.loaded_twice
             and not is_packed(tiling.dtype(i))
@@ -163,18 +163,24 @@ class Pipelining:
             for i in tiling.block.inputs
             if tiling.loop in i.axes
             and i.bounds is None
-            and not (i.taken is not None and tiling.loop in i.taken.axes)
+            and not tiling.has_index_in_loop(i)
             and (len(i.sources) == 1 or tiling.selects_source(i))
         )
 
     # -- what Triton gets wrong -------------------------------------------------------------------
 
     def check(self) -> None:
-        """Reject kernels for which Triton generates wrong code.
+        """Reject kernels for which Triton generates wrong code, or which load too far ahead.
 
         Raises:
-            CodegenError: If Triton generates wrong code for this schedule.
+            CodegenError: If the schedule gives such a kernel.
         """
+        for x in self.loaded_twice:
+            if self._tiling.has_index_in_loop(self._tiling.inputs[x]):
+                raise errors.CodegenError(
+                    f"{x}: a product of {WARPGROUP_ROWS} rows and other code read it, and its "
+                    "index changes in each step; give fewer rows"
+                )
         for dot in self.layout.dots.values():
             if self.is_asynchronous(dot):
                 self._check_chained(dot)

@@ -121,14 +121,21 @@ class Tiling:
         """Return True if the sources of an input are constant. An index may choose among them."""
         return i.bounds is None and all(self.operands[s].constant for s in i.sources)
 
+    def has_index_in_loop(self, i: BlockInput) -> bool:
+        """Return True if each step of the loop reads another part of the index of an input."""
+        return self.is_looped and i.taken is not None and self.loop in i.taken.axes
+
     def prefetchable(self, i: BlockInput) -> bool:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
 
         That holds for constants and for the old rows of a cache, which were written long before.
         Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
-        read before the wait.
+        read before the wait. If an index chooses what is read, it must be known before the wait.
         """
-        is_cache = i.bounds is None and i.taken is None and self.op.caches.issuperset(i.sources)
+        if i.taken is not None:
+            is_early = i.taken.index in self.op.readable_before_wait
+            return self.is_weight(i) and (is_early or self.is_constant(i))
+        is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
         return self.is_constant(i) or is_cache
 
     def is_streamed(self, i: BlockInput) -> bool:
