@@ -158,17 +158,15 @@ def optimize(
                 progress=note,
             )
             traced = None
+            resolve = partial(resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune)
+            optimization.resolve = resolve
             if wants_trace:
-                resolve = partial(
-                    resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune
-                )
                 optimization.bind_codes(resolve)
                 traced, traced_rows, why = decoding.trace_steps(
                     inner, rows, resolve, note, whole=is_known
                 )
-                if is_known and traced is None:
-                    why = f"experts run stock's code in steps: {why}"
-                optimization.add_traced(traced_rows, why)
+                if traced is not None or not is_known:
+                    optimization.add_traced(traced_rows, why)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)

@@ -33,23 +33,26 @@ _experts.register(NAME)
 
 
 @contextmanager
-def experts_by_kernels(model: Any, tokens: int, resolve: Resolve | None = None) -> Iterator[None]:
+def experts_by_kernels(model: Any, tokens: int, resolve: Resolve | None = None) -> Iterator[bool]:
     """Let a model's experts run kernels, unless the user chose how they run.
 
     Args:
         model: The model.
         tokens: The tokens of each call. For more than kernels take, nothing changes.
         resolve: Finds the kernel of a program. None: as by name.
+
+    Yields:
+        Whether kernels may run.
     """
     chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
     own = [name for name, kind in chosen.items() if kind in ("grouped_mm", "batched_mm")]
     if not own or tokens > MOST_TOKENS or model.device.type != _experts.device_type:
-        yield
+        yield False
         return
     model.set_experts_implementation({**chosen, **dict.fromkeys(own, NAME)})
     try:
         with _experts.resolved_by(resolve):
-            yield
+            yield True
     finally:
         model.set_experts_implementation(chosen)
 

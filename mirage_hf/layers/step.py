@@ -71,9 +71,12 @@ class LayerStep(PartRunner):
         if self.first:
             return self.run_part(kernels, "down", self.run_part(kernels, self.first, mlp_input), h)
         children, layout = self.operands.children, self.layout
-        normed = apply_norm(children, layout.mlp_norm, mlp_input[:, None])
-        y = apply_own_mlp(children, layout.mlp, normed).reshape(h.shape)
+        y = self.own_mlp(apply_norm(children, layout.mlp_norm, mlp_input[:, None])).reshape(h.shape)
         return add_to_residual(children, layout.mlp_after, self.multiplier, h, y)
+
+    def own_mlp(self, x: Tensor) -> Tensor:
+        """Return what the own forward of an unknown MLP gives for normed x (b, 1, width)."""
+        return apply_own_mlp(self.operands.children, self.layout.mlp, x)
 
     @property
     def rope_order(self) -> str:

@@ -17,6 +17,7 @@ from mirage_hf.errors import (
     SearchError,
     VerificationError,
 )
+from mirage_hf.experts_interface import Resolve, experts_by_kernels
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, adapter_role
@@ -69,6 +70,8 @@ class Optimization:
         #: The rows and the note of steps that were traced, if they were.
         self.traced_rows: list[ReportRow] = []
         self.traced_note = ""
+        #: Finds the kernel of a program.
+        self.resolve: Resolve | None = None
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
@@ -264,6 +267,7 @@ class Optimization:
                 outcomes = checked
         notes = (self.traced_note,) if self.traced_note else ()
         if isinstance(kernels, ModelKernels):
+            self._find_experts(kernels)
             self.steps = kernels
             usable, why_idle = kernels.rows, "another part has no kernel for so many rows"
         elif self.traced_rows:
@@ -279,6 +283,17 @@ class Optimization:
                     row = replace(row, status=STOCK, reason=row.reason or why_idle)
             made.append(row)
         return made, notes
+
+    def _find_experts(self, kernels: ModelKernels) -> None:
+        """Find the kernels of experts, by calls of them, before generate captures steps."""
+        assert isinstance(self.causal, CausalMatch)
+        for rows in kernels.rows:
+            x = kernels.embedding.new_zeros(rows, 1, kernels.embedding.shape[1])
+            with experts_by_kernels(self.causal.model, rows, self.resolve) as may_run:
+                for layer in kernels.layers if may_run else ():
+                    if not layer.step.first:
+                        with torch.no_grad():
+                            layer.step.own_mlp(x)
 
     def _check_steps(
         self, kernels: ModelKernels, report_rows: Sequence[ReportRow]

@@ -14,7 +14,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import mirage_hf
+from mirage_hf import experts_interface
 from mirage_hf.experts_interface import MOST_TOKENS, NAME, Experts
+from scripts import survey_models
 from tests.trace.test_experts import CASES, CHOSEN, EXPERTS_COUNT, WIDTH, built
 
 
@@ -152,3 +154,25 @@ def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     static[1].copy_(static[1].flip(0))
     graph.replay()
     torch.testing.assert_close(y, ours.forward(module, *static))
+
+
+def test_a_known_model_whose_steps_are_not_traced_runs_experts_by_kernels(
+    ours: Experts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss has sinks, which a trace does not know. On a CPU, kernels run as torch code."""
+    usual = experts_interface._experts
+    monkeypatch.setattr(experts_interface, "_experts", ours)
+    ours.register(NAME)
+    try:
+        model = survey_models.build("gpt_oss", survey_models.model_types()["gpt_oss"])
+        before = model.get_experts_implementation()
+        want = model.generate(text := torch.arange(2, 9)[None], max_new_tokens=6, do_sample=False)
+        mirage_hf.optimize(model, backend="cpu")
+        assert ours.report().by_kernels and model.get_experts_implementation() == before
+        counts = sum(ours.report().by_kernels.values())
+        assert torch.equal(model.generate(text, max_new_tokens=6, do_sample=False), want)
+        assert sum(ours.report().by_kernels.values()) > counts and not ours.report().by_torch
+        assert model.mirage.report.decode["step: all by kernels"] == 1
+        assert model.get_experts_implementation() == before
+    finally:
+        usual.register(NAME)
