@@ -20,25 +20,30 @@ from tests.helpers.traced_functions import outputs_of, recorded, results_of, run
 
 ROWS, EXPERTS_COUNT, CHOSEN, WIDTH, INNER = 3, 6, 2, 16, 24
 SIZES: dict[str, Any] = dict(hidden_size=WIDTH, num_experts_per_tok=CHOSEN, num_hidden_layers=2)
-CASES: dict[str, tuple[Any, Any]] = {
+#: Experts, and their configs with the fields that have other names in some models.
+CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "gate and up": (
         Qwen3MoeExperts,
-        Qwen3MoeConfig(**SIZES, num_experts=EXPERTS_COUNT, moe_intermediate_size=INNER),
+        Qwen3MoeConfig,
+        {"num_experts": EXPERTS_COUNT, "moe_intermediate_size": INNER},
     ),
     "transposed, interleaved, biases": (
         GptOssExperts,
-        GptOssConfig(**SIZES, num_local_experts=EXPERTS_COUNT, intermediate_size=INNER),
+        GptOssConfig,
+        {"num_local_experts": EXPERTS_COUNT, "intermediate_size": INNER},
     ),
     "another class": (
         PhimoeExperts,
-        PhimoeConfig(**SIZES, num_local_experts=EXPERTS_COUNT, intermediate_size=INNER),
+        PhimoeConfig,
+        {"num_local_experts": EXPERTS_COUNT, "intermediate_size": INNER},
     ),
 }
 
 
 def built(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return random experts, which run as stock's "batched_mm" ones."""
-    kind, config = CASES[name]
+    kind, config_kind, fields = CASES[name]
+    config = config_kind(**SIZES, **fields)
     config._experts_implementation = "batched_mm"
     torch.manual_seed(0)
     experts = kind(config)
