@@ -482,11 +482,12 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
 
 
 def titled(name: str, args: argparse.Namespace) -> str:
-    """Return the row's name for a model: with its adapters, images and padding."""
+    """Return the row's name for a model: with its layers if cut, adapters, images and padding."""
     adapters = f" + LoRA {args.lora}" if args.lora else ""
     adapters += f", {args.weights}" if args.weights else ""
     images = f" + {args.images} image{'s' * (args.images > 1)}" if args.images else ""
-    return name + adapters + images + (", padded" if args.padded else "")
+    cut = f", {args.layers} layers" if args.layers else ""
+    return name + cut + adapters + images + (", padded" if args.padded else "")
 
 
 def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:
