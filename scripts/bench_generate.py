@@ -486,7 +486,7 @@ def titled(name: str, args: argparse.Namespace) -> str:
     adapters = f" + LoRA {args.lora}" if args.lora else ""
     adapters += f", {args.weights}" if args.weights else ""
     images = f" + {args.images} image{'s' * (args.images > 1)}" if args.images else ""
-    cut = f", {args.layers} layers" if args.layers else ""
+    cut = f", {args.layers} layer{'s' * (args.layers > 1)}" if args.layers else ""
     return name + cut + adapters + images + (", padded" if args.padded else "")
 
 

@@ -139,27 +139,23 @@ def test_experts_stay_stock_inside_a_swapped_layer() -> None:
     stock = tiny("mixtral", dtype=torch.bfloat16)
     model = optimize(twin_of(stock))
     found = model.mirage.report.swapped
-    assert {r.pattern for r in found} == {
-        "rms_norm_linear",
-        "attention",
-        "linear_residual",
-        "traced",
-    }
-    assert {r.part for r in found if r.pattern == "traced"} >= {"experts"}
+    # transformers 5.4 does not say how experts run
+    is_traced = hasattr(model, "get_experts_implementation")
+    patterns = {"rms_norm_linear", "attention", "linear_residual"} | (
+        {"traced"} if is_traced else set()
+    )
+    assert {r.pattern for r in found} == patterns
+    assert not is_traced or "experts" in {r.part for r in found if r.pattern == "traced"}
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=0.1, rtol=0.05)
     exact = optimize(
         tiny("mixtral")
     )  # torch has no float64 grouped matmul, and this test is not about experts
-    assert {r.pattern for r in exact.mirage.report.swapped} == {
-        "rms_norm_linear",
-        "attention",
-        "linear_residual",
-        "traced",
-    }
+    assert {r.pattern for r in exact.mirage.report.swapped} == patterns
+    step = "step: traced" if is_traced else "step: all by kernels"
     want, got = (
         m.generate(prompt(), do_sample=False, max_new_tokens=8) for m in (tiny("mixtral"), exact)
     )
-    assert torch.equal(want, got) and exact.mirage.report.decode["step: traced"] == 1
+    assert torch.equal(want, got) and exact.mirage.report.decode[step] == 1
 
 
 # -- the report -----------------------------------------------------------------------------------

@@ -827,7 +827,7 @@ def test_padded_prompts_of_bench_generate():
     args = generate_options(peers=("eager", "static", "compile"), strict=False, padded=True)
     row = bench_generate.bench("smoke", 3, 12, args)
     assert (
-        row["model"] == "smoke, padded"
+        row["model"] == "smoke, 1 layer, padded"
         and row["peers"]["compile"]["failed"]
         and not row["peers"]["static"]["failed"]
     )
@@ -890,7 +890,7 @@ def test_images_of_bench_generate(model_of_images, monkeypatch):
     model, args = model_of_images, generate_options(images=1)
     monkeypatch.setattr(bench_generate, "weights_of", lambda *_: model)
     row = bench_generate.bench("x", 2, 6, args)
-    assert row["model"] == "x + 1 image" and row["images"] == 1 and row["image_tokens"] > 1
+    assert row["model"] == "x, 1 layer + 1 image" and row["images"] == 1 and row["image_tokens"] > 1
     assert all(peer["ms_per_token"]["runs"] == 1 for peer in row["peers"].values())
     prompts = bench_generate.prompts_of(model, 2, 6, args)
     read = [n + args.new // 2 for n in prompts.lengths]
@@ -944,9 +944,10 @@ def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is
     ids = torch.arange(5)[None]
     assert not torch.allclose(model(ids).logits, bare(ids).logits)
     named = partial(bench_generate.titled, "m")
-    plain = {"lora": 0, "images": 0, "weights": "", "padded": False}
+    plain = {"lora": 0, "images": 0, "weights": "", "padded": False, "layers": None}
     for options, name in (
         ({"lora": 4, "padded": True}, "m + LoRA 4, padded"),
+        ({"layers": 6}, "m, 6 layers"),
         ({"images": 1}, "m + 1 image"),
         ({"images": 2}, "m + 2 images"),
         ({"weights": "int4"}, "m, int4"),
