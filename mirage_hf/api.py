@@ -139,7 +139,8 @@ def optimize(
         optimization = Optimization(model, backend, rows, matches)
         optimization.report_rejected(on_unsupported)
         wants_trace = inner is not None and patterns is None
-        # a known model's experts run stock's code in steps, unless a whole trace has their kernels
+        # Experts of known models are called by name in steps. A whole trace joins their kernels
+        # with the sums that follow.
         is_known = wants_trace and not decoding.wants_trace(inner, matches.causal)
         if is_known:
             wants_trace = decoding.wants_experts(inner, matches.modules)
@@ -165,8 +166,9 @@ def optimize(
                 traced, traced_rows, why = decoding.trace_steps(
                     inner, rows, resolve, note, whole=is_known
                 )
-                if traced is not None or not is_known:
-                    optimization.add_traced(traced_rows, why)
+                if is_known and traced is None:
+                    why = f"experts are called by name (mirage_hf.experts_report()): {why}"
+                optimization.add_traced(traced_rows, why)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)

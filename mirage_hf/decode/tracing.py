@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.coded_linear import coded_linears
-from mirage_hf.trace.experts import EXPERTS, linears_of
+from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, linears_of
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan
 from mirage_hf.trace.record import Held, TraceError, Value
@@ -150,7 +150,10 @@ class _Tracer:
                     raise TraceError("no product of its step has a kernel")
                 attention = self._find_attention(plan)
                 plan.schedule(kernels, attention)
-                plan.schedule(kernels, attention, self._find_regions(plan))
+                regions = self._find_regions(plan)
+                if whole:
+                    _check_whole(plan, attention, regions)
+                plan.schedule(kernels, attention, regions)
                 check.run(plan, batch, own_windows, sizes[0])
                 plans[batch, rings] = plan
             self._report(plan, batch)
@@ -270,7 +273,23 @@ def _why_not_whole(plan: StepPlan) -> str:
         return f"the attention of {layers - len(plan.attentions)} layers is of another form"
     programs = sum(bool(region.reads) for region in plan.regions)
     experts = sum(node.name == EXPERTS for node in plan.recording.nodes)
-    return "" if programs == 2 * experts > 0 else "experts of another form"
+    if programs == 2 * experts > 0:
+        return ""
+    return f"experts of another form, or more than {MOST_TOKENS} rows"
+
+
+def _check_whole(
+    plan: StepPlan, attention: Collection[CachedAttention], regions: Collection[Region]
+) -> None:
+    """Check that all attention and experts of a plan have kernels, and not programs alone.
+
+    Raises:
+        TraceError: Some have none.
+    """
+    if len(attention) < len(plan.attentions):
+        raise TraceError("no kernel was found for its attention")
+    if any(region.reads and region not in regions for region in plan.regions):
+        raise TraceError("no kernel was found for its experts")
 
 
 def _or_raise(x: Any) -> Any:

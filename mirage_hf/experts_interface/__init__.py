@@ -10,13 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mirage_hf.experts_interface.experts import (
-    MOST_TOKENS,
-    NAME,
-    Experts,
-    ExpertsReport,
-    Resolve,
-)
+from mirage_hf.experts_interface.experts import NAME, Experts, ExpertsReport, Resolve
+from mirage_hf.trace.experts import MOST_TOKENS
 
 __all__ = [
     "MOST_TOKENS",

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import MirageError, described
 from mirage_hf.pipeline import resolver
-from mirage_hf.trace.experts import EXPERTS_FUNCTIONS, experts_as_one_node, linears_of
+from mirage_hf.trace.experts import (
+    EXPERTS_FUNCTIONS,
+    MOST_TOKENS,
+    experts_as_one_node,
+    linears_of,
+)
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import FakeOnceMode, record
 
@@ -25,10 +30,6 @@ _log = logging.getLogger("mirage_hf")
 
 #: The name of the implementation.
 NAME = "mirage"
-#: The most tokens that kernels take. Of more tokens, many choose the same experts, so products of
-#: all tokens of an expert read fewer bytes.
-MOST_TOKENS = 16
-
 #: What runs experts of some sizes.
 _Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Finds the kernel of a program.

@@ -144,8 +144,8 @@ class Padding:
 class Taken:
     """Says that an index in device memory chooses the elements of one dim of an input.
 
-    An example is the weights of experts (experts, n, k), of which each token takes some. The dim
-    has no axis of its own. The value changes along the axes of the index instead.
+    So each token chooses among the weights (experts, n, k) of a mixture. The dim has no axis of its
+    own. The value changes along the axes of the index instead.
     """
 
     #: The dim of the sources. Among the axes of the input it is None.

@@ -287,11 +287,12 @@ class Optimization:
     def _find_experts(self, kernels: ModelKernels) -> None:
         """Find the kernels of experts, by calls of them, before generate captures steps."""
         assert isinstance(self.causal, CausalMatch)
+        width = {match.name: match.width for match in self.matches}
         for rows in kernels.rows:
-            x = kernels.embedding.new_zeros(rows, 1, kernels.embedding.shape[1])
             with experts_by_kernels(self.causal.model, rows, self.resolve) as may_run:
                 for layer in kernels.layers if may_run else ():
                     if not layer.step.first:
+                        x = kernels.embedding.new_zeros(rows, 1, width[layer.name])
                         with torch.no_grad():
                             layer.step.own_mlp(x)
 

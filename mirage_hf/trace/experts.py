@@ -21,7 +21,17 @@ from torch import Tensor, library, nn
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
-from mirage_hf.trace.record import FakeOnceMode, Input, Node, Recording, TraceError, Value, record
+from mirage_hf.trace.record import (
+    FakeOnceMode,
+    Input,
+    Node,
+    Readers,
+    Recording,
+    TraceError,
+    Value,
+    readers_of,
+    record,
+)
 from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
@@ -39,6 +49,11 @@ EXPERTS = "mirage_hf.experts"
 
 #: The form of stock's experts that the op stands for.
 _STOCK = "batched_mm"
+
+#: The most tokens that kernels take. Of more tokens, many choose the same experts, so products of
+#: all tokens of an expert read fewer bytes.
+MOST_TOKENS = 16
+
 #: Sums that a program of experts may end with: a residual, and a shared expert.
 MOST_ADDED = 2
 
@@ -168,7 +183,7 @@ class Part(Operand):
 def find_experts(
     recording: Recording, ancestors: Sequence[int], taken: Collection[int]
 ) -> list[Region]:
-    """Return the programs of chosen experts, two for each node.
+    """Return the programs of chosen experts, two for each node of at most MOST_TOKENS tokens.
 
     The first gives what is between the two linears of an expert. The second one ends with the sums
     that follow the experts. Searched together they would take a minute.
@@ -178,13 +193,10 @@ def find_experts(
         ancestors: For each node those that must run before it (`order.ancestors`).
         taken: Nodes that run in other units.
     """
-    readers: dict[Any, list[int]] = {}
-    for number, node in enumerate(recording.nodes):
-        for x in set(node.operands):
-            readers.setdefault(x, []).append(number)
+    readers = readers_of(recording.nodes)
     found = []
     for number, node in enumerate(recording.nodes):
-        if node.name == EXPERTS:
+        if node.name == EXPERTS and recording.meta(node.args[0]).shape[0] <= MOST_TOKENS:
             added = _added(recording, ancestors, readers, number, taken)
             try:
                 found += _Writer(recording, number, added).write()
@@ -196,7 +208,7 @@ def find_experts(
 def _added(
     recording: Recording,
     ancestors: Sequence[int],
-    readers: dict[Any, list[int]],
+    readers: Readers,
     number: int,
     taken: Collection[int],
 ) -> list[tuple[int, Any]]:

@@ -112,10 +112,10 @@ class _Cutter:
         return Group([product], after=after)
 
     def _rides_along(self, product: Term, alike: Sequence[Term]) -> bool:
-        """Return whether a product runs beside another one that is read as it is.
+        """Return whether a product is computed beside another one, whose result torch ops read.
 
-        So does a narrow one, whose own kernel would take as long as a launch. So does a part of a
-        product whose other part is such a one. What follows is left to those who read it.
+        A narrow product is, because its own kernel would take as long as a launch. A part of a
+        product is, if torch ops read the other part. The ops that follow go to those who read them.
         """
         return any(
             (product.dims[1] * NARROW <= other.dims[1] or product.node == other.node)

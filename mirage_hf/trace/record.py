@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -164,6 +164,20 @@ class Recording:
             assert meta is not None
             return meta
         return self.inputs[of.name] if isinstance(of, Input) else self.held[id(of.tensor)]
+
+
+#: By tensor: the numbers of the nodes that read it.
+Readers = dict[Value | Input, list[int]]
+
+
+def readers_of(nodes: Sequence[Node]) -> Readers:
+    """Return the numbers of the nodes that read each tensor, in order, without held tensors."""
+    readers: Readers = {}
+    for number, node in enumerate(nodes):
+        for x in set(node.operands):
+            if not isinstance(x, Held):
+                readers.setdefault(x, []).append(number)
+    return readers
 
 
 def record(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from mirage_hf.trace.record import Input, Meta, Node, Recording, Value
+from mirage_hf.trace.record import Input, Meta, Node, Readers, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 
 #: The op's name as nodes have it.
@@ -47,7 +47,7 @@ def route(
 
 
 def before_choice(scores: Tensor, first: int) -> Tensor:
-    """Return the scores (rows, experts) by which experts are chosen, in float32."""
+    """Return what top-k chooses by: the scores in float32 (rows, experts), or their softmax."""
     return F.softmax(scores.float(), -1) if first == SOFTMAX else scores.float()
 
 
@@ -67,11 +67,7 @@ def with_routers(recording: Recording) -> Recording:
     The nodes keep their numbers. Those that the op replaces give its result, or nothing reads them.
     """
     nodes = [*recording.nodes]
-    readers: dict[Any, list[int]] = {}
-    for number, node in enumerate(nodes):
-        for x in set(node.operands):
-            if isinstance(x, Value):
-                readers.setdefault(x, []).append(number)
+    readers = readers_of(nodes)
     for number, node in enumerate(nodes):
         if node.name == "aten.topk" and (found := _router(recording, readers, number)):
             _replace(nodes, found)
@@ -101,7 +97,7 @@ class _Router:
     weights: Meta
 
 
-def _router(recording: Recording, readers: dict[Any, list[int]], topk: int) -> _Router | None:
+def _router(recording: Recording, readers: Readers, topk: int) -> _Router | None:
     nodes = recording.nodes
     scores, chosen, *how = nodes[topk].args
     if nodes[topk].kwargs or how not in ([], [-1], [1], [-1, True], [1, True]):
@@ -119,9 +115,7 @@ def _router(recording: Recording, readers: dict[Any, list[int]], topk: int) -> _
     return _Router(topk, scores, chosen, first, then, same, recording.meta(last))
 
 
-def _softmax_before(
-    recording: Recording, readers: dict[Any, list[int]], reader: int, x: Any
-) -> tuple[int, Any]:
+def _softmax_before(recording: Recording, readers: Readers, reader: int, x: Any) -> tuple[int, Any]:
     """Return whether softmax made what a node reads, and what that was made from."""
     if not isinstance(x, Value):
         return NOTHING, x
@@ -137,9 +131,7 @@ def _softmax_before(
     return SOFTMAX, source
 
 
-def _after(
-    nodes: Sequence[Node], readers: dict[Any, list[int]], chosen: Value
-) -> tuple[int, tuple[int, ...]]:
+def _after(nodes: Sequence[Node], readers: Readers, chosen: Value) -> tuple[int, tuple[int, ...]]:
     """Return what is done to the chosen scores, and the nodes that do it."""
     users = readers.get(chosen, [])
     if len(users) == 1 and nodes[users[0]].name == "aten._softmax":

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from mirage_hf.trace.record import Held, Input, Node, Recording, Value
+from mirage_hf.trace.record import Held, Input, Node, Readers, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 
 #: The op's name as nodes have it.
@@ -50,16 +49,12 @@ library.impl("mirage_hf::short_convolution", "CompositeExplicitAutograd", short_
 
 
 def with_short_convolutions(recording: Recording) -> Recording:
-    """Return a recording in which each step of a short convolution is one op.
+    """Return a recording in which each short convolution is one op.
 
     The nodes keep their numbers. Those that the op replaces give its result, or nothing reads them.
     """
     nodes = [*recording.nodes]
-    readers: dict[Any, list[int]] = {}
-    for number, node in enumerate(nodes):
-        for x in set(node.operands):
-            if isinstance(x, (Value, Input)):
-                readers.setdefault(x, []).append(number)
+    readers = readers_of(nodes)
     for number, node in enumerate(nodes):
         if node.name == "aten.cat" and (found := _convolution(recording, readers, number)):
             _replace(nodes, recording, found)
@@ -85,9 +80,7 @@ class _Convolution:
     silu: bool
 
 
-def _convolution(
-    recording: Recording, readers: dict[Any, list[int]], cat: int
-) -> _Convolution | None:
+def _convolution(recording: Recording, readers: Readers, cat: int) -> _Convolution | None:
     """Return the convolution that begins with a node, or None."""
     nodes = recording.nodes
     parts, dim = nodes[cat].args[0], [*nodes[cat].args[1:], 0][0]
@@ -138,7 +131,11 @@ def _is_depthwise(recording: Recording, node: Node, shape: Sequence[int]) -> boo
 
 
 def _result(
-    nodes: Sequence[Node], readers: dict[Any, list[int]], cat: int, write: int, product: int
+    nodes: Sequence[Node],
+    readers: Readers,
+    cat: int,
+    write: int,
+    product: int,
 ) -> _Convolution | None:
     """Return a convolution with the slice and silu that follow it, None if more of it is read."""
     meta = nodes[product].outputs[0]

@@ -199,8 +199,8 @@ def _contiguity(plan: KernelPlan) -> float:
 def _interleaved(plan: KernelPlan, largest: BlockInput) -> int:
     """Return how many elements that lie side by side other inputs read, for each of an input.
 
-    The input has a shortest stride of n elements, and the kernel reads n inputs like it. They are
-    taken for the views of one tensor, as gate and up of which every second row is a gate's.
+    The input has a shortest stride of n elements, and the kernel reads n inputs like it. Then all n
+    are views of one tensor, such as gate and up whose columns alternate.
     """
     tiling, source = plan.tiling, plan.tiling.operands[largest.sources[0]]
     axes = [a for a in zip(largest.axes, source.dims, source.strides, strict=True) if a[0]]

@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from mirage_hf.trace.experts import EXPERTS, experts_as_one_node, linears_of
+from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, experts_as_one_node, linears_of
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from tests.helpers.traced_functions import outputs_of, recorded, results_of, runs
 
@@ -160,3 +160,16 @@ def test_the_registry_is_as_before() -> None:
         assert ALL_EXPERTS_FUNCTIONS["batched_mm"] is not before[1]
     assert dict(ALL_EXPERTS_FUNCTIONS._local_mapping) == before[0]
     assert ALL_EXPERTS_FUNCTIONS["batched_mm"] is before[1]
+
+
+def test_many_tokens_run_stocks_products() -> None:
+    """Each token reads its experts' weights. Of many tokens, that is more than all weights."""
+    experts, tokens = built("gate and up"), MOST_TOKENS + 1
+    x = torch.randn(tokens, WIDTH)
+    index, weights = torch.zeros(tokens, CHOSEN, dtype=torch.long), torch.ones(tokens, CHOSEN)
+    inputs = {"x": x, "index": index, "weights": weights}
+    with experts_as_one_node():
+        plan = StepPlan(
+            recorded(lambda x, index, weights: experts(x, index, weights), inputs), tokens
+        )
+    assert not kernels(plan)
