@@ -53,7 +53,7 @@ def schedule_candidates(
         scheduled = [_scheduled(c) for c in verified.candidates]
         return Outcome(request, verified, (*scheduled, library))
     ranked = promising(verified.candidates, request.key.next_may_launch_early)
-    best = first_scheduled(ranked[0], request.runs_generated)
+    best = first_scheduled(ranked[0], request.runs_generated, request.key.next_may_launch_early)
     if best.is_fused and request.runs_generated and request.device is None:
         best = _like_a_relative(ranked, tuned(), request) or best
     if not best.is_fused:
@@ -124,7 +124,9 @@ def _scheduled(candidate: Candidate) -> UGraph:
     return replace(candidate.ugraph, schedules=schedules)
 
 
-def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
+def first_scheduled(
+    candidate: Candidate, runs_generated: bool, next_may_launch_early: bool = False
+) -> UGraph:
     """Return the candidate at its first permitted schedules.
 
     Its kernels launch the next one early where they may, as the tuner's candidates do. If it has no
@@ -133,7 +135,7 @@ def first_scheduled(candidate: Candidate, runs_generated: bool) -> UGraph:
     """
     allowed = permitted([candidate])
     schedules = []
-    for op in place_kernels(candidate.ugraph):
+    for op in place_kernels(candidate.ugraph, next_may_launch_early):
         choices = allowed(op, H200)
         if not choices and runs_generated:
             return library_ugraph(candidate.ugraph.program)

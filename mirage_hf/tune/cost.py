@@ -6,13 +6,13 @@ Estimates rank candidates. They promise nothing; the tuner measures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
-from mirage_hf.tune import multiply_adds
+from mirage_hf.tune import correction, multiply_adds
 from mirage_hf.tune.footprint import Footprint, adds_in_runs, footprint, tensor_bytes
 from mirage_hf.tune.occupancy import blocks_per_sm, registers_of, shared_bytes
 
@@ -70,6 +70,17 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         device: The GPU.
         tiles: The footprint of the plan, if it is known.
     """
+    cost, known = uncorrected(plan, device, tiles)
+    return cost if known is None else replace(cost, us=correction.corrected(cost.us, known))
+
+
+def uncorrected(
+    plan: KernelPlan, device: Device = H200, tiles: Footprint | None = None
+) -> tuple[Cost, dict[str, float] | None]:
+    """Return an estimate without its correction, and the features that decide the correction.
+
+    They are None if the kernel has no correction. The arguments are those of `estimate`.
+    """
     tiles = tiles or footprint(plan)
     trips = plan.cooperation.steps_per_block if plan.tiling.loop else 1
     in_loop = [sum(loads.values()) for loads in tiles.loads]
@@ -91,7 +102,20 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         seconds = max(l2 / device.l2_bandwidth, arithmetic)
         body_us = multiply_adds.body_us(plan, tiles, 1e6 * seconds, registers, shared, device)
         us = launch_us + body_us + meeting_us
-        return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm)
+        known = None
+        if correction.apply_to(plan):
+            known = correction.features(
+                plan,
+                tiles,
+                device,
+                us=us,
+                blocks_us=multiply_adds.blocks_us(plan, tiles, per_sm, device),
+                arithmetic_us=1e6 * instructions / device.lane_rate,
+                l2_bytes=l2,
+                registers=registers,
+                per_sm=per_sm,
+            )
+        return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm), known
     seconds = max(
         tiles.moved / _read_rate(plan, tiles, trips, per_sm, device),
         l2 / device.l2_bandwidth,
@@ -114,7 +138,7 @@ def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = 
         again_us = device.latency_us * (math.ceil(waves) - 1) / per_sm
     body_us = tail * seconds * 1e6 * _detours(plan)
     us = launch_us + device.latency_us + again_us + body_us + meeting_us
-    return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm)
+    return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm), None
 
 
 def _read_rate(

@@ -60,17 +60,6 @@ SPREAD = 1.3
 #: How sharply the longest of several times decides. Times that are nearly equal add up.
 SHARPNESS = 10
 
-#: What is added to a kernel's time, as a share, for each doubling of its steps, its warps, the
-#: columns of its tile, and the distance of a thread's elements in a step from USUAL_ELEMENTS. Then
-#: for copies through shared memory, and for reductions in each step. Fitted to 30 packaged kernels
-#: of one or two rows: such a choice was the fastest of up to 250 whose estimates are within 15%. Of
-#: models left out of the fit, the fastest had the median rank 4 in this order, and 21 without it.
-STEPS, WARPS, COLUMNS, ELEMENTS, STAGED, REDUCED = 0.03, 0.013, 0.023, 0.018, 0.075, 0.034
-USUAL_ELEMENTS = 32
-
-#: The factor to which these are added, so that packaged kernels have a factor of about 1.
-LEAST_DETOUR = 0.93
-
 
 def apply_to(plan: KernelPlan) -> bool:
     """Return whether a kernel adds up products of its inputs without tensor cores and codes."""
@@ -109,36 +98,18 @@ def body_us(
     us = []
     for needed in (likely, SPREAD * likely):
         per_sm = blocks_per_sm(plan, needed, shared, device)
-        limits = (memory_us, of_one_sm_us, shared_us, _blocks_us(plan, tiles, per_sm, device))
-        us.append(_joined(limits))
-    return START_US + _detour(plan) * (2 * us[0] + us[1]) / 3
+        limits = (memory_us, of_one_sm_us, shared_us, blocks_us(plan, tiles, per_sm, device))
+        us.append(joined(limits))
+    return START_US + (2 * us[0] + us[1]) / 3
 
 
-def _detour(plan: KernelPlan) -> float:
-    """Return a factor of preferences among kernels that the limits make nearly equal."""
-    tiling, schedule = plan.tiling, plan.schedule
-    steps = plan.cooperation.steps_per_block if tiling.is_looped else 1
-    elements = max(map(tiling.numel, map(tiling.block.carried.__getitem__, tiling.inputs)))
-    summed = {c.over for c in tiling.block.contractions.values()}
-    columns = elements / math.prod(map(tiling.tile, summed))
-    of_thread = elements / (32 * schedule.num_warps)
-    factor = LEAST_DETOUR + STEPS * math.log2(steps) + WARPS * math.log2(schedule.num_warps)
-    factor += COLUMNS * math.log2(max(1.0, columns))
-    factor += ELEMENTS * abs(math.log2(of_thread / USUAL_ELEMENTS))
-    if tiling.is_looped and schedule.num_stages > 1:
-        factor += STAGED
-    if tiling.is_looped and not schedule.reduce_after_loop:
-        factor += REDUCED
-    return factor
-
-
-def _joined(us: Sequence[float]) -> float:
+def joined(us: Sequence[float]) -> float:
     """Return about the longest of several times, more if others are nearly as long."""
     longest = max(us)
     return longest * math.fsum((x / longest) ** SHARPNESS for x in us) ** (1 / SHARPNESS)
 
 
-def _blocks_us(plan: KernelPlan, tiles: Footprint, per_sm: int, device: Device) -> float:
+def blocks_us(plan: KernelPlan, tiles: Footprint, per_sm: int, device: Device) -> float:
     """Return µs until all blocks are done if an SM holds `per_sm` of them."""
     steps = plan.cooperation.steps_per_block if plan.tiling.is_looped else 1
     work_us = 1e6 * INSTRUCTIONS * _step_work(plan, tiles) * device.sms / device.lane_rate

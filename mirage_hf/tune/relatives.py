@@ -144,8 +144,7 @@ def refitted(
         new = _refitted(op, other, schedule, device)
         if new is None:
             return None
-        early = new.trigger_early and op.next_may_launch_early
-        schedules.append(replace(new, trigger_early=early))
+        schedules.append(replace(new, trigger_early=op.next_may_launch_early))
     return tuple(schedules)
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from mirage_hf import errors
 from mirage_hf.codegen.default_schedule import choose_schedule
+from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
@@ -117,6 +118,7 @@ def _costs(
     """Return the estimated µs of every schedule that fits, and why the last other one does not."""
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
+    early = isinstance(op, PlacedOp) and op.next_may_launch_early
     # Schedules with the same tiles and kind of product share a plan and its footprint.
     known: dict[tuple[object, ...], tuple[KernelPlan, Footprint]] = {}
     for candidate in candidate_schedules(op):
@@ -136,9 +138,8 @@ def _costs(
                 continue
             tiles = known[kind][1]
             for schedule in _variants(plan, device):
-                # The estimate does not depend on early prefetches.
-                shared = schedule.cooperating_blocks > 1
-                cost = estimate(plan.with_schedule(schedule) if shared else plan, device, tiles)
+                as_launched = replace(schedule, trigger_early=early)
+                cost = estimate(plan.with_schedule(as_launched), device, tiles)
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:

@@ -60,6 +60,7 @@ def tune(
     rounds: int = 3,
     resplit: bool = True,
     next_may_launch_early: bool = False,
+    patience: int = PATIENCE,
 ) -> TuneResult:
     """Measure candidates for one program on a GPU.
 
@@ -73,6 +74,8 @@ def tune(
         rounds: The most rounds of candidates one step away from the fastest, tried afterwards.
         resplit: Also try other numbers of splits.
         next_may_launch_early: See `placement.place_kernels`.
+        patience: End the first measurements after so many candidates in a row that were no better;
+            0 never ends them early.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
@@ -104,7 +107,7 @@ def tune(
             replays=replays,
             progress=progress or (lambda done, total, what: None),
         )
-        tried = bench.measure(candidates, PATIENCE)
+        tried = bench.measure(candidates, patience)
         for _ in range(rounds):
             best_us = _best_us(tried)
             near = neighbours(fastest(tried, CLIMBERS), tried, gpu, schedules, resplit)
