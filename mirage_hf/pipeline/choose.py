@@ -198,7 +198,9 @@ def promising(
         candidates: Verified candidates for one program.
         next_may_launch_early: See `placement.place_kernels`.
     """
-    usable = [c for c in candidates if not space.obstacle(place_kernels(c.ugraph))]
+    usable = [
+        c for c in candidates if not space.obstacle(place_kernels(c.ugraph, next_may_launch_early))
+    ]
     schedules_of = permitted(usable)
 
     def estimated_us(c: Candidate) -> float:

@@ -26,15 +26,6 @@ WEIGHTS = Path(__file__).with_name("correction.json")
 MOST = 2.0
 
 
-def apply_to(plan: KernelPlan) -> bool:
-    """Return whether a kernel reads weights and no other matrices, so has one row as in the fit."""
-    tiling = plan.tiling
-    matrices = [
-        i for i in tiling.block.inputs if len(i.carried) > 1 and tiling.numel(i.carried) > 1
-    ]
-    return bool(matrices) and all(tiling.is_constant(i) and i.taken is None for i in matrices)
-
-
 def features(
     plan: KernelPlan,
     tiles: Footprint,
@@ -61,10 +52,7 @@ def features(
         per_sm: Blocks that fit on one SM at a time.
     """
     tiling, schedule = plan.tiling, plan.schedule
-    block = tiling.block
     steps = plan.cooperation.steps_per_block if tiling.is_looped else 1
-    elements = max(tiling.numel(block.carried[i]) for i in tiling.inputs)
-    summed = {c.over for c in block.contractions.values()}
     waves = plan.grid / (device.sms * per_sm)
     memory_us = 1e6 * tiles.moved / device.bandwidth
     return {
@@ -76,13 +64,13 @@ def features(
         "once": math.log2(1 + tiles.once),
         "steps": math.log2(steps),
         "warps": math.log2(schedule.num_warps),
-        "columns": math.log2(max(1.0, elements / math.prod(map(tiling.tile, summed)))),
-        "elements": math.log2(elements / (32 * schedule.num_warps)),
+        "columns": math.log2(max(1.0, tiles.columns)),
+        "elements": math.log2(tiles.largest / (32 * schedule.num_warps)),
         "registers": registers / 64,
         "resident": math.log2(per_sm),
         "waves": math.log2(waves),
         "tail": math.ceil(waves) / waves - 1,
-        "sums": sum(len(s.accumulators) for s in block.stages),
+        "sums": sum(len(s.accumulators) for s in tiling.block.stages),
         "looped": tiling.is_looped,
         "staged": tiling.is_looped and schedule.num_stages > 1,
         "each_step": tiling.is_looped and not schedule.reduce_after_loop,

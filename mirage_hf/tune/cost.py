@@ -100,16 +100,17 @@ def uncorrected(
     arithmetic = instructions / (device.lane_rate * busy)
     if multiply_adds.apply_to(plan):
         seconds = max(l2 / device.l2_bandwidth, arithmetic)
-        body_us = multiply_adds.body_us(plan, tiles, 1e6 * seconds, registers, shared, device)
+        step = multiply_adds.step_of(plan, tiles, device)
+        body_us = multiply_adds.body_us(plan, tiles, step, 1e6 * seconds, registers, shared, device)
         us = launch_us + body_us + meeting_us
         known = None
-        if correction.apply_to(plan):
+        if tiles.reads_weights:  # and has one row, as in the fit
             known = correction.features(
                 plan,
                 tiles,
                 device,
                 us=us,
-                blocks_us=multiply_adds.blocks_us(plan, tiles, per_sm, device),
+                blocks_us=multiply_adds.blocks_us(plan, step, per_sm, device),
                 arithmetic_us=1e6 * instructions / device.lane_rate,
                 l2_bytes=l2,
                 registers=registers,

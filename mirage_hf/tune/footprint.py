@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
-from mirage_hf.graph.block import BlockInput, Stage
+from mirage_hf.graph.block import BlockInput, Role, Stage
 from mirage_hf.graph.coded import is_packed, stored_bytes
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
@@ -63,6 +63,10 @@ class Footprint:
         accumulating: Tensor-core sums in loops that have no other sums.
         element_work: Instructions that one element takes, in the loops if there are any.
         contiguity: How well the largest input's tile uses memory, from 0 to 1.
+        largest: Elements of the largest tile of an input.
+        columns: Those of them that are in different sums.
+        within: The share of elements of loops and whole axes that lie within these axes.
+        reads_weights: Whether weights are the only matrices that are read.
     """
 
     moved: int
@@ -81,6 +85,10 @@ class Footprint:
     accumulating: int
     element_work: float
     contiguity: float
+    largest: int
+    columns: float
+    within: float
+    reads_weights: bool
 
 
 def footprint(plan: KernelPlan) -> Footprint:
@@ -92,6 +100,8 @@ def footprint(plan: KernelPlan) -> Footprint:
     unstaged = factors - {i for each in loads for i in each}
     has_running_maximum = any(a.shift is not None for s in block.stages for a in s.accumulators)
     step_flops, once_flops = _flops(plan)
+    largest = max((tiling.numel(block.carried[i]) for i in tiling.inputs), default=1)
+    summed = {c.over for c in block.contractions.values()}
     return Footprint(
         moved=_moved(plan),
         loads=loads,
@@ -109,6 +119,10 @@ def footprint(plan: KernelPlan) -> Footprint:
         accumulating=_accumulating(plan, loops),
         element_work=_element_work(plan),
         contiguity=_contiguity(plan),
+        largest=largest,
+        columns=largest / math.prod(map(tiling.tile, summed)),
+        within=_within(plan),
+        reads_weights=_reads_weights(plan),
     )
 
 
@@ -124,6 +138,24 @@ def _moved(plan: KernelPlan) -> int:
         if i.taken is not None:
             read[i.taken.index] = tensor_bytes(operands[i.taken.index])
     return sum(read.values()) + sum(map(tensor_bytes, plan.tiling.outputs))
+
+
+def _within(plan: KernelPlan) -> float:
+    """Return the share of loop and tile elements that lie within their axes."""
+    share = 1.0
+    for a in plan.tiling.block.axes:
+        if a.role in (Role.LOOP, Role.TILE):
+            covered = plan.tiling.trips(a.name) * plan.tiling.tile(a.name)
+            share *= plan.tiling.block.split_size(a.name) / covered
+    return share
+
+
+def _reads_weights(plan: KernelPlan) -> bool:
+    """Return whether a kernel reads weights and no other matrices."""
+    tiling = plan.tiling
+    several = (i for i in tiling.block.inputs if len(i.carried) > 1)
+    matrices = [i for i in several if tiling.numel(i.carried) > 1]
+    return bool(matrices) and all(tiling.is_constant(i) and i.taken is None for i in matrices)
 
 
 def read_bytes(i: BlockInput, operands: Sequence[DTensor], source: int) -> int:

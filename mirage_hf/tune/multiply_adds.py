@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import Device
-from mirage_hf.graph.block import Role
 from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.tune.footprint import Footprint
 from mirage_hf.tune.occupancy import blocks_per_sm
@@ -75,6 +75,7 @@ def _sources(plan: KernelPlan) -> set[int]:
 def body_us(
     plan: KernelPlan,
     tiles: Footprint,
+    step: Step,
     shared_us: float,
     registers: int,
     shared: int,
@@ -85,6 +86,7 @@ def body_us(
     Args:
         plan: The kernel.
         tiles: Its footprint.
+        step: A step of one of its blocks.
         shared_us: µs that the arithmetic and the L2, which all SMs share, take at least.
         registers: Registers that a thread needs for tiles.
         shared: Bytes of shared memory of a block.
@@ -98,7 +100,7 @@ def body_us(
     us = []
     for needed in (likely, SPREAD * likely):
         per_sm = blocks_per_sm(plan, needed, shared, device)
-        limits = (memory_us, of_one_sm_us, shared_us, blocks_us(plan, tiles, per_sm, device))
+        limits = (memory_us, of_one_sm_us, shared_us, blocks_us(plan, step, per_sm, device))
         us.append(joined(limits))
     return START_US + (2 * us[0] + us[1]) / 3
 
@@ -109,12 +111,25 @@ def joined(us: Sequence[float]) -> float:
     return longest * math.fsum((x / longest) ** SHARPNESS for x in us) ** (1 / SHARPNESS)
 
 
-def blocks_us(plan: KernelPlan, tiles: Footprint, per_sm: int, device: Device) -> float:
+@dataclass(frozen=True)
+class Step:
+    """A step of a block: its µs of arithmetic, and all its µs if the block is alone on its SM."""
+
+    work_us: float
+    alone_us: float
+
+
+def step_of(plan: KernelPlan, tiles: Footprint, device: Device) -> Step:
+    """Return a step of a block."""
+    work_us = 1e6 * INSTRUCTIONS * _step_work(plan, tiles) * device.sms / device.lane_rate
+    return Step(work_us, _alone_us(plan, tiles, work_us))
+
+
+def blocks_us(plan: KernelPlan, step: Step, per_sm: int, device: Device) -> float:
     """Return µs until all blocks are done if an SM holds `per_sm` of them."""
     steps = plan.cooperation.steps_per_block if plan.tiling.is_looped else 1
-    work_us = 1e6 * INSTRUCTIONS * _step_work(plan, tiles) * device.sms / device.lane_rate
     resident = max(1.0, min(per_sm, plan.grid / device.sms))
-    step_us = max(_step_us(plan, tiles, work_us, device), resident * work_us)
+    step_us = max(step.alone_us, resident * step.work_us)
     waves = plan.grid / (device.sms * per_sm)
     rounds = waves + 0.3 * (math.ceil(waves) - waves) if waves > 1 else 1.0
     block_us = BLOCK_US + WIDE_US * math.log2(plan.schedule.num_warps)
@@ -126,7 +141,7 @@ def _step_work(plan: KernelPlan, tiles: Footprint) -> float:
     return tiles.step_work if plan.tiling.is_looped else tiles.step_work + tiles.once_work
 
 
-def _step_us(plan: KernelPlan, tiles: Footprint, work_us: float, device: Device) -> float:
+def _alone_us(plan: KernelPlan, tiles: Footprint, work_us: float) -> float:
     """Return µs of one step of a block that is alone on its SM."""
     schedule, is_looped = plan.schedule, plan.tiling.is_looped
     load_us = LOAD_US + 1e6 * _step_bytes(plan, tiles) / FILL
@@ -137,10 +152,8 @@ def _step_us(plan: KernelPlan, tiles: Footprint, work_us: float, device: Device)
         after_us += REDUCE_US
     if is_looped and schedule.num_stages > 1:
         return max(after_us + STAGED_US, load_us / (schedule.num_stages - 1))
-    if is_looped and schedule.num_warps == 1:
-        elements = max(plan.tiling.numel(plan.tiling.block.carried[i]) for i in plan.tiling.inputs)
-        if elements <= 32 * UNROLLED_ELEMENTS:
-            return load_us / UNROLLED + after_us
+    if is_looped and schedule.num_warps == 1 and tiles.largest <= 32 * UNROLLED_ELEMENTS:
+        return load_us / UNROLLED + after_us
     return load_us + after_us
 
 
@@ -148,15 +161,5 @@ def _step_bytes(plan: KernelPlan, tiles: Footprint) -> float:
     """Return the bytes that a block loads in a step, without those beyond the ends of axes."""
     in_loop = [sum(loads.values()) for loads in tiles.loads]
     if plan.tiling.is_looped:
-        return sum(in_loop) * _share(plan)
-    return (max(in_loop, default=0) + tiles.once) * _share(plan)
-
-
-def _share(plan: KernelPlan) -> float:
-    """Return the share of loop and tile elements that lie within their axes."""
-    share = 1.0
-    for a in plan.tiling.block.axes:
-        if a.role in (Role.LOOP, Role.TILE):
-            covered = plan.tiling.trips(a.name) * plan.tiling.tile(a.name)
-            share *= plan.tiling.block.split_size(a.name) / covered
-    return share
+        return sum(in_loop) * tiles.within
+    return (max(in_loop, default=0) + tiles.once) * tiles.within

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mirage_hf import errors
@@ -119,8 +119,8 @@ def _costs(
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
     early = isinstance(op, PlacedOp) and op.next_may_launch_early
-    # Schedules with the same tiles and kind of product share a plan and its footprint.
-    known: dict[tuple[object, ...], tuple[KernelPlan, Footprint]] = {}
+    # Schedules with the same tiles and kind of product share a layout and its footprint.
+    known: dict[tuple[object, ...], _Tiles] = {}
     for candidate in candidate_schedules(op):
         kind = (
             candidate.tiles,
@@ -129,19 +129,16 @@ def _costs(
             candidate.reduce_after_loop,
         )
         try:
-            if kind in known:
-                plan = known[kind][0].with_schedule(candidate)
-            else:
-                plan = plan_kernel(op, candidate)
-                known[kind] = plan, footprint(plan)
-            if (candidate.mma and not plan.layout.dots) or not _is_busy(plan):
+            if kind not in known:
+                known[kind] = _Tiles.of(plan_kernel(op, candidate))
+            tiles = known[kind]
+            if not tiles.suit(candidate):
                 continue
-            tiles = known[kind][1]
-            for schedule in _variants(plan, device):
-                as_launched = replace(schedule, trigger_early=early)
-                cost = estimate(plan.with_schedule(as_launched), device, tiles)
+            launched = replace(candidate, trigger_early=early)
+            for plan in _variants(tiles, launched, device):
+                cost = estimate(plan, device, tiles.footprint)
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
-                    costs[schedule] = cost.us
+                    costs[replace(plan.schedule, trigger_early=False)] = cost.us
         except errors.CodegenError as e:
             reason = e
     return costs, reason
@@ -208,16 +205,46 @@ def tie_break(s: Schedule) -> str:
     return " ".join(words)
 
 
-def _variants(p: KernelPlan, device: Device) -> Iterator[Schedule]:
-    """Yield a plan's schedule, and those with cooperating blocks and with early prefetches."""
-    step_bytes = _prefetchable_bytes(p)
+@dataclass(frozen=True)
+class _Tiles:
+    """What schedules of the same tiles and kind of product have in common.
+
+    Attributes:
+        plan: The plan of one of them.
+        footprint: What their tiles load, hold and compute.
+        step_bytes: The bytes of a loop step that may be prefetched before the grid wait.
+    """
+
+    plan: KernelPlan
+    footprint: Footprint
+    step_bytes: int
+
+    @staticmethod
+    def of(plan: KernelPlan) -> _Tiles:
+        return _Tiles(plan, footprint(plan), _prefetchable_bytes(plan))
+
+    def suit(self, s: Schedule) -> bool:
+        """Return whether a schedule uses its threads, and its tiles fit into registers."""
+        threads = 32 * s.num_warps
+        is_on_tensor_cores = not s.mma or bool(self.plan.layout.dots)
+        is_busy = self.footprint.largest >= min(threads, 128)
+        return is_on_tensor_cores and is_busy and self.footprint.held <= REGISTER_BUDGET * threads
+
+
+def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[KernelPlan]:
+    """Yield the plans of a schedule with more and more cooperating blocks and early prefetches."""
+    plan = tiles.plan.with_schedule(schedule)
     # Blocks share a trimmed loop anew for each length, so up to 32 are tried.
-    is_trimmed = any(p.loop_bounds.trimming(s) for s in p.tiling.block.stages)
+    is_trimmed = any(plan.loop_bounds.trimming(s) for s in plan.tiling.block.stages)
     for blocks in (1, 2, 4, 8, 16, 32) if is_trimmed else (1, 2, 4, 8):
-        if blocks > 1 and not _may_share(p, blocks, device):
+        if blocks > 1 and not _may_share(plan, blocks, device):
             break
-        steps = _prefetch_steps(p, blocks, step_bytes, device) if step_bytes else 0
-        yield replace(p.schedule, cooperating_blocks=blocks, prefetch_steps=steps)
+        steps = _prefetch_steps(plan, blocks, tiles.step_bytes, device) if tiles.step_bytes else 0
+        if blocks > 1 or steps:
+            variant = replace(schedule, cooperating_blocks=blocks, prefetch_steps=steps)
+            yield plan.with_schedule(variant)
+        else:
+            yield plan
 
 
 def _may_share(p: KernelPlan, blocks: int, device: Device) -> bool:
@@ -250,14 +277,6 @@ def _prefetch_steps(p: KernelPlan, blocks: int, step_bytes: int, device: Device)
     steps = PREFETCH_BYTES // (step_bytes * blocks_per_sm)
     own_steps = p.tiling.trips(str(p.tiling.loop)) // blocks
     return min(1 << max(0, steps.bit_length() - 1), next_power_of_two(own_steps))
-
-
-def _is_busy(p: KernelPlan) -> bool:
-    """Return whether every thread has something to load in an iteration."""
-    biggest = max(
-        (p.tiling.numel(p.tiling.block.carried[i.name]) for i in p.tiling.block.inputs), default=1
-    )
-    return biggest >= min(32 * p.schedule.num_warps, 128)
 
 
 def smallest(op: KernelOp) -> Schedule:
