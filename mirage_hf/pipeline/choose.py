@@ -41,7 +41,7 @@ def schedule_candidates(
     Raises:
         SearchError: No kernel keeps to the request's restriction.
     """
-    verified, obstacle = _without_obstacles(verified)
+    verified, obstacle = _without_obstacles(verified, request.key.next_may_launch_early)
     library = library_ugraph(request.program)
     if not verified.candidates:
         return Outcome(request, verified, (library,), obstacle or verified.report.reason)
@@ -91,9 +91,14 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
     return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)
 
 
-def _without_obstacles(verified: VerifiedCandidates) -> tuple[VerifiedCandidates, str]:
+def _without_obstacles(
+    verified: VerifiedCandidates, next_may_launch_early: bool
+) -> tuple[VerifiedCandidates, str]:
     """Return the candidates that have a kernel, and the first reason why one has none."""
-    obstacles = {id(c): space.obstacle(place_kernels(c.ugraph)) for c in verified.candidates}
+    obstacles = {
+        id(c): space.obstacle(place_kernels(c.ugraph, next_may_launch_early))
+        for c in verified.candidates
+    }
     usable = tuple(c for c in verified.candidates if not obstacles[id(c)])
     notes = [
         f"a µGraph of {c.ugraph.num_kernels} kernels was left out: {obstacles[id(c)]}"
