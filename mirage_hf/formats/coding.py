@@ -128,6 +128,9 @@ class Coding:
         table: What each code stands for. None if codes stand for themselves.
         divisors: What the scales are divided by, as floats. None if nothing divides them.
         wide: True if the weight is decoded in float32, whatever the dtype of the scales.
+        order: The group of each column, as whole numbers. Its dims are the last ones of the codes,
+            and replace the last dim of the scales and zero points, which is that of the groups.
+            None if the dims of the scales broadcast to those of the codes.
     """
 
     rows: int
@@ -141,6 +144,7 @@ class Coding:
     table: tuple[float, ...] | None = None
     divisors: Stored | None = None
     wide: bool = False
+    order: Stored | None = None
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -156,6 +160,7 @@ class Coding:
             "divisors": self.divisors,
             "zeros": self.zeros,
             "shifts": self.shifts,
+            "order": self.order,
         }
         return {name: s for name, s in fields.items() if s is not None}
 
@@ -180,8 +185,8 @@ class Coding:
             return False
         if self.table != other.table or self.wide != other.wide:
             return False
-        if self.roles.keys() != other.roles.keys():
-            return False
+        if self.roles.keys() != other.roles.keys() or self.order:
+            return False  # each weight has an order of its own
         if coded.is_packed(self.codes.dtype) and abs(self.codes.strides[0]) < CODES_PER_WORD:
             return False  # the rows of one weight share words
         return all(
@@ -192,12 +197,13 @@ class Coding:
     def describe(self) -> str:
         """Return a short text for reports, such as "uint4 in groups of 128, zero points"."""
         shared = math.prod(self.codes.dims) // math.prod(self.scales.dims)
+        order = " in an order of their own" if self.order else ""
         if self.scales.dims.count(1) == len(self.scales.dims):
             where = "one scale"
         elif shared == self.columns:
             where = "a scale for each row"
         elif math.prod(self.scales.dims) % self.rows == 0:
-            where = f"groups of {shared}"
+            where = f"groups of {shared}{order}"
         else:
             where = f"blocks of {shared} codes"
         zeros = ", zero points" if self.zeros or self.shifts else ""
@@ -217,14 +223,21 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
     """
     first = codings[0]
     inputs = [
-        [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in coding.stored]
+        {
+            role: graph.new_input(s.dims, s.dtype, s.strides, constant=True)
+            for role, s in coding.roles.items()
+        }
         for coding in codings
     ]
-    parts = [[_as(graph, x, first.computes) for x in each] for each in inputs]
-    whole = {
-        role: same[0] if len(same) == 1 else graph.concat(same, 0)
-        for role, same in zip(first.roles, map(list, zip(*parts, strict=True)), strict=True)
-    }
+    whole = {}
+    for role in first.roles:
+        same = [each[role] for each in inputs]
+        if role != "order":
+            same = [_as(graph, x, first.computes) for x in same]
+        whole[role] = same[0] if len(same) == 1 else graph.concat(same, 0)
+    if first.order:
+        for role in whole.keys() & {"scales", "zeros"}:
+            whole[role] = graph.take(whole[role], whole["order"], -1)
     w, scales = whole["codes"], whole["scales"]
     if first.table:
         w = graph.apply("lookup", [w], {"values": first.table})
@@ -241,7 +254,7 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
     shape = sum(coding.rows for coding in codings), first.columns
     if w.dims != shape:
         w = graph.reshape(w, shape)
-    return [x for each in inputs for x in each], graph.permute(w, (1, 0))
+    return [x for each in inputs for x in each.values()], graph.permute(w, (1, 0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,6 +53,13 @@ def codings(
         "GPTQ": gptq._coding(rows, columns, group, u4, dtype, dtype, 8),
         "GPTQ zero points": gptq._coding(rows, columns, group, u4, dtype, dtype, None),
         "GPTQ int8": gptq._coding(rows, columns, group, u8, dtype, dtype, 128),
+        "GPTQ act-order": gptq._coding(rows, columns, group, u4, dtype, dtype, 8, torch.int32),
+        "GPTQ act-order, zero points": gptq._coding(
+            rows, columns, group, u4, dtype, dtype, None, torch.int32
+        ),
+        "GPTQ act-order int8": gptq._coding(
+            rows, columns, group, u8, dtype, dtype, None, torch.int32
+        ),
         "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),
         "AWQ zero points": awq._coding(rows, columns, group, dtype, dtype, None),
         "HQQ int4": coding_of_halves(groups, dtype),
@@ -83,7 +90,17 @@ JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points", "NVFP4", "MXFP4"
 ROWS = ((1, False), (2, True), (16, False))
 
 #: Kinds whose kernels have no products on tensor cores.
-NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8", "torchao tiles", "NF4", "FP4")
+NO_TENSOR_CORES = (
+    "GPTQ",
+    "GPTQ zero points",
+    "GPTQ int8",
+    "GPTQ act-order",
+    "GPTQ act-order, zero points",
+    "GPTQ act-order int8",
+    "torchao tiles",
+    "NF4",
+    "FP4",
+)
 
 
 def main() -> None:

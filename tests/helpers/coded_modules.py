@@ -78,20 +78,21 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
     A changed tensor that has the same elements as before is left out.
     """
     coding, tensors = weight.coding, list(weight.tensors)
-    changes = [_other_codes, _other_scales]
+    numbers = {role: n for n, role in enumerate(coding.roles)}
+
+    def without(role: str) -> list[torch.Tensor]:
+        return [*tensors[: numbers[role]], *tensors[numbers[role] + 1 :]]
+
     if coding.divisors is not None:
-        yield "nothing divides scales", replace(coding, divisors=None), tensors[:2]
-        changes.append(_other_divisors)
+        yield "nothing divides scales", replace(coding, divisors=None), without("divisors")
     if coding.scales.dtype in CODE_DTYPES:
         for name, dtype in (("uint8", torch.uint8), ("int8", torch.int8)):
             other = replace(coding, scales=replace(coding.scales, dtype=dtype))
             yield f"scales as {name}", other, [tensors[0], tensors[1].view(dtype), *tensors[2:]]
     if coding.zeros is not None:
-        yield "no zero points", replace(coding, zeros=None), tensors[:2]
-        changes.append(_other_zeros)
+        yield "no zero points", replace(coding, zeros=None), without("zeros")
     if coding.shifts is not None:
-        yield "nothing is added", replace(coding, shifts=None), tensors[:-1]
-        yield "what is added to another row", coding, [*tensors[:-1], tensors[-1].roll(1, 0)]
+        yield "nothing is added", replace(coding, shifts=None), without("shifts")
     if coding.table is not None:
         yield "no table", replace(coding, table=None), tensors
         for by in (1, -1):
@@ -106,15 +107,15 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
         yield f"zero point plus {by}", replace(coding, zero=coding.zero + by), tensors
     if coding.zero:
         yield "no constant zero point", replace(coding, zero=0.0), tensors
-    for n, change in enumerate(changes):
-        for name, tensor in change(weight):
+    for role, n in numbers.items():
+        for name, tensor in _CHANGES[role](weight, n):
             if not torch.equal(_bytes(tensor), _bytes(tensors[n])):
                 yield name, coding, [*tensors[:n], tensor, *tensors[n + 1 :]]
 
 
-def _other_codes(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_codes(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield codes in another order or with other bits."""
-    dtype, codes = weight.coding.codes.dtype, weight.tensors[0]
+    dtype, codes = weight.coding.codes.dtype, weight.tensors[n]
     yield from _moved("codes", codes)
     if is_packed(dtype):
         yield from _other_nibbles("codes", codes)
@@ -127,9 +128,9 @@ def _other_codes(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     yield "codes with another lowest bit", (raw ^ 1).view(codes.dtype)
 
 
-def _other_scales(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_scales(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield scales of other rows or groups, and other scales."""
-    scales = weight.tensors[1]
+    scales = weight.tensors[n]
     yield from _moved("scales", scales)
     if weight.coding.scales.dtype in CODE_DTYPES:
         raw = scales.view(torch.uint8)
@@ -142,23 +143,48 @@ def _other_scales(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     yield "no scales", torch.ones_like(scales)
 
 
-def _other_divisors(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_divisors(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield other divisors."""
-    divisors = weight.tensors[2]
+    divisors = weight.tensors[n]
     yield "divisors inverted", divisors.reciprocal()
     yield "divisors doubled", divisors * 2
 
 
-def _other_zeros(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_zeros(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield zero points of other rows or groups, and other zero points."""
     assert weight.coding.zeros is not None
-    zeros = weight.tensors[2]
+    zeros = weight.tensors[n]
     yield from _moved("zero points", zeros)
     if is_packed(weight.coding.zeros.dtype):
         yield from _other_nibbles("zero points", zeros)
     else:
         yield "zero points plus 1", zeros + 1
         yield "zero points counted twice", zeros * 2
+
+
+def _other_shifts(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is added to another row."""
+    yield "what is added to another row", weight.tensors[n].roll(1, 0)
+
+
+def _other_order(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield columns in other groups."""
+    order, groups = weight.tensors[n], weight.coding.scales.dims[-1]
+    yield from _moved("order", order)
+    yield "columns in the next group", (order + 1) % groups
+    own = torch.arange(order.numel(), dtype=order.dtype) * groups // order.numel()
+    yield "columns in groups of their own order", own.view(order.shape)
+
+
+#: Yields changed tensors, by the role of the input that reads them.
+_CHANGES = {
+    "codes": _other_codes,
+    "scales": _other_scales,
+    "divisors": _other_divisors,
+    "zeros": _other_zeros,
+    "shifts": _other_shifts,
+    "order": _other_order,
+}
 
 
 def _moved(what: str, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
