@@ -58,6 +58,9 @@ class CppNumbers:
             "min": lambda x, y: x if y.number == math.inf else Expr(f"minimum({x.text}, {y.text})"),
             "select": lambda m, x, y: Expr(f"({m.at(SUM)} != 0 ? {x.text} : {y.text})"),
             "lookup": _lookup,
+            "bits": lambda x, start, count: Expr(
+                f"bits_of({x.text}, {start.text}, {int(count.number or 0)})"
+            ),
             "rsqrt": self._call("rsqrt")
             if self.suffix
             else lambda x: Expr(f"1.0 / sqrt({x.text})", PRODUCT),
@@ -117,6 +120,13 @@ template <int N, class T> __device__ __forceinline__ void load(T (&to)[N], const
 template <int N, class T> __device__ __forceinline__ void copy(T* to, const T* from) {
   static_assert(N * sizeof(T) == 16);
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+
+// count bits of a byte from bit start on, as a whole number
+template <class T> __host__ __device__ inline T bits_of(T x, T start, int count) {
+  const T byte = floor(x) - 256 * floor(floor(x) / 256), shift = floor(start) - 8 * floor(floor(start) / 8);
+  if (!(byte >= 0)) return 0;  // NaN
+  return T((int(byte) >> (shift >= 0 ? int(shift) : 0)) & ((1 << count) - 1));
 }
 
 struct Sum {

@@ -201,7 +201,8 @@ class LoadWriter(CodeWriter):
     def _policy(self, i: BlockInput) -> str | None:
         """Return the eviction policy that the schedule gives an input."""
         in_loop = bool(self.tiling.loop) and self.tiling.loop in i.read_axes
-        evicts = self.plan.schedule.evict_first and in_loop and self.tiling.is_streamed(i)
+        is_read_once = self.tiling.is_streamed(i) and not self.tiling.chooses_again(i)
+        evicts = self.plan.schedule.evict_first and in_loop and is_read_once
         return "evict_first" if evicts else None
 
     def _negated_half(

@@ -73,6 +73,15 @@ def _lookup(x: Expr, *values: Expr) -> Expr:
     return Expr(f"entry_of({x.text}, ({', '.join(v.text for v in values)}))")
 
 
+def _bits(x: Expr, start: Expr, count: Expr) -> Expr:
+    assert count.number is not None
+    byte, shift = (
+        f"as_integer({e.text})" if e.number is None else f"{math.floor(e.number) % 256}"
+        for e in (x, start)
+    )
+    return Expr(f"bits_of({byte}, {shift}, {int(count.number)})")
+
+
 TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "add": lambda x, y: Expr(f"{x.at(SUM)} + {y.at(PRODUCT)}", SUM),
     "sub": lambda x, y: Expr(f"{x.at(SUM)} - {y.at(PRODUCT)}", SUM),
@@ -90,6 +99,7 @@ TRITON_ALGEBRA: Mapping[str, Callable[..., Expr]] = {
     "pow": _power,
     "select": lambda m, x, y: Expr(f"tl.where({m.at(SUM)} != 0.0, {x.text}, {y.text})"),
     "lookup": _lookup,
+    "bits": _bits,
 }
 
 #: Functions that kernels may call, by name. A file carries those that it uses.
@@ -325,6 +335,26 @@ def entry_of(x, values: tl.constexpr):
     for i in tl.static_range(1, len(values)):
         found = tl.where(x < i, found, values[i])
     return found
+''',
+    "bits_of": '''
+@triton.jit
+def as_integer(x):
+    """Return x rounded down and modulo 256, as int32. It may be a byte as it is stored."""
+    if x.dtype == tl.uint8:
+        return x.to(tl.int32)
+    whole = tl.floor(x)
+    whole = whole - 256.0 * tl.floor(whole * 0.00390625)
+    return tl.where(whole >= 0.0, whole, 0.0).to(tl.int32)  # 0 for NaN
+
+
+@triton.jit
+def bits_of(x, start, count: tl.constexpr):
+    """Return `count` bits of the byte x from bit `start` on, as float32.
+
+    They become the mantissa of 2^23.
+    """
+    bits = ((x >> (start & 7)) & ((1 << count) - 1)) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388608.0
 ''',
     "larger": '''
 @triton.jit

@@ -59,7 +59,8 @@ class ValueWriter(PrefetchWriter):
         dims = self.layout.value_dims(op.out)
         if op.out in self.layout.code_factors:
             return self._code_difference(op)
-        read = self.stored if op.out in self.layout.half_products else self.wide
+        is_stored = op.out in self.layout.half_products or op.fn == "bits"
+        read = self.stored if is_stored else self.wide
         arguments = [
             Expr(self.spread(read(a), self.layout.value_dims(a), dims))
             if isinstance(a, str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,62 @@ class Stored:
         """Return a tensor from the size and stride of each dim."""
         dims, strides = zip(*pairs, strict=True)
         return Stored(dims, strides, dtype)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Some bits of each of several bytes, as a program reads them. They are a whole number.
+
+    Attributes:
+        stored: The bytes.
+        count: How many bits.
+        starts: The first of these bits, as bytes. Their dims broadcast to those of the others. None
+            if it is the lowest bit.
+    """
+
+    stored: Stored
+    count: int
+    starts: Stored | None = None
+
+
+@dataclass(frozen=True)
+class Bits:
+    """A number whose bits lie in several places, the lowest ones first.
+
+    Attributes:
+        low: The lowest bits: codes of 4 bits, or a field.
+        high: The bits above them.
+    """
+
+    low: Stored | Field
+    high: Field
+
+    @property
+    def places(self) -> int:
+        """How many bits are below those of `high`."""
+        return self.low.count if isinstance(self.low, Field) else 4
+
+
+#: A number of each element of a weight, or of a block of them.
+Number = Stored | Field | Bits
+
+
+def _stored(number: Number) -> Stored:
+    """Return where the lowest bits of a number are stored."""
+    while not isinstance(number, Stored):
+        number = number.low if isinstance(number, Bits) else number.stored
+    return number
+
+
+def _roles(name: str, number: Number | None) -> dict[str, Stored]:
+    """Return the inputs of a number by their roles. The lowest bits have its name."""
+    if number is None:
+        return {}
+    if isinstance(number, Stored):
+        return {name: number}
+    if isinstance(number, Bits):
+        return _roles(name, number.low) | _roles(f"high bits of {name}", number.high)
+    return {name: number.stored} | _roles(f"starts of {name}", number.starts)
 
 
 @dataclass(frozen=True)
@@ -111,7 +167,8 @@ class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
     If there is a table, each code is the index of an entry, which takes its place. If there are
-    divisors, the scales are divided by them first.
+    divisors, the scales are divided by them first. If there are factors, the scales are multiplied
+    by them first. If there are minima, their products with their factors are subtracted at last.
 
     The weight is decoded in the dtype of the scales. It is decoded in float32 if the scales are
     codes, too, if there are divisors or shifts, or if `wide` says so. Then it is cast to `dtype`.
@@ -128,19 +185,30 @@ class Coding:
         table: What each code stands for. None if codes stand for themselves.
         divisors: What the scales are divided by, as floats. None if nothing divides them.
         wide: True if the weight is decoded in float32, whatever the dtype of the scales.
+        order: The group of each column, as whole numbers. Its dims are the last ones of the codes,
+            and replace the last dim of the scales and zero points, which is that of the groups.
+            None if the dims of the scales broadcast to those of the codes.
+        factors: What the scales are multiplied by, as floats. None if nothing multiplies them.
+        minima: What is subtracted from the scaled codes, times `minimum_factors`. None if nothing
+            is.
+        minimum_factors: What the minima are multiplied by, as floats.
     """
 
     rows: int
     columns: int
     dtype: torch.dtype
-    codes: Stored
-    scales: Stored
+    codes: Number
+    scales: Number
     zeros: Stored | None = None
     zero: float = 0.0
     shifts: Stored | None = None
     table: tuple[float, ...] | None = None
     divisors: Stored | None = None
     wide: bool = False
+    order: Stored | None = None
+    factors: Stored | None = None
+    minima: Number | None = None
+    minimum_factors: Stored | None = None
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -150,21 +218,29 @@ class Coding:
     @property
     def roles(self) -> dict[str, Stored]:
         """The inputs of a program by the names of their attributes, in order."""
-        fields = {
+        numbers = {
             "codes": self.codes,
             "scales": self.scales,
             "divisors": self.divisors,
+            "factors": self.factors,
             "zeros": self.zeros,
             "shifts": self.shifts,
+            "minima": self.minima,
+            "minimum factors": self.minimum_factors,
+            "order": self.order,
         }
-        return {name: s for name, s in fields.items() if s is not None}
+        return {
+            role: stored
+            for name, number in numbers.items()
+            for role, stored in _roles(name, number).items()
+        }
 
     @property
     def computes(self) -> torch.dtype:
         """The dtype in which the weight is decoded."""
-        in_codes = self.scales.dtype in CODE_DTYPES
-        is_wide = self.wide or in_codes or bool(self.divisors or self.shifts)
-        return torch.float32 if is_wide else self.scales.dtype
+        scales = _stored(self.scales).dtype
+        is_wide = self.wide or scales in CODE_DTYPES or bool(self.divisors or self.shifts)
+        return torch.float32 if is_wide else scales
 
     def write(self, graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
         """Add the inputs that hold the weight, and the ops that decode it.
@@ -180,9 +256,10 @@ class Coding:
             return False
         if self.table != other.table or self.wide != other.wide:
             return False
-        if self.roles.keys() != other.roles.keys():
-            return False
-        if coded.is_packed(self.codes.dtype) and abs(self.codes.strides[0]) < CODES_PER_WORD:
+        if self.roles.keys() != other.roles.keys() or self.order:
+            return False  # each weight has an order of its own
+        codes = _stored(self.codes)
+        if coded.is_packed(codes.dtype) and abs(codes.strides[0]) < CODES_PER_WORD:
             return False  # the rows of one weight share words
         return all(
             x.dtype is y.dtype and x.dims[0] > 1 and y.dims[0] > 1 and x.dims[1:] == y.dims[1:]
@@ -191,18 +268,21 @@ class Coding:
 
     def describe(self) -> str:
         """Return a short text for reports, such as "uint4 in groups of 128, zero points"."""
-        shared = math.prod(self.codes.dims) // math.prod(self.scales.dims)
-        if self.scales.dims.count(1) == len(self.scales.dims):
+        codes, scales = _stored(self.codes), _stored(self.scales)
+        shared = self.rows * self.columns // math.prod(scales.dims)
+        order = " in an order of their own" if self.order else ""
+        if scales.dims.count(1) == len(scales.dims):
             where = "one scale"
         elif shared == self.columns:
             where = "a scale for each row"
-        elif math.prod(self.scales.dims) % self.rows == 0:
-            where = f"groups of {shared}"
+        elif math.prod(scales.dims) % self.rows == 0:
+            where = f"groups of {shared}{order}"
         else:
             where = f"blocks of {shared} codes"
-        zeros = ", zero points" if self.zeros or self.shifts else ""
+        zeros = ", zero points" if self.zeros or self.shifts else ", minima" if self.minima else ""
         table = " by table" if self.table else ""
-        return f"{dtype_name(self.codes.dtype)}{table}, {where}{zeros}"
+        bits = " and more bits" if isinstance(self.codes, Bits) else ""
+        return f"{dtype_name(codes.dtype)}{bits}{table}, {where}{zeros}"
 
 
 def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DTensor], DTensor]:
@@ -217,15 +297,22 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
     """
     first = codings[0]
     inputs = [
-        [graph.new_input(s.dims, s.dtype, s.strides, constant=True) for s in coding.stored]
+        {
+            role: graph.new_input(s.dims, s.dtype, s.strides, constant=True)
+            for role, s in coding.roles.items()
+        }
         for coding in codings
     ]
-    parts = [[_as(graph, x, first.computes) for x in each] for each in inputs]
-    whole = {
-        role: same[0] if len(same) == 1 else graph.concat(same, 0)
-        for role, same in zip(first.roles, map(list, zip(*parts, strict=True)), strict=True)
-    }
-    w, scales = whole["codes"], whole["scales"]
+    whole = {}
+    for role in first.roles:
+        same = [each[role] for each in inputs]
+        if role != "order":
+            same = [_as(graph, x, first.computes) for x in same]
+        whole[role] = same[0] if len(same) == 1 else graph.concat(same, 0)
+    if first.order:
+        for role in whole.keys() & {"scales", "zeros"}:
+            whole[role] = graph.take(whole[role], whole["order"], -1)
+    w, scales = (_value(graph, whole, x, getattr(first, x)) for x in ("codes", "scales"))
     if first.table:
         w = graph.apply("lookup", [w], {"values": first.table})
     if first.zeros:
@@ -234,14 +321,33 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
         w = graph.sub(w, first.zero)
     if first.divisors:
         scales = graph.div(scales, whole["divisors"])
+    if first.factors:
+        scales = graph.mul(scales, whole["factors"])
     w = graph.mul(w, scales)
     if first.shifts:
         w = graph.add(w, whole["shifts"])
+    if first.minima:
+        minima = _value(graph, whole, "minima", first.minima)
+        w = graph.sub(w, graph.mul(minima, whole["minimum factors"]))
     w = _as(graph, w, first.dtype)
     shape = sum(coding.rows for coding in codings), first.columns
     if w.dims != shape:
         w = graph.reshape(w, shape)
-    return [x for each in inputs for x in each], graph.permute(w, (1, 0))
+    return [x for each in inputs for x in each.values()], graph.permute(w, (1, 0))
+
+
+def _value(
+    graph: KernelGraph, tensors: Mapping[str, DTensor], name: str, number: Number
+) -> DTensor:
+    """Add the ops that make a number from its inputs, by role."""
+    if isinstance(number, Stored):
+        return tensors[name]
+    if isinstance(number, Bits):
+        low = _value(graph, tensors, name, number.low)
+        high = _value(graph, tensors, f"high bits of {name}", number.high)
+        return graph.add(low, graph.mul(high, float(1 << number.places)))
+    start = tensors.get(f"starts of {name}", 0.0)
+    return graph.apply("bits", [tensors[name], start], {"count": number.count})
 
 
 @dataclass(frozen=True, eq=False)

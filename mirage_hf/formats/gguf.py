@@ -1,11 +1,11 @@
-"""Read the `GgufLinear` of transformers with blocks of type Q8_0.
+"""Read the `GgufLinear` of transformers, whose weight stays in blocks of GGUF.
 
-A row of the weight is a row of blocks. A block of Q8_0 has 34 bytes: a float16 scale, and 32 signed
-codes of 8 bits.
+A row of the weight is a row of blocks. All inputs of a program are views of the same bytes.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,16 +13,11 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Stored, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.gguf_blocks import LAYOUTS, Blocks
 
 _CLASS = "transformers.integrations.gguf.utils.GgufLinear"
-
-#: The number that GGUF gives to Q8_0, the codes of a block and its bytes.
-_Q8_0, _CODES, _BYTES = 8, 32, 34
-
-#: Bytes of a scale, which begins a block.
-_SCALE = torch.float16.itemsize
 
 
 def recognizes(module: nn.Module) -> bool:
@@ -45,32 +40,41 @@ def _read(module: Any, dtype: torch.dtype) -> CodedWeight | str:
     rows, columns = module.out_features, module.in_features
     if "forward" in module.__dict__:
         return "its forward was replaced"
-    if module.ggml_type != _Q8_0:
-        return f"blocks of GGUF's type {module.ggml_type} are not read, only Q8_0"
+    layout = LAYOUTS.get(module.ggml_type)
+    if layout is None:
+        names = ", ".join(known.name for known in LAYOUTS.values())
+        return f"blocks of GGUF's type {module.ggml_type} are not read, only {names}"
     if getattr(module, "input_permutation", None) is not None:
         return "it reorders its inputs"
     (weight,) = tensors(module)
-    blocks = columns // _CODES
+    row_bytes = columns // layout.codes * layout.bytes
     why = (
         containers.wrong_sizes(rows, columns)
         or containers.changed_module(module)
-        or uneven("inputs", columns, _CODES)
-        or wrong_tensor("weight", weight, (rows, blocks * _BYTES), (torch.uint8,))
+        or uneven("inputs", columns, layout.codes)
+        or wrong_tensor("weight", weight, (rows, row_bytes), (torch.uint8,))
         or containers.wrong_bias(module.bias, rows)
         or containers.other_device(weight, module.bias)
     )
     if why:
         return why
     assert weight is not None
-    coding = _coding(rows, columns, dtype)
+    coding = coding_of(module.ggml_type, rows, columns, dtype)
     flat = weight.detach().view(-1)
-    return CodedWeight(coding, view_as(coding, (flat[_SCALE:], flat)), module.bias)
+    held = tuple(
+        (_bits_of_a_byte(flat.device) if role.startswith("starts") else flat)[layout.begins[role] :]
+        for role in coding.roles
+    )
+    return CodedWeight(coding, view_as(coding, held), module.bias)
 
 
-def _coding(rows: int, columns: int, dtype: torch.dtype) -> Coding:
-    """Return the coding. Strides of codes are in bytes, and those of scales in float16."""
-    blocks = columns // _CODES
-    row = blocks * _BYTES
-    codes = Stored((rows, blocks, _CODES), (row, _BYTES, 1), torch.int8)
-    scales = Stored((rows, blocks, 1), (row // _SCALE, _BYTES // _SCALE, 1), torch.float16)
-    return Coding(rows, columns, dtype, codes, scales, wide=True)
+def coding_of(kind: int, rows: int, columns: int, dtype: torch.dtype) -> Coding:
+    """Return the coding of a weight in blocks of a type, given by its number."""
+    layout = LAYOUTS[kind]
+    return layout.coding(Blocks(rows, columns, layout.codes, layout.bytes), dtype)
+
+
+@cache
+def _bits_of_a_byte(device: torch.device) -> Tensor:
+    """Return the numbers 0 to 7. Views of them say which bits a field has."""
+    return torch.arange(8, dtype=torch.uint8, device=device)

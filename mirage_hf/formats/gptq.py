@@ -91,29 +91,34 @@ def _read(module: Any, dtype: torch.dtype) -> CodedWeight | str:
         or wrong_tensor("g_idx", order, (columns,), (torch.int32, torch.int64))
         or containers.wrong_bias(bias, rows)
         or containers.other_device(words, zeros, scales, order, bias)
-        or _other_order(order, group)
+        or _wrong_order(order, groups)
     )
     if why:
         return why
-    assert words is not None and zeros is not None and scales is not None
+    assert words is not None and zeros is not None and scales is not None and order is not None
     computes = dtype if bias is None else bias.dtype
     zero = containers.equal_zero_point(zeros, module.bits)
-    coding = _coding(rows, columns, group, code, scales.dtype, computes, zero)
+    index = None if _is_in_order(order, group) else order.dtype
+    coding = _coding(rows, columns, group, code, scales.dtype, computes, zero, index)
     held = (words, scales) + ((zeros,) if zero is None else ())
+    held += (order,) if index else ()
     return CodedWeight(coding, view_as(coding, held), bias)
 
 
-def _other_order(order: Any, group: int) -> str | None:
-    """Return a reason if inputs are not grouped in their own order (act-order)."""
+def _wrong_order(order: Any, groups: int) -> str | None:
+    """Return why the groups of inputs cannot be read."""
     if order.is_meta:
         return "its g_idx has no numbers yet (meta device)"
+    least, most = (int(x) for x in order.aminmax())
+    if least < 0 or most >= groups:
+        return f"its g_idx names groups {least} to {most}, but there are {groups}"
+    return None
+
+
+def _is_in_order(order: Tensor, group: int) -> bool:
+    """Return whether inputs are grouped in their own order. With act-order they are not."""
     own = torch.arange(len(order), dtype=order.dtype, device=order.device) // group
-    if torch.equal(order, own):
-        return None
-    return (
-        "its columns are grouped in another order (act-order), so that each input of a word has a "
-        "scale of its own"
-    )
+    return torch.equal(order, own)
 
 
 def _coding(
@@ -124,18 +129,35 @@ def _coding(
     scale: torch.dtype,
     computes: torch.dtype,
     zero: int | None,
+    index: torch.dtype | None = None,
 ) -> Coding:
-    """Return the coding. `zero` is a zero point that all codes share."""
+    """Return the coding.
+
+    Args:
+        rows: The rows of the weight: outputs of the linear.
+        columns: Its columns: inputs of the linear.
+        group: The columns that share a scale.
+        code: The dtype of the codes.
+        scale: The dtype of the scales.
+        computes: The dtype in which the module computes.
+        zero: A zero point that all codes share. None if words hold zero points.
+        index: The dtype of g_idx. None if columns are grouped in their own order.
+    """
     per_word, groups = words_of(code), columns // group
     of_codes, of_scales = [(rows, per_word)], [(rows, 1)]
     if zero is None:  # words of zero points split the rows
         of_codes = [(rows // per_word, per_word * per_word), (per_word, per_word)]
         of_scales = [(rows // per_word, per_word), (per_word, 1)]
-    if groups > 1:
-        of_codes.append((groups, group * rows))
+    if index:
+        group = columns  # the words of a column follow each other, whatever their groups are
         of_scales.append((groups, rows))
+    else:
+        if groups > 1:
+            of_codes.append((groups, group * rows))
+            of_scales.append((groups, rows))
+        of_scales += [(1, 1), (1, 1)]
+    of_words = [(group // per_word, per_word), (per_word, 1)]
     of_codes += [(group // per_word, per_word * rows), (per_word, 1)]
-    of_scales += [(1, 1), (1, 1)]
     return Coding(
         rows,
         columns,
@@ -144,4 +166,5 @@ def _coding(
         Stored.of(of_scales, scale),
         Stored.of(of_scales, code) if zero is None else None,
         float(zero or 0),
+        order=Stored.of(of_words, index) if index else None,
     )

@@ -112,6 +112,20 @@ def select(m: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(m != 0, x, y)
 
 
+def bits(x: torch.Tensor | float, start: torch.Tensor | float, count: int) -> torch.Tensor:
+    """Return `count` bits of the byte x from bit `start` on, as a whole number.
+
+    Both are rounded down. x is taken modulo 256 and `start` modulo 8. NaN and infinity count as 0.
+    """
+    dtype = torch.result_type(x, start)
+    floors = (torch.floor(torch.as_tensor(a)) for a in (x, start))
+    byte, shift = (
+        torch.nan_to_num(torch.remainder(a, n)).to(torch.int32)
+        for a, n in zip(floors, (256, 8), strict=True)
+    )
+    return ((byte >> shift) & ((1 << count) - 1)).to(dtype)
+
+
 def lookup(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
     steps = torch.arange(1, len(values), dtype=x.dtype, device=x.device)

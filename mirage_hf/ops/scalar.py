@@ -28,6 +28,7 @@ PRIMITIVES = (
     "pow",
     "select",
     "lookup",
+    "bits",
 )
 
 
@@ -168,6 +169,14 @@ def select(m: Scalar, x: Scalar | float, y: Scalar | float) -> Scalar:
 def lookup(x: Scalar, values: Sequence[float]) -> Scalar:
     """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
     return x._node("lookup", x, *values)
+
+
+def bits(x: Scalar, start: Scalar | float, count: int) -> Scalar:
+    """Return `count` bits of the byte x from bit `start` on, as a whole number.
+
+    Both are rounded down. x is taken modulo 256 and `start` modulo 8. NaN and infinity count as 0.
+    """
+    return x._node("bits", x, start, count)
 
 
 def trace(body: Callable[..., Scalar], arity: int, **attrs: Any) -> ScalarProgram:

@@ -221,6 +221,7 @@ _ATTRS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "start": ("an integer", is_int),
     "stop": ("an integer", is_int),
     "dims": ("positive integers", _all_ints(1)),
+    "count": ("an integer from 1 to 8", lambda x: is_int(x) and 1 <= x <= 8),
     "values": ("a tuple of two or more numbers", _are_numbers),
     "order": ("integers", _all_ints(-(1 << 63))),
     "kind": ("a word", lambda x: isinstance(x, str)),
@@ -354,6 +355,14 @@ _elementwise(
     scalar.lookup,
     oracles.lookup,
     attrs={"values": None},
+)
+_elementwise(
+    "bits",
+    "`count` bits of the byte x from bit `start` on, as a whole number: (x >> start) mod 2^count",
+    scalar.bits,
+    oracles.bits,
+    arity=2,
+    attrs={"count": None},
 )
 register(
     Op(

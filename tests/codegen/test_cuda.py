@@ -149,6 +149,7 @@ def test_every_elementwise_op_prints(name, numbers):
         "cast": {"dtype": "float16"},
         "clamp": {"min": -1.0, "max": 2.0},
         "lookup": {"values": (0.5, -1.5, 2.0)},
+        "bits": {"count": 2},
     }.get(name, {})
     text = numbers.apply(name, ["x", "y", "z"][: table.lookup(name).arity[0]], attrs)
     assert "x" in text and text.count("(") == text.count(")")

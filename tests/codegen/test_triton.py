@@ -557,6 +557,7 @@ CALLS_OF_OPS = {
         (((4, 6),), dict(min=-0.5)),
     ],
     "lookup": [(((4, 6),), dict(values=(0.5, -1.5, 2.0)))],
+    "bits": [(((4, 6), (1, 6)), dict(count=3)), (((4, 6), 4.0), dict(count=4))],
     "matmul": [(((2, 4, 6), (6, 3)), {})],
     "reduction": [(((4, 6),), dict(dim=1, kind=kind)) for kind in ("sum", "mean", "max")],
     "rms_norm": [(((4, 6),), {}), (((4, 6), (1, 6)), dict(eps=0.25))],
@@ -652,7 +653,8 @@ def test_library_ops_take_numbers_as_the_cpu_backend_does(name):
         if None not in numbers or all(n is None for n in numbers):
             continue
         g = KernelGraph()
-        t = getattr(g, name)(*(g.new_input((3, 5), dtype) if n is None else n for n in numbers))
+        operands = [g.new_input((3, 5), dtype) if n is None else n for n in numbers]
+        t = getattr(g, name)(*operands, **({"count": 2} if name == "bits" else {}))
         xs = [
             torch.randn(x.dims, generator=torch.Generator().manual_seed(n)).to(x.dtype)
             for n, x in enumerate(g.inputs)

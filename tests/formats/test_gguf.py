@@ -34,6 +34,83 @@ def filled(plain: nn.Linear) -> nn.Module:
     return module.eval()
 
 
+#: The types of blocks with 256 codes, and the bytes at which their float16 numbers begin.
+K_TYPES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def module_of_type(name: str, rows: int = ROWS, columns: int = 512) -> nn.Module:
+    """Return a linear with random blocks. No library of Python makes such blocks."""
+    kind = getattr(dequant, f"GGML_{name}")
+    codes, size = dequant.GGML_BLOCK[kind]
+    draw = torch.Generator().manual_seed(0)
+    shape = rows, columns // codes
+    blocks = torch.randint(0, 256, (*shape, size), generator=draw, dtype=torch.uint8)
+    for at in K_TYPES[name]:
+        numbers = torch.rand(shape, generator=draw) * 2e-4 + 1e-4
+        blocks[..., at : at + 2] = numbers.half().unsqueeze(-1).view(torch.uint8)
+    module = gguf.GgufLinear(columns, rows, kind)
+    module.weight.data = blocks.flatten(1)
+    return module.eval()
+
+
+@pytest.mark.parametrize("columns", [256, 768])
+@pytest.mark.parametrize("name", K_TYPES)
+def test_blocks_of_256_codes_are_decoded_as_libraries_decode_them(name, columns):
+    module = module_of_type(name, columns=columns)
+    found = coded_modules.read_as(module, torch.float32)
+    decoded = coded_modules.decoded(found.coding, found.tensors)
+    assert torch.equal(decoded, weight_of(module)) and decoded.abs().max() > 0
+    reference = pytest.importorskip("gguf")
+    kind = reference.GGMLQuantizationType[name]
+    assert torch.equal(decoded, torch.from_numpy(reference.dequantize(module.weight.numpy(), kind)))
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_blocks_of_256_codes_are_not_copied(name):
+    module = module_of_type(name)
+    found = coded_modules.read_as(module, torch.float32)
+    own = module.weight.untyped_storage().data_ptr()
+    copies = {
+        role
+        for role, t in zip(found.coding.roles, found.tensors, strict=True)
+        if t.untyped_storage().data_ptr() != own
+    }
+    assert copies == {role for role in found.coding.roles if role.startswith("starts of")}
+    again = coded_modules.read_as(module, torch.float32)
+    assert [t.data_ptr() for t in again.tensors] == [t.data_ptr() for t in found.tensors]
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_wrong_decodings_of_256_codes_differ(name):
+    module = module_of_type(name, 16)
+    caught = coded_modules.caught(coded_modules.read_as(module, torch.float32), weight_of(module))
+    assert len(caught) > 60 and all(caught.values()), [k for k, ok in caught.items() if not ok]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", K_TYPES)
+def test_one_kernel_is_found_and_proven_for_256_codes(name, norm):
+    coding = coded_modules.read(module_of_type(name)).coding
+    assert coded_modules.proven_as_one_kernel(coded_modules.linear(coding, 2, norm))
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_weights_of_256_codes_are_joined(name):
+    first, second = (coded_modules.read(module_of_type(name, n)).coding for n in (48, 16))
+    assert first.joins(second)
+    assert coded_modules.proven_as_one_kernel(coded_modules.joined([first, second], 1, True))
+
+
+def test_a_linear_of_256_codes_runs_a_kernel_of_its_own_blocks():
+    module = module_of_type("Q4_K")
+    before = module.weight.data.clone()
+    weight = coded_modules.read(module)
+    decoded = coded_modules.decoded(weight.coding, weight.tensors)
+    module.weight.data.copy_(module.weight.data.roll(1, 0))
+    assert torch.equal(coded_modules.decoded(weight.coding, weight.tensors), decoded.roll(1, 0))
+    module.weight.data.copy_(before)
+
+
 def weight_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the weight as the library decodes it."""
     shape = module.out_features, module.in_features
@@ -90,7 +167,8 @@ def replaced(name: str, change):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda m: setattr(m, "ggml_type", dequant.GGML_Q4_K), "type 12 are not read"),
+        (lambda m: setattr(m, "ggml_type", 2), "type 2 are not read, only Q8_0, Q4_K"),
+        (lambda m: setattr(m, "ggml_type", dequant.GGML_Q4_K), "256 do not divide 128 inputs"),
         (lambda m: setattr(m, "input_permutation", torch.arange(COLUMNS)), "reorders its inputs"),
         (lambda m: setattr(m, "forward", m.forward), "forward was replaced"),
         (lambda m: setattr(m, "in_features", 120), "do not divide 120 inputs"),
@@ -107,6 +185,16 @@ def test_what_is_not_read_has_a_reason(change, why):
     module = module_of()
     change(module)
     assert why in reason(module)
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_damaged_blocks_of_256_codes_have_a_reason(name):
+    module = module_of_type(name)
+    module.weight.data = module.weight.data[:, :-1].contiguous()
+    assert "weight has shape" in reason(module)
+    module = module_of_type(name)
+    module.ggml_type = dequant.GGML_Q8_0
+    assert "weight has shape" in reason(module)
 
 
 def test_a_guard_sees_the_blocks():

@@ -64,6 +64,12 @@ def expected_of(module: nn.Module) -> torch.Tensor:
     return module.dequantize_weight().T
 
 
+def shuffled(groups: int = 4, columns: int = 128, seed: int = 0) -> torch.Tensor:
+    """Return the group of each column for a random act-order."""
+    order = torch.arange(columns) * groups // columns
+    return order[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+
+
 CASES = {
     "int4": dict(),
     "int4, symmetric": dict(symmetric=True),
@@ -71,6 +77,10 @@ CASES = {
     "int4, one group, zero points": dict(group=-1),
     "int8": dict(bits=8),
     "int8, symmetric": dict(bits=8, symmetric=True),
+    "int4, act-order": dict(order=shuffled()),
+    "int4, symmetric, act-order": dict(symmetric=True, order=shuffled()),
+    "int8, act-order": dict(bits=8, order=shuffled()),
+    "int4, uneven groups": dict(order=shuffled().clamp(max=2)),
 }
 
 
@@ -81,6 +91,7 @@ def test_a_program_decodes_what_the_library_decodes(name):
     expected = expected_of(module)
     assert found.bias is module.bias and expected.abs().max() > 0
     assert (found.coding.zeros is None) == ("symmetric" in name or "symmetric" in CASES[name])
+    assert (found.coding.order is not None) == ("order" in CASES[name])
     assert torch.equal(coded_modules.decoded(found.coding, found.tensors), expected)
     assert coded_modules.lies_in_module(found, module)
     caught = coded_modules.caught(found, expected)
@@ -124,9 +135,22 @@ def reason(module: nn.Module) -> str:
     return found.reason
 
 
-def test_groups_in_another_order_are_refused():
-    order = torch.arange(128).flip(0) // 32
-    assert "act-order" in reason(module_of(order=order))
+def test_weights_with_orders_of_their_own_are_not_joined():
+    coding = coded_modules.read(module_of(order=shuffled())).coding
+    assert not coding.joins(coding)
+    assert coding.describe() == "uint4, groups of 32 in an order of their own, zero points"
+
+
+def test_an_order_that_is_written_in_place_is_noticed():
+    module = module_of(order=shuffled(), bias=False)
+    weight = coded_weight(module, torch.float16)
+    linear = coded_linear.CodedLinear("linear", weight, weakref.ref(module))
+    module.g_idx.copy_(shuffled(seed=1))
+    decoded = coded_modules.decoded(weight.coding, weight.tensors)
+    assert torch.equal(decoded, expected_of(module))
+    assert not coded_linear.is_replaced(linear)
+    module.g_idx.copy_(torch.arange(128) // 32)
+    assert coded_linear.is_replaced(linear)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +165,9 @@ def test_groups_in_another_order_are_refused():
         ("qzeros", lambda t: t[:, 1:], "qzeros has shape"),
         ("g_idx", lambda t: t[1:], "g_idx has shape"),
         ("g_idx", lambda t: None, "g_idx is missing"),
+        ("g_idx", lambda t: t.float(), "g_idx holds float32"),
+        ("g_idx", lambda t: t + 1, "names groups 1 to 4, but there are 4"),
+        ("g_idx", lambda t: t - 1, "names groups -1 to 2, but there are 4"),
         ("group_size", lambda n: 48, "do not divide"),
         ("group_size", lambda n: 64, "qzeros has shape"),
         ("bits", lambda n: 3, "3 bits"),

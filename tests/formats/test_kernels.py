@@ -53,6 +53,13 @@ def codings(
         "GPTQ": gptq._coding(rows, columns, group, u4, dtype, dtype, 8),
         "GPTQ zero points": gptq._coding(rows, columns, group, u4, dtype, dtype, None),
         "GPTQ int8": gptq._coding(rows, columns, group, u8, dtype, dtype, 128),
+        "GPTQ act-order": gptq._coding(rows, columns, group, u4, dtype, dtype, 8, torch.int32),
+        "GPTQ act-order, zero points": gptq._coding(
+            rows, columns, group, u4, dtype, dtype, None, torch.int32
+        ),
+        "GPTQ act-order int8": gptq._coding(
+            rows, columns, group, u8, dtype, dtype, None, torch.int32
+        ),
         "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),
         "AWQ zero points": awq._coding(rows, columns, group, dtype, dtype, None),
         "HQQ int4": coding_of_halves(groups, dtype),
@@ -62,7 +69,10 @@ def codings(
         "NF4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["nf4"]),
         "FP4": bitsandbytes._coding(rows, columns, group, dtype, bitsandbytes.TABLES["fp4"]),
         "NVFP4": fp4._coding(groups, dtype, fp4.FORMATS["nvfp4-pack-quantized"]),
-        "Q8_0": gguf._coding(rows, columns, dtype),
+        "Q8_0": gguf.coding_of(8, rows, columns, dtype),
+        "Q4_K": gguf.coding_of(12, rows, 256, torch.bfloat16),
+        "Q5_K": gguf.coding_of(13, rows, 256, torch.bfloat16),
+        "Q6_K": gguf.coding_of(14, rows, 256, torch.bfloat16),
         "MXFP4": fp4._coding(groups, dtype, fp4.FORMATS["mxfp4-pack-quantized"]),
     }
 
@@ -77,13 +87,26 @@ NAMES = tuple(codings(32, 64, 32, 32))
 
 #: Kinds of which weights of different rows are joined. Either strides depend on the rows, or each
 #: weight has a divisor of its own.
-JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points", "NVFP4", "MXFP4")
+JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points", "NVFP4", "MXFP4", "Q4_K", "Q6_K")
 
 #: The rows of the programs that are interpreted, and whether RMSNorm comes first.
 ROWS = ((1, False), (2, True), (16, False))
 
 #: Kinds whose kernels have no products on tensor cores.
-NO_TENSOR_CORES = ("GPTQ", "GPTQ zero points", "GPTQ int8", "torchao tiles", "NF4", "FP4")
+NO_TENSOR_CORES = (
+    "GPTQ",
+    "GPTQ zero points",
+    "GPTQ int8",
+    "GPTQ act-order",
+    "GPTQ act-order, zero points",
+    "GPTQ act-order int8",
+    "torchao tiles",
+    "NF4",
+    "FP4",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+)
 
 
 def main() -> None:

@@ -301,6 +301,7 @@ def test_every_elementwise_op(name):
         "cast": {"dtype": "float32"},
         "clamp": {"min": -0.25, "max": 0.5},
         "lookup": {"values": (0.5, -1.5, 2.0)},
+        "bits": {"count": 2},
     }.get(name, {})
     g = mi.new_kernel_graph()
     X, Y = g.new_input((4, 8), "float32"), g.new_input((1, 8), "float32")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import torch
 
 from mirage_hf.formats import CodedWeight, coded_weight
-from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.formats.coding import Bits, Coding, Field, Stored, write_joined
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -78,20 +79,36 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
     A changed tensor that has the same elements as before is left out.
     """
     coding, tensors = weight.coding, list(weight.tensors)
-    changes = [_other_codes, _other_scales]
+    held = dict(zip(coding.roles, tensors, strict=True))
+
+    def other(name: str, changed: Coding) -> Mutant:
+        return name, changed, [held[role] for role in changed.roles]
+
     if coding.divisors is not None:
-        yield "nothing divides scales", replace(coding, divisors=None), tensors[:2]
-        changes.append(_other_divisors)
-    if coding.scales.dtype in CODE_DTYPES:
+        yield other("nothing divides scales", replace(coding, divisors=None))
+    if coding.factors is not None:
+        yield other("nothing multiplies scales", replace(coding, factors=None))
+    if coding.minima is not None:
+        yield other("no minima", replace(coding, minima=None, minimum_factors=None))
+        factors = held["factors"]
+        yield (
+            "minima times another factor",
+            coding,
+            [*(held | {"minimum factors": factors}).values()],
+        )
+    for name in ("codes", "scales", "minima"):
+        yield from (other(*made) for made in _other_bits(coding, name))
+    if isinstance(coding.scales, Stored) and coding.scales.dtype in CODE_DTYPES:
         for name, dtype in (("uint8", torch.uint8), ("int8", torch.int8)):
-            other = replace(coding, scales=replace(coding.scales, dtype=dtype))
-            yield f"scales as {name}", other, [tensors[0], tensors[1].view(dtype), *tensors[2:]]
+            if dtype is coding.scales.dtype:
+                continue
+            changed = replace(coding, scales=replace(coding.scales, dtype=dtype))
+            scales = held["scales"].view(dtype)
+            yield f"scales as {name}", changed, [*(held | {"scales": scales}).values()]
     if coding.zeros is not None:
-        yield "no zero points", replace(coding, zeros=None), tensors[:2]
-        changes.append(_other_zeros)
+        yield other("no zero points", replace(coding, zeros=None))
     if coding.shifts is not None:
-        yield "nothing is added", replace(coding, shifts=None), tensors[:-1]
-        yield "what is added to another row", coding, [*tensors[:-1], tensors[-1].roll(1, 0)]
+        yield other("nothing is added", replace(coding, shifts=None))
     if coding.table is not None:
         yield "no table", replace(coding, table=None), tensors
         for by in (1, -1):
@@ -106,16 +123,31 @@ def mutants(weight: CodedWeight) -> Iterator[Mutant]:
         yield f"zero point plus {by}", replace(coding, zero=coding.zero + by), tensors
     if coding.zero:
         yield "no constant zero point", replace(coding, zero=0.0), tensors
-    for n, change in enumerate(changes):
-        for name, tensor in change(weight):
+    for n, role in enumerate(coding.roles):
+        for name, tensor in _CHANGES.get(role, partial(_moved, role))(weight, n):
             if not torch.equal(_bytes(tensor), _bytes(tensors[n])):
                 yield name, coding, [*tensors[:n], tensor, *tensors[n + 1 :]]
 
 
-def _other_codes(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_bits(coding: Coding, name: str) -> Iterator[tuple[str, Coding]]:
+    """Yield codings that read other bits of a number."""
+    number = getattr(coding, name)
+    if not isinstance(number, Bits):
+        return
+    yield f"no high bits of {name}", replace(coding, **{name: number.low})
+    fewer = replace(number.high, count=number.high.count - 1)
+    if fewer.count:
+        changed = replace(number, high=fewer)
+        yield f"fewer high bits of {name}", replace(coding, **{name: changed})
+    if isinstance(number.low, Field):
+        changed = replace(number, low=replace(number.low, count=3))
+        yield f"fewer low bits of {name}", replace(coding, **{name: changed})
+
+
+def _other_codes(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield codes in another order or with other bits."""
-    dtype, codes = weight.coding.codes.dtype, weight.tensors[0]
-    yield from _moved("codes", codes)
+    dtype, codes = weight.coding.stored[n].dtype, weight.tensors[n]
+    yield from _moved("codes", weight, n)
     if is_packed(dtype):
         yield from _other_nibbles("codes", codes)
         return
@@ -127,11 +159,11 @@ def _other_codes(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     yield "codes with another lowest bit", (raw ^ 1).view(codes.dtype)
 
 
-def _other_scales(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_scales(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield scales of other rows or groups, and other scales."""
-    scales = weight.tensors[1]
-    yield from _moved("scales", scales)
-    if weight.coding.scales.dtype in CODE_DTYPES:
+    scales = weight.tensors[n]
+    yield from _moved("scales", weight, n)
+    if weight.coding.stored[n].dtype in CODE_DTYPES:
         raw = scales.view(torch.uint8)
         yield "scales with another lowest bit", (raw ^ 1).view(scales.dtype)
         yield "scales of another exponent", (raw + 8).view(scales.dtype)
@@ -142,18 +174,18 @@ def _other_scales(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     yield "no scales", torch.ones_like(scales)
 
 
-def _other_divisors(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_divisors(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield other divisors."""
-    divisors = weight.tensors[2]
+    divisors = weight.tensors[n]
     yield "divisors inverted", divisors.reciprocal()
     yield "divisors doubled", divisors * 2
 
 
-def _other_zeros(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_zeros(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield zero points of other rows or groups, and other zero points."""
     assert weight.coding.zeros is not None
-    zeros = weight.tensors[2]
-    yield from _moved("zero points", zeros)
+    zeros = weight.tensors[n]
+    yield from _moved("zero points", weight, n)
     if is_packed(weight.coding.zeros.dtype):
         yield from _other_nibbles("zero points", zeros)
     else:
@@ -161,8 +193,34 @@ def _other_zeros(weight: CodedWeight) -> Iterator[tuple[str, torch.Tensor]]:
         yield "zero points counted twice", zeros * 2
 
 
-def _moved(what: str, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_shifts(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is added to another row."""
+    yield "what is added to another row", weight.tensors[n].roll(1, 0)
+
+
+def _other_order(weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield columns in other groups."""
+    order, groups = weight.tensors[n], weight.coding.scales.dims[-1]
+    yield from _moved("order", weight, n)
+    yield "columns in the next group", (order + 1) % groups
+    own = torch.arange(order.numel(), dtype=order.dtype) * groups // order.numel()
+    yield "columns in groups of their own order", own.view(order.shape)
+
+
+#: Yields changed tensors, by the role of the input that reads them.
+_CHANGES = {
+    "codes": _other_codes,
+    "scales": _other_scales,
+    "divisors": _other_divisors,
+    "zeros": _other_zeros,
+    "shifts": _other_shifts,
+    "order": _other_order,
+}
+
+
+def _moved(what: str, weight: CodedWeight, n: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a tensor with its elements at other places."""
+    t = weight.tensors[n]
     wide = [d for d, n in enumerate(t.shape) if n > 1]
     raw = _bytes(t)
     for d in wide:

@@ -17,8 +17,10 @@ import torch
 
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
+from mirage_hf.formats import gptq
 from mirage_hf.formats.coding import Coding, Split, write_joined
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOp, Stage
+from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, new_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import CODE_DTYPES
@@ -37,7 +39,7 @@ class CodedProgram:
 
     Attributes:
         graph: The program.
-        roles: "x", "norm", "codes", "scales", "divisors" or "zeros" for each input.
+        roles: "x", "norm" or a role of `Coding.roles` for each input.
     """
 
     graph: KernelGraph
@@ -94,6 +96,12 @@ def coding(
     return Coding(rows, columns, dtype, codes, split.per_row(dtype), zeros, middle)
 
 
+def act_order(rows: int, columns: int, group: int, zero: int | None) -> Coding:
+    """Return a coding of GPTQ whose columns are grouped in another order."""
+    half = torch.float16
+    return gptq._coding(rows, columns, group, torch.uint4, half, half, zero, torch.int32)
+
+
 #: Programs by name.
 PROGRAMS: dict[str, Callable[[], CodedProgram]] = {
     "int4, 1 row": lambda: coded_linear([coding("int4", 16, 256, 64)], 1),
@@ -126,6 +134,8 @@ PROGRAMS: dict[str, Callable[[], CodedProgram]] = {
     ),
     "mxfp4, 16 rows": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 16),
     "mxfp4, norm": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 2, norm=True),
+    "act-order, 1 row": lambda: coded_linear([act_order(16, 128, 32, 8)], 1),
+    "act-order, zero points": lambda: coded_linear([act_order(16, 64, 16, None)], 2, norm=True),
 }
 
 
@@ -528,6 +538,9 @@ def _numbers(program: CodedProgram, seed: int) -> list[torch.Tensor]:
                 x = x if stride else x.narrow(d, 0, 1).expand(t.dims)
         elif role in ("codes", "zeros"):
             x = torch.floor(16 * x)
+        elif role == "order":
+            (chosen,) = {num_choices(c) for c in indices_of(program.graph).values()}
+            x = torch.floor(chosen * x)
         else:
             x = torch.randn(t.dims, generator=generator, dtype=torch.float64)
         made.append(x)

@@ -106,6 +106,7 @@ def elementwise(fn: str) -> dict:
         "clamp": {"min": -1.5, "max": 2.5},
         "cast": {"dtype": "float32"},
         "lookup": {"values": (0.5, -1.5, 0.0, 2.0)},
+        "bits": {"count": 2},
     }.get(fn, {})
     x = torch.tensor(HARD)
     args = (

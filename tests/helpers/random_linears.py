@@ -25,6 +25,7 @@ from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
+from mirage_hf.formats import gptq
 from mirage_hf.formats.coding import Coding, Stored, write_joined
 from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -66,6 +67,13 @@ KINDS = {
     "fp8 in any order": ("", ("rows", "block"), False, "fp8"),
 }
 
+#: Kinds of the seeds from `LATER_SEEDS` on. So the seeds before keep their configurations.
+LATER_KINDS = {
+    "GPTQ act-order int4": ("", ("group",), True, "act-order"),
+    "GPTQ act-order int8": ("", ("group",), True, "act-order"),
+}
+LATER_SEEDS = 1000
+
 
 @dataclass(frozen=True)
 class Config:
@@ -100,15 +108,15 @@ class Config:
     @property
     def has_library(self) -> bool:
         """Whether the library that makes such containers is installed."""
-        library = KINDS[self.kind][0]
+        library = (KINDS | LATER_KINDS)[self.kind][0]
         return bool(library) and importlib.util.find_spec(library) is not None
 
 
 def config(seed: int) -> Config:
     """Return the configuration of a seed."""
     r = random.Random(seed)
-    kind = r.choice(list(KINDS))
-    _, scales, may_have_zeros, code = KINDS[kind]
+    kind = r.choice(list(KINDS if seed < LATER_SEEDS else LATER_KINDS))
+    _, scales, may_have_zeros, code = (KINDS | LATER_KINDS)[kind]
     granularity = r.choice(scales)
     in_blocks, in_words = granularity == "block", "int4" in kind and "bytes" not in kind
     group = r.choice(GROUPS_IN_BLOCKS if in_blocks else GROUPS_IN_WORDS if in_words else GROUPS)
@@ -226,6 +234,8 @@ _LIBRARIES: dict[str, Callable[[Config, int], tuple[nn.Module, Tensor]]] = {
 
 def _stored(c: Config, width: int) -> Container:
     """Return random codes, scales and zero points, each stored with its dims in a random order."""
+    if c.kind in LATER_KINDS:
+        return _in_act_order(c, width)
     r = random.Random(c.seed)
     kind = KINDS[c.kind][3]
     forms = ("words", "bytes") if kind == "int4" else ("bytes", "floats")
@@ -245,6 +255,32 @@ def _stored(c: Config, width: int) -> Container:
     numbers[1] = scales.to(coding.scales.dtype)
     tensors = tuple(coded.packed(t, x) for t, x in zip(inputs, numbers, strict=True))
     return Container(coding, tensors, _decoded(coding, numbers).reshape(width, c.columns))
+
+
+def _in_act_order(c: Config, width: int) -> Container:
+    """Return random codes, scales and zero points of GPTQ, with columns in a random order."""
+    per_word, code = (8, torch.uint4) if "int4" in c.kind else (4, torch.uint8)
+    zero = None if c.zeros else 1 << (32 // per_word - 1)
+    index = random.Random(c.seed).choice((torch.int32, torch.int64))
+    coding = gptq._coding(width, c.columns, c.group, code, c.dtype, c.dtype, zero, index)
+    groups = c.columns // c.group
+    order = torch.arange(c.columns) // c.group
+    if random.Random(c.seed).random() < 0.3:  # groups of different sizes
+        order = torch.randint(0, groups, (c.columns,))
+    order = order[torch.randperm(c.columns)].to(index)
+    inputs, _ = coding.write(new_kernel_graph())
+    numbers = {role: _numbers(s) for role, s in coding.roles.items() if role != "order"}
+    numbers["scales"] = torch.empty(coding.scales.dims).uniform_(0.005, 0.02).to(c.dtype)
+    numbers["order"] = order.view(coding.order.dims)
+    tensors = tuple(coded.packed(t, numbers[r]) for t, r in zip(inputs, coding.roles, strict=True))
+
+    def of_columns(x: Tensor) -> Tensor:
+        """Return a value for each row and column from one for each row and group."""
+        return x.double().reshape(width, groups)[:, order.long()]
+
+    codes = numbers["codes"].double().reshape(width, c.columns)
+    zeros = of_columns(numbers["zeros"]) if c.zeros else zero
+    return Container(coding, tensors, (codes - zeros) * of_columns(numbers["scales"]))
 
 
 def _decoded(coding: Coding, numbers: list[Tensor]) -> Tensor:

@@ -41,6 +41,9 @@ SCALAR = {
     "lookup": lambda x, values: torch.tensor(values, dtype=x.dtype)[
         x.floor().clamp(0, len(values) - 1).long()
     ],
+    "bits": lambda x, start, count: (
+        torch.div(x.floor() % 256, 2 ** (start.floor() % 8), rounding_mode="floor") % 2**count
+    ),
     "select": lambda m, x, y: torch.where(m == 0, y, x),
     "ratio": lambda x, y: torch.where(y == 0, torch.zeros_like(x / y), x / y),
 }

@@ -348,6 +348,7 @@ def every_op() -> UGraph:
             "cast": {"dtype": "float32"},
             "clamp": {"min": -0.25, "max": 0.5},
             "lookup": {"values": (0.5, -1.5, 2.0)},
+            "bits": {"count": 2},
         }.get(op.name, {})
         pair = (
             ("positive", "y")

@@ -17,6 +17,15 @@ def entry(x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
     return torch.stack(values)[index]
 
 
+def byte_bits(x, start, count):
+    def whole(a, n):
+        return torch.tensor([int(v) % n if math.isfinite(v) else 0 for v in a.floor().flatten()])
+
+    x, start = torch.broadcast_tensors(x, torch.as_tensor(start, dtype=x.dtype))
+    places = torch.div(whole(x, 256), 2 ** whole(start, 8), rounding_mode="floor")
+    return (places % 2 ** int(count)).view(x.shape).to(x.dtype)
+
+
 FLOAT64 = {
     "add": torch.add,
     "sub": torch.sub,
@@ -34,11 +43,13 @@ FLOAT64 = {
     "pow": torch.pow,
     "select": lambda m, x, y: torch.where(m != 0, x, y),
     "lookup": entry,
+    "bits": byte_bits,
 }
 ATTRS = {
     "clamp": {"min": -0.5, "max": 2.0},
     "cast": {"dtype": "float64"},
     "lookup": {"values": (0.5, -1.5, 0.0, 2.0)},
+    "bits": {"count": 2},
 }
 ELEMENTWISE = [op.name for op in table.OPS.values() if op.kind == "elementwise"]
 EXTREME = torch.tensor(
@@ -127,6 +138,7 @@ SHAPES = [
     ("clamp", ((3,),), {"min": 0.0}, (3,)),
     ("cast", ((3,),), {"dtype": "bfloat16"}, (3,)),
     ("lookup", ((3, 4),), {"values": (1.0, 2.0)}, (3, 4)),
+    ("bits", ((3, 4), (1, 4)), {"count": 3}, (3, 4)),
     ("within", ((2, 3, 4), (3, 1), (3, 1)), {"dim": 2}, (2, 3, 4)),
     ("softmax", ((2, 3, 4), (2, 1, 1), (2, 1, 1)), {"dim": -1}, (2, 3, 4)),
 ]

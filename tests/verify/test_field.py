@@ -91,6 +91,11 @@ def test_opaque_functions_are_keyed_by_name_attributes_arguments_and_trial():
     ]
     tables = ((1.0, 2.0), (1.0, 3.0), (1.0, 2.0, 3.0))
     values += [f.elementwise("lookup", [x], {"values": table}).p for table in tables]
+    values += [
+        f.elementwise("bits", args, {"count": count}).p
+        for count in (2, 4)
+        for args in ([x, y], [y, x], [x, 4.0])
+    ]
     values += [g.elementwise("silu", [x], {}).p]
     for i, a in enumerate(values):
         assert (a == f.elementwise(names[i], [x], {}).p).all() if i < len(names) else True

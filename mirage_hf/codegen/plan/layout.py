@@ -436,11 +436,16 @@ class TensorLayout:
     def kept_as_stored(self) -> frozenset[str]:
         """Inputs that stay in the dtype they are stored in, instead of becoming float32.
 
-        Packed codes are decoded to float32 as they are loaded.
+        These are factors on tensor cores, and bytes of which the op `bits` takes some bits. Packed
+        codes are decoded to float32 as they are loaded.
         """
         read: set[str | float] = {x for d in self.dots.values() for x in (d.left, d.right)}
         read |= {a for out in self.half_products for a in self.tiling.ops[out].args}
         inputs = self.tiling.inputs
+        bytes_ = {n for n, i in inputs.items() if self.tiling.dtype(i) is torch.uint8}
+        read |= {
+            a for op in self.tiling.ops.values() if op.fn == "bits" for a in op.args if a in bytes_
+        }
         return frozenset(
             str(x) for x in read if x in inputs and not is_packed(self.tiling.dtype(inputs[str(x)]))
         )

@@ -125,6 +125,10 @@ class Tiling:
         """Return True if each step of the loop reads another part of the index of an input."""
         return self.is_looped and i.taken is not None and self.loop in i.taken.axes
 
+    def chooses_again(self, i: BlockInput) -> bool:
+        """Return True if an index has more elements than it chooses from, so it repeats some."""
+        return i.taken is not None and i.taken.size < math.prod(self.operands[i.taken.index].dims)
+
     def prefetchable(self, i: BlockInput) -> bool:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
 
