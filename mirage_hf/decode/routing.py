@@ -291,6 +291,11 @@ def cache_name(model: Any) -> str:
     return _cache_names[kind]
 
 
+def takes_cache(model: Any) -> bool:
+    """Return whether a model's forward names an argument for a cache."""
+    return cache_name(model) in inspect.signature(type(model).forward).parameters
+
+
 def has_own_steps(model: Any) -> bool:
     """Return whether a model decides itself what its steps take, or declares no static caches."""
     if not getattr(model, "_can_compile_fullgraph", False):
