@@ -149,7 +149,7 @@ def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dic
     arguments = {
         "decoder_input_ids": block.control.ids,
         "decoder_attention_mask": masks,
-        "encoder_outputs": EncoderOutput(sources[STATES], attention_mask=sources[SEEN]),
+        "encoder_outputs": EncoderOutput(last_hidden_state=sources[STATES]),
         "attention_mask": sources[SEEN],
         "past_key_values": EncoderDecoderCache(cache, of_source),
     }

@@ -112,8 +112,8 @@ class CapturedForward(Step):
         super().__init__(block, graphs, graph_key)
         self.model, self.masks, self.gives_positions = model, masks, gives_positions
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
-        #: Whether a decoder gets the mask of the encoder's output.
-        self.gives_source_mask = True
+        #: Whether a decoder gets the mask of the encoder's output, and whether as a part of it.
+        self.gives_source_mask, self.mask_in_output = True, False
         self.ring_slots: dict[Ring, Tensor] = {}
         self.cache = step_cache(block, self.ring_slots)
 
@@ -139,9 +139,10 @@ class CapturedForward(Step):
     def _arguments(self, masks: Any) -> dict[str, Any]:
         if self.block.source_slots:
             arguments = step_arguments(self.model, self.block, self.cache, masks)
+            if self.mask_in_output:
+                arguments["encoder_outputs"].attention_mask = arguments["attention_mask"]
             if not self.gives_source_mask:
                 del arguments["attention_mask"]
-                arguments["encoder_outputs"].attention_mask = None
             return arguments
         arguments = {
             "input_ids": self.block.control.ids,

@@ -194,7 +194,10 @@ class TraceCheck:
         takes_mask = is_padded and (bool(self.masks.windows) or not first)
         mask = prompt.mask[:, :last] if takes_mask else None
         if prompt.source is not None:
-            return decoder_inputs(self.model, prompt.source, ids, mask, positions)
+            arguments = decoder_inputs(self.model, prompt.source, ids, mask, positions)
+            if self.mask_use == "output":
+                arguments["encoder_outputs"].attention_mask = prompt.source.seen
+            return arguments
         if self.axes:
             positions = positions.expand(self.axes, *positions.shape)
         arguments = {"input_ids": ids}
@@ -213,7 +216,7 @@ def decoder_inputs(
     """Return what the forward of an encoder-decoder model takes, except for its cache."""
     arguments: dict[str, Any] = {
         "decoder_input_ids": ids,
-        "encoder_outputs": EncoderOutput(source.states, attention_mask=source.seen),
+        "encoder_outputs": EncoderOutput(last_hidden_state=source.states),
     }
     if mask is not None:
         arguments["decoder_attention_mask"] = mask
@@ -260,10 +263,11 @@ def _mask_use(model: Any) -> MaskUse:
         whole = logits(None)
         if not torch.equal(whole, logits(source.seen)):
             return "hides"
-        if not torch.equal(whole, logits(None, source.seen)):
-            return "output"
     except Exception as error:  # stock's forward may raise anything
         raise TraceError(f"its decoder raised {described(error)}") from None
+    with contextlib.suppress(Exception):  # as above: the model takes no mask there
+        if not torch.equal(whole, logits(None, source.seen)):
+            return "output"
     # encoders of sound have several samples for one slot of their output, and may map the mask
     for samples in _SAMPLES:
         half = torch.arange(6 * samples, device=model.device)[None] < 3 * samples

@@ -301,6 +301,7 @@ def record_step(
     axes: int = 0,
     *,
     gives_positions: bool = True,
+    mask_in_output: bool = False,
     forms: Sequence[Form] = FORMS,
 ) -> Recording:
     """Record a model's step for caches of any number of slots.
@@ -313,6 +314,7 @@ def record_step(
         sizes: Two capacities at which its layers lie in the same rings.
         axes: The axes of its positions.
         gives_positions: Whether its steps are given positions.
+        mask_in_output: Whether it reads the mask in the output of its encoder.
         forms: The forms to try. The first one in which the step can be recorded counts.
 
     Raises:
@@ -360,6 +362,7 @@ def record_step(
                         graph_key=None,
                         gives_positions=gives_positions,
                     )
+                step.mask_in_output = mask_in_output
                 return _record(step, mode, form, only_inputs)
 
         def of_all_sizes(form: Form) -> Recording:

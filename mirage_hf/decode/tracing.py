@@ -171,9 +171,7 @@ class _Tracer:
                 if any(rings) and not uses_rings:
                     continue
                 try:
-                    recording = _recorded(
-                        model, masks, batch, own_windows, sizes, axes, with_positions, form
-                    )
+                    recording = _recorded(model, batch, own_windows, sizes, check=check, form=form)
                     plan = StepPlan(recording, batch)
                     if form != FORMS[0]:  # most forms do not fit, so they are tried without kernels
                         plan.schedule({})
@@ -332,15 +330,14 @@ class _Tracer:
 
 def _recorded(
     model: Any,
-    masks: MaskPlan,
     batch: int,
     windows: Sequence[int | None],
     sizes: tuple[int, int],
-    axes: int,
-    with_positions: bool,
+    *,
+    check: TraceCheck,
     form: Form,
 ) -> Recording:
-    """Record a step in a form.
+    """Record a step in a form, with the arguments that the check of the step gives to stock's.
 
     Raises:
         UnfitFormError: It cannot be recorded.
@@ -348,12 +345,13 @@ def _recorded(
     try:
         return record_step(
             model,
-            masks,
+            check.masks,
             batch,
             windows,
             sizes,
-            axes,
-            gives_positions=with_positions,
+            check.axes,
+            gives_positions=check.gives_positions,
+            mask_in_output=check.mask_use == "output",
             forms=(form,),
         )
     except TraceError as error:
