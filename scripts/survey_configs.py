@@ -158,6 +158,7 @@ def _mrope(*sections: int) -> dict[str, Any]:
 #: What a config of a type needs besides, also as a part of another config. A dict is for the
 #: sub-config of that name.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_local_experts": 4},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
     "blip-2": {"image_token_index": 190, "num_query_tokens": 4},
     "blt": {
@@ -198,6 +199,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "ernie4_5_vl_moe_text": _mrope(3, 3, 2),
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {
         "global_head_dim": 32,
@@ -229,6 +231,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "swa_num_key_value_heads": 2,
         "swa_head_dim": 16,
     },
+    "inkling2_vision": {"text_hidden_size": 64},
     "inkling_vision": {"text_hidden_size": 64},
     "instructblip": {"image_token_index": 190, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 190, "num_query_tokens": 4},
@@ -236,6 +239,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "kosmos-2": {"latent_query_num": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 64}},
     "ministral": {"head_dim": 16},
     "mpt": {"max_seq_len": 2048},  # it makes its biases for so many
     "nemotron": {"num_key_value_heads": 2},

@@ -180,16 +180,17 @@ def text_calls(model: Any, model_type: str) -> list[Call]:
 
 
 def sound_inputs(model: Any, batch: int) -> dict[str, Tensor]:
-    """Return random sound: samples, or the features of frames."""
+    """Return random sound with padding on the right: samples, or the features of frames."""
     name, config = model.main_input_name, model.config
     if name != "input_features":
-        return {"input_values": torch.randn(batch, 4000)}
+        mask = torch.arange(4000) < 4000 - 1000 * torch.arange(batch)[:, None]
+        return {"input_values": torch.randn(batch, 4000) * mask, "attention_mask": mask.long()}
     config = getattr(config, "encoder_config", config)
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
         return {name: torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)}
     width = getattr(config, "input_feat_per_channel", None) or config.num_mel_bins
-    mask = torch.ones(batch, 40, dtype=torch.long)
-    return {name: torch.randn(batch, 40, width), "attention_mask": mask}
+    mask = torch.arange(40) < 40 - 8 * torch.arange(batch)[:, None]
+    return {name: torch.randn(batch, 40, width), "attention_mask": mask.long()}
 
 
 def calls_of(model: Any, model_type: str) -> list[Call]:

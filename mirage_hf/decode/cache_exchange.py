@@ -17,7 +17,12 @@ from transformers.cache_utils import (
 )
 
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.cache_layers import INDEXED_LAYERS, STATE_LAYERS, states_of
+from mirage_hf.decode.cache_layers import (
+    EMPTY_LAYERS,
+    INDEXED_LAYERS,
+    STATE_LAYERS,
+    states_of,
+)
 from mirage_hf.decode.not_covered import NotCoveredError
 
 
@@ -162,22 +167,25 @@ def windows_of(cache: Cache, config: Any) -> tuple[int | None, ...] | str:
         return "offloaded cache"
     if not cache.layers:
         return (None,) * count
-    if len(cache.layers) != count:
-        return f"a cache of {len(cache.layers)} layers for {count} decoder layers"
-    known = DynamicLayer, DynamicSlidingWindowLayer, *STATE_LAYERS, *INDEXED_LAYERS
-    for layer in cache.layers:
+    layers = list(cache.layers)
+    while len(layers) > count and isinstance(layers[-1], EMPTY_LAYERS):
+        layers.pop()  # it reads the keys of another layer
+    if len(layers) != count:
+        return f"a cache of {len(layers)} layers for {count} decoder layers"
+    known = DynamicLayer, DynamicSlidingWindowLayer, *STATE_LAYERS, *INDEXED_LAYERS, *EMPTY_LAYERS
+    for layer in layers:
         if type(layer) not in known:
             return f"cache layer type {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "a cache that records its past"
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window == 1:
             return "a sliding window of 1, for which stock's cache keeps every key"
-    why_uneven = _why_uneven([layer for layer in cache.layers if has_keys(layer)])
+    why_uneven = _why_uneven([layer for layer in layers if has_keys(layer)])
     if why_uneven is not None:
         return why_uneven
     return tuple(
         layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        for layer in cache.layers
+        for layer in layers
     )
 
 

@@ -25,6 +25,12 @@ STATE_LAYERS = tuple(
     if hasattr(cache_utils, name)
 )
 
+#: HF's layers that keep nothing, in versions that have them: those without
+#: attention, and those that read the keys of other layers.
+EMPTY_LAYERS: tuple[Any, ...] = tuple(
+    getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name)
+)
+
 #: HF's layers whose indexer has keys of its own, in versions that have them.
 INDEXED_LAYERS: tuple[Any, ...] = tuple(
     getattr(cache_utils, name) for name in ("DynamicIndexedLayer",) if hasattr(cache_utils, name)
@@ -109,6 +115,8 @@ class StepLayer(_BlockLayer):
         self.ring_slots = ring_slots
         #: The number of tokens in the cache, as the model reads it.
         self.seen: Any = block.control.length
+        #: The order in which the model gets slots (slots,), None if it gets them as they are.
+        self.order: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -122,6 +130,8 @@ class StepLayer(_BlockLayer):
             else:
                 slots = self.ring_slots[ring][:, :, None, None]
                 memory.scatter_(2, slots.expand_as(states), states)
+        if self.order is not None:
+            return keys.index_select(2, self.order), values.index_select(2, self.order)
         return keys, values
 
     def update_indexer(self, key_states: Tensor) -> Tensor:

@@ -125,6 +125,8 @@ def plan_call(
     expected: ModelFingerprint | None = None,
     axes: int | None = None,
     mask_use: MaskUse = "hides",
+    uses_rings: bool = True,
+    only_traced: bool = False,
 ) -> CallPlan:
     """Decide whether a call is covered, and how.
 
@@ -135,6 +137,8 @@ def plan_call(
         expected: The fingerprint that the model probably has. It is known without a walk.
         axes: If the model's step was traced, the axes of its positions.
         mask_use: What an encoder-decoder model does with `attention_mask` in steps.
+        uses_rings: Whether sliding layers may share slots. If not, they keep all keys.
+        only_traced: Whether only traced steps over our cache are known to be stock's.
 
     Raises:
         NotCoveredError: Stock must serve the call.
@@ -178,6 +182,8 @@ def plan_call(
     why_traced = rejected_model(model) or fingerprint.misplaced if is_traced else None
     covered(None if is_traced else fingerprint.misplaced)
     vocab = getattr(text_config, "vocab_size", None)
+    if not uses_rings:
+        windows = (None,) * len(windows)
     selection = Selection.of(inputs.processors, inputs.criteria, config, vocab)
     return CallPlan(
         cache=cache,
@@ -196,7 +202,13 @@ def plan_call(
         stock_prefill=is_traced
         and (bool(masks.states) or bool(_prompt_inputs(kwargs)) or has_own_steps(model)),
         only_traced=is_traced
-        and (bool(why_traced) or bool(masks.states) or bool(_prompt_inputs(kwargs)) or bool(axes)),
+        and (
+            only_traced
+            or bool(why_traced)
+            or bool(masks.states)
+            or bool(_prompt_inputs(kwargs))
+            or bool(axes)
+        ),
         tokens_alone=not _prompt_inputs(kwargs),
         source=source,
     )

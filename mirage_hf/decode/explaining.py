@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.traced_step import record_step, rings_variants
 from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_bytes, weight_path
 from mirage_hf.errors import MirageError
@@ -71,7 +72,10 @@ def explain_step(model: Any, rows: int = 1) -> tuple[list[Explained], list[Expla
         raise MirageError(f"its steps cannot be traced: {masks}")
     ((_, windows, sizes), *_) = rings_variants((None,) * config.num_hidden_layers)
     axes = axes_of_positions(model)
-    plan = StepPlan(record_step(model, masks, rows, windows, sizes, axes), rows)
+    recording = record_step(
+        model, masks, rows, windows, sizes, axes, gives_positions=gives_positions(model)
+    )
+    plan = StepPlan(recording, rows)
     groups = dict.fromkeys(plan.programs, _never_run)
     attention = dict.fromkeys(plan.attentions, lambda slots: _never_run)
     plan.schedule(groups, attention)

@@ -27,7 +27,12 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from mirage_hf.decode.cache_exchange import put_back_unless_covered, read_cache, reserve
+from mirage_hf.decode.cache_exchange import (
+    held_tokens,
+    put_back_unless_covered,
+    read_cache,
+    reserve,
+)
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
@@ -39,7 +44,7 @@ from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.sampler import sampler_of
 from mirage_hf.decode.selection import Selection
 from mirage_hf.decode.session import CallRecord, OutdatedPlanError, Session
-from mirage_hf.decode.step_inputs import unusual_step_inputs
+from mirage_hf.decode.step_inputs import first_step_position
 from mirage_hf.decode.token_reader import TokenReader
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 from mirage_hf.errors import DistributionError, SamplingError
@@ -85,11 +90,17 @@ def generate(
         plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
     )
     traced = runner.traced
-    plan = plan_with(
-        expected=runner.expected_fingerprint(inputs.model),
-        axes=None if traced is None else traced.axes,
-        mask_use="hides" if traced is None else traced.mask_use,
-    )
+    expected = runner.expected_fingerprint(inputs.model)
+    if traced is None:
+        plan = plan_with(expected=expected)
+    else:
+        plan = plan_with(
+            expected=expected,
+            axes=traced.axes,
+            mask_use=traced.mask_use,
+            uses_rings=traced.uses_rings,
+            only_traced=traced.only_traced,
+        )
     if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
         covered(why if plan.only_traced else None)
         plan = plan_with()
@@ -166,14 +177,15 @@ def prefill(session: Session) -> None:
     """
     plan, block, config = session.plan, session.block, session.inputs.config
     block.begin(plan.prompt.lowest)
+    position = plan.prompt.position
     if _prefill_by_graph(session) or _prefill_by_kernels(session):
         session.slot = session.cached = session.inputs.input_ids.shape[1]
         block.clear_from(session.slot)
     else:
-        _prefill_by_forward(session)
+        position = _prefill_by_forward(session)
     block.control.start(
         length=session.slot,
-        position=plan.prompt.position,
+        position=position,
         offsets=plan.prompt.offsets,
         lowest=plan.prompt.lowest,
         budget=plan.budget,
@@ -205,9 +217,14 @@ def _prefill_by_kernels(session: Session) -> bool:
     )
 
 
-def _prefill_by_forward(session: Session) -> None:
-    """Run HF's forward into the block, or into the user's cache if it holds something."""
+def _prefill_by_forward(session: Session) -> Tensor:
+    """Run HF's forward into the block, or into the user's cache if it holds something.
+
+    Returns:
+        The positions (batch or 1, 1) of the last tokens of the prompt, as steps count on from them.
+    """
     plan, block, inputs = session.plan, session.block, session.inputs
+    position = plan.prompt.position
     if plan.prompt.past:
         reserve(block, plan.cache)
         session.is_seen = True
@@ -224,26 +241,30 @@ def _prefill_by_forward(session: Session) -> None:
             traced = session.runner.traced
             assert traced is not None
             session.runner.unread.begin(session.graph_key)
-            covered(
-                unusual_step_inputs(
-                    inputs,
-                    plan.prompt,
-                    outputs,
-                    kwargs,
-                    counts_from_zero=traced.counts_from_zero,
-                    unread=session.runner.unread,
-                )
+            first = first_step_position(
+                inputs,
+                plan.prompt,
+                outputs,
+                kwargs,
+                gives_positions=traced.gives_positions,
+                unread=session.runner.unread,
             )
-            session.runner.prompts.note_usual(session.graph_key)
+            if first is None:
+                session.runner.prompts.note_usual(session.graph_key)
+            else:
+                position = first - 1
         if plan.source is not None:
             plan.source.store(block, cache)
     length = plan.prompt.length
     if is_stocks:
+        if held_tokens(cache) == 1 < length:
+            raise NotCoveredError("a model that keeps only the last token of a prompt")
         read_cache(block, cache, length)
     session.slot = session.cached = length
     # padded rows fill all of a ring
     block.clear_from(length, rings_full=plan.prompt.lowest is not None)
     block.set_logits(outputs.logits[:, -1])
+    return position
 
 
 # -- the tokens ------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class MaskPlan:
         if layer_types is not None:
             unknown = sorted(set(layer_types) - set(_LAYER_TYPES))
             if unknown:
-                return f"layer type {unknown[0]}"
+                return f"layers of an unknown type, {unknown[0]}"
             layers = tuple(_LAYER_TYPES[kind][0] or "" for kind in layer_types)
             chunk = config.attention_chunk_size if "chunked_attention" in layers else None
             known = {"sliding_attention": window, "chunked_attention": chunk}

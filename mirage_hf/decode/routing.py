@@ -291,6 +291,11 @@ def cache_name(model: Any) -> str:
     return _cache_names[kind]
 
 
+def takes_cache(model: Any) -> bool:
+    """Return whether a model's forward names an argument for a cache."""
+    return cache_name(model) in inspect.signature(type(model).forward).parameters
+
+
 def has_own_steps(model: Any) -> bool:
     """Return whether a model decides itself what its steps take, or declares no static caches."""
     if not getattr(model, "_can_compile_fullgraph", False):
@@ -323,8 +328,15 @@ def rejected_masks(model: Any, masks: MaskPlan, cache_windows: Sequence[int | No
     if not (masks.by_layer_type or window_by_mask) or not masks.windows:
         return None
     names: set[str] = set()
-    inner = getattr(model, "model", model)
-    for module in (model, model.base_model, model.get_decoder(), inner):
+    inner, decoder = getattr(model, "model", model), model.get_decoder()
+    # the decoder of a model of images may be a causal language model, with a model inside
+    for module in (
+        model,
+        model.base_model,
+        decoder,
+        getattr(decoder, "base_model", decoder),
+        inner,
+    ):
         names |= _names_in_forward(type(module))
     if masks.by_layer_type and "dict" not in names:
         return "layer_types in the config of a model that takes one mask for all layers"

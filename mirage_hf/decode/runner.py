@@ -19,6 +19,7 @@ from mirage_hf.decode.model_fingerprint import ModelFingerprint, is_expected_to_
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.prefill import PrefillGraph, PrefillRequest, Prefills
 from mirage_hf.decode.prompts import PromptShape
+from mirage_hf.decode.rings import bucket
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.step_inputs import UnreadInputs
 from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_program
@@ -152,6 +153,8 @@ class DecodeRunner:
             return plan.fingerprint.rope.reason
         if plan.most_slots > traced.reach + 1:  # the last step begins with a slot less
             return f"a text longer than {traced.reach + 1:.0f} tokens, which runs other ops"
+        if bucket(plan.most_slots) > traced.most_slots:
+            return f"a text longer than {traced.most_slots:.0f} tokens, beyond a table of the model"
         return CHANGED if plan.fingerprint.graph_facts != self.traced_for else ""
 
     def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:

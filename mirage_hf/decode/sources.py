@@ -29,8 +29,9 @@ STATES, SEEN, MASK = "source.states", "source.seen", "source.mask"
 KEYS, VALUES = "source_keys", "source_values"
 
 #: What a model does with `attention_mask` after its encoder: it hides these slots of the encoder's
-#: output, or hides none, or makes another mask of it.
-MaskUse = Literal["hides", "ignores", "other"]
+#: output, or hides none, or makes another mask of it. With "output" it hides what the mask in the
+#: encoder's output says, and ignores its own.
+MaskUse = Literal["hides", "ignores", "other", "output"]
 
 
 @dataclass
@@ -73,10 +74,14 @@ class Source:
         states = None if outputs is None else outputs[0]
         if not isinstance(states, Tensor) or states.ndim != 3:
             raise NotCoveredError("encoder_outputs that are not (batch, length, width)")
-        mask = kwargs.get("attention_mask")
+        mask, of_output = kwargs.get("attention_mask"), getattr(outputs, "attention_mask", None)
+        if mask_use == "output":
+            mask = of_output
+        elif mask_use == "hides" and of_output is not None and not _are_equal(mask, of_output):
+            raise NotCoveredError("an attention_mask that is not that of the encoder's output")
         if mask is None or mask_use == "ignores":
             return cls(states, None)
-        if mask_use == "hides" and mask.shape == states.shape[:2]:
+        if mask_use in ("hides", "output") and mask.shape == states.shape[:2]:
             return cls(states, mask)
         if bool(mask.all()):
             return cls(states, None)
@@ -105,6 +110,10 @@ class Source:
         hidden = block.sources[SEEN][:, None, None] == 0
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         block.store_source(MASK, mask.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def _are_equal(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape and bool((a == b).all())
 
 
 def is_source(operand: Any) -> bool:

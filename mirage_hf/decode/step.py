@@ -107,10 +107,13 @@ class CapturedForward(Step):
         logits_to_keep: bool,
         graphs: bool,
         graph_key: object,
+        gives_positions: bool = True,
     ):
         super().__init__(block, graphs, graph_key)
-        self.model, self.masks = model, masks
+        self.model, self.masks, self.gives_positions = model, masks, gives_positions
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
+        #: Whether a decoder gets the mask of the encoder's output, and whether as a part of it.
+        self.gives_source_mask, self.mask_in_output = True, False
         self.ring_slots: dict[Ring, Tensor] = {}
         self.cache = step_cache(block, self.ring_slots)
 
@@ -135,13 +138,20 @@ class CapturedForward(Step):
 
     def _arguments(self, masks: Any) -> dict[str, Any]:
         if self.block.source_slots:
-            return step_arguments(self.model, self.block, self.cache, masks)
-        return {
+            arguments = step_arguments(self.model, self.block, self.cache, masks)
+            if self.mask_in_output:
+                arguments["encoder_outputs"].attention_mask = arguments["attention_mask"]
+            if not self.gives_source_mask:
+                del arguments["attention_mask"]
+            return arguments
+        arguments = {
             "input_ids": self.block.control.ids,
-            "position_ids": self.block.control.positions(),
             "attention_mask": self.masks.by_names(masks),
             cache_name(self.model): self.cache,
         }
+        if self.gives_positions:
+            arguments["position_ids"] = self.block.control.positions()
+        return arguments
 
 
 def step_masks(masks: MaskPlan, block: CacheBlock) -> tuple[Any, dict[Ring, Tensor]]:

@@ -12,64 +12,116 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mirage_hf.decode.call_plan import CallInputs
+from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.prompt_plan import PromptPlan
 from mirage_hf.decode.routing import DECODER_INPUTS, MODEL_INPUTS, cache_name
-from mirage_hf.decode.sources import takes_positions
+from mirage_hf.decode.sources import new_cache, takes_positions
 
 #: What steps take. An attention mask has ones for the new tokens.
 _KNOWN = MODEL_INPUTS | DECODER_INPUTS | {"input_ids", "decoder_input_ids", "cache_position"}
 
 
-def unusual_step_inputs(
+def gives_positions(model: Any) -> bool:
+    """Return whether a causal model's own methods hand the positions of generate to its steps.
+
+    Some models drop them, and count by the number of keys in the cache.
+    """
+    if model.config.is_encoder_decoder:
+        return True
+    ids = torch.zeros(1, 3, dtype=torch.long, device=model.device)
+    kwargs = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(3, device=ids.device)[None],
+        "use_cache": True,
+        cache_name(model): new_cache(model),
+    }
+    try:
+        given = _step_inputs(model, ids, kwargs)
+    except Exception:  # a method that wants more than text tells at the first call
+        return True
+    return given.get("position_ids") is not None
+
+
+def first_step_position(
     inputs: CallInputs,
     prompt: PromptPlan,
     outputs: Any,
     kwargs: dict[str, Any],
     *,
-    counts_from_zero: bool,
+    gives_positions: bool,
     unread: UnreadInputs,
-) -> str | None:
-    """Return what the first step of a call takes that ours do not, or None.
+) -> Tensor | None:
+    """Return the positions (batch or 1, 1) of a call's first step, if they are not the next ones.
 
     Args:
         inputs: What stock's decoding method would get.
         prompt: Where its tokens lie.
         outputs: What the model gave for the prompt.
         kwargs: The kwargs that its prefill got.
-        counts_from_zero: Whether the model counts tokens from 0 if it is given no positions.
+        gives_positions: Whether steps were recorded with positions.
         unread: What steps of the model were seen not to read.
+
+    Returns:
+        The positions, None if they are one more than those of the prompt's last tokens.
+
+    Raises:
+        NotCoveredError: The step takes something that ours does not.
     """
     model, ids = inputs.model, inputs.input_ids
     token = ids[:, -1:]
-    kwargs = model._update_model_kwargs_for_generation(
-        outputs, dict(kwargs), is_encoder_decoder=model.config.is_encoder_decoder
-    )
-    given = model.prepare_inputs_for_generation(
-        torch.cat([ids, token], -1), next_sequence_length=1, is_first_iteration=False, **kwargs
-    )
+    kwargs = _next_kwargs(model, outputs, kwargs)
+    given = _step_inputs(model, torch.cat([ids, token], -1), kwargs)
     others = [
         name
         for name, value in given.items()
         if name not in _KNOWN and value is not None and not _is_plain_option(value)
     ]
     if others and not unread.make_no_difference(model, given, others):
-        return f"a model whose steps take {others[0]}"
+        raise NotCoveredError(f"a model whose steps take {others[0]}")
     of_decoder = "decoder_" if model.config.is_encoder_decoder else ""
     taken = given.get(f"{of_decoder}input_ids")
     if not isinstance(taken, Tensor) or not torch.equal(taken, token):
-        return "a model whose steps take other input_ids than the last token"
-    wanted = prompt.position + 1 if prompt.offsets is None else prompt.position + 1 + prompt.offsets
+        raise NotCoveredError("a model whose steps take other input_ids than the last token")
     positions = given.get(f"{of_decoder}position_ids")
-    if positions is not None and not (positions == wanted).all():
-        return "a model whose steps take other position_ids than the next"
-    is_given = inputs.kwargs.get("position_ids") is not None
-    if of_decoder:
-        is_given = takes_positions(model)
-    if positions is None and is_given and not counts_from_zero:
-        return "a model that counts positions itself, and not from 0"
-    if positions is None and is_given and prompt.lowest is not None:
-        return "a model that counts positions itself, with left padding"
-    return None
+    if not gives_positions:
+        covered(None if positions is None else "a model whose steps take positions at times")
+        return None
+    if positions is None:
+        if of_decoder:  # it counts by its cache, and so do our steps if no row has left padding
+            counts_itself = takes_positions(model) and prompt.lowest is not None
+        else:
+            counts_itself = inputs.kwargs.get("position_ids") is not None
+        covered("a model that counts positions itself" if counts_itself else None)
+        return None
+    if prompt.offsets is not None:
+        if not (positions == prompt.position + 1 + prompt.offsets).all():
+            raise NotCoveredError("a model whose steps take other position_ids than the next")
+        return None
+    if (positions == prompt.position + 1).all():
+        return None
+    # the methods may count from another number, but must go on by one with each token
+    kwargs = _next_kwargs(model, outputs, kwargs)
+    later = _step_inputs(model, torch.cat([ids, token, token], -1), kwargs)
+    second = later.get(f"{of_decoder}position_ids")
+    is_next = second is not None and second.shape == positions.shape
+    if positions.ndim != 2 or not is_next or not torch.equal(second, positions + 1):
+        raise NotCoveredError("a model whose steps take positions that do not grow by one")
+    return positions
+
+
+def _next_kwargs(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the kwargs of a step from those of the forward before it."""
+    is_encoder_decoder = model.config.is_encoder_decoder
+    return model._update_model_kwargs_for_generation(  # type: ignore[no-any-return]
+        outputs, dict(kwargs), is_encoder_decoder=is_encoder_decoder
+    )
+
+
+def _step_inputs(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what a model's own method gives the step that feeds the last of some tokens."""
+    return model.prepare_inputs_for_generation(  # type: ignore[no-any-return]
+        ids, next_sequence_length=1, is_first_iteration=False, **kwargs
+    )
 
 
 class UnreadInputs:

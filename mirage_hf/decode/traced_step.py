@@ -7,6 +7,7 @@ rings and the cache are the same. What no kernel runs, runs as the torch op that
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
     MASK,
+    SEEN,
     EncoderOutput,
     MaskUse,
     Source,
@@ -46,7 +48,7 @@ from mirage_hf.trace.record import (
     numbers_of,
     record,
 )
-from mirage_hf.trace.sizes import Sizes, generalized, shape_at
+from mirage_hf.trace.sizes import Size, Sizes, generalized, has_mixed_sizes, shape_at
 from mirage_hf.trace.torch_functions import torch_functions_only
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
@@ -71,14 +73,35 @@ class Form:
     Attributes:
         host_length: Whether it reads the number of tokens in the cache as an integer.
         plain_mask: Whether it takes a mask (batch, slots) of 0 and 1, and makes its own of it.
+        bool_masks: Whether its masks are true for slots that a row sees, in place of 0 and −inf.
+        hides_unused: Whether each softmax over the slots of the cache hides those without a token,
+            because the model makes no mask in a step.
+        hides_source: Likewise for the slots of the encoder's output. The model gets no mask for
+            them, because it would map it to other slots.
+        newest_last: Whether it gets keys in such an order that the newest comes last, because it
+            takes their number for the length of the text.
     """
 
     host_length: bool = False
     plain_mask: bool = False
+    bool_masks: bool = False
+    hides_unused: bool = False
+    hides_source: bool = False
+    newest_last: bool = False
 
 
-#: The forms in which a step is recorded, until one of them can be.
-FORMS = (Form(), Form(host_length=True), Form(plain_mask=True))
+#: The forms in which a step is recorded, until one of them can be recorded and gives the logits of
+#: stock.
+FORMS = (
+    Form(),
+    Form(host_length=True),
+    Form(plain_mask=True),
+    Form(bool_masks=True),
+    Form(hides_unused=True),
+    Form(hides_unused=True, host_length=True),
+    Form(hides_source=True),
+    Form(newest_last=True),
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +114,9 @@ class TracedSteps:
         bytes_read: Bytes of weights that searched kernels read in a step, and of all weights.
         axes: The axes of the model's positions, 0 if positions have none.
         mask_use: What an encoder-decoder model does with `attention_mask` in steps.
-        counts_from_zero: Whether a model that is given no positions counts tokens from 0.
+        gives_positions: Whether the model's own methods give its steps positions.
+        uses_rings: Whether steps over rings are stock's, too. If not, blocks have none.
+        form: The form in which they were recorded.
     """
 
     plans: dict[tuple[int, Rings], StepPlan]
@@ -99,12 +124,24 @@ class TracedSteps:
     bytes_read: tuple[int, int]
     axes: int = 0
     mask_use: MaskUse = "hides"
-    counts_from_zero: bool = True
+    gives_positions: bool = True
+    uses_rings: bool = True
+    form: Form = FORMS[0]
 
     @property
     def reach(self) -> float:
         """The greatest length of a text for which a step runs the recorded ops."""
         return min(plan.recording.reach for plan in self.plans.values())
+
+    @property
+    def only_traced(self) -> bool:
+        """Whether the model's own forward over our cache need not be stock's."""
+        return self.form != FORMS[0]
+
+    @property
+    def most_slots(self) -> float:
+        """The greatest capacity of a cache whose slots have a row in all tables of the model."""
+        return min(most_slots(plan.recording) for plan in self.plans.values())
 
     def reads_replaced_codes(self) -> bool:
         """Return whether some linear has other codes now than those that the steps read."""
@@ -139,6 +176,7 @@ class TracedStep(Step):
         self.plan, self.masks = plan, masks
         self._inputs = step_inputs(block)
         self._run: Callable[[], None] | None = None
+        self._bool_masks = {n for n, x in plan.recording.inputs.items() if x.dtype == torch.bool}
 
     def held(self) -> Any:
         """Return what a captured graph reads besides the block and the model."""
@@ -152,7 +190,10 @@ class TracedStep(Step):
                 masks, slots = step_masks(self.masks, self.block)
                 if f"mask.{PLAIN_MASK}" in self.plan.recording.inputs:
                     masks = {PLAIN_MASK: plain_mask(self.block.control)}
-                self._inputs.update(mask_inputs(masks, slots))
+                inputs = mask_inputs(masks, slots)
+                for name in inputs.keys() & self._bool_masks:
+                    inputs[name] = inputs[name] == 0
+                self._inputs.update(inputs)
             self._inputs.update(self._bounds())
             self._run()
 
@@ -258,6 +299,10 @@ def record_step(
     windows: Sequence[int | None],
     sizes: tuple[int, int],
     axes: int = 0,
+    *,
+    gives_positions: bool = True,
+    mask_in_output: bool = False,
+    forms: Sequence[Form] = FORMS,
 ) -> Recording:
     """Record a model's step for caches of any number of slots.
 
@@ -268,9 +313,12 @@ def record_step(
         windows: For each layer the window that its cache slides over.
         sizes: Two capacities at which its layers lie in the same rings.
         axes: The axes of its positions.
+        gives_positions: Whether its steps are given positions.
+        mask_in_output: Whether it reads the mask in the output of its encoder.
+        forms: The forms to try. The first one in which the step can be recorded counts.
 
     Raises:
-        TraceError: The step cannot be recorded.
+        TraceError: The step cannot be recorded. The error of the first form is raised.
     """
     with (
         closing(FakeOnceMode()) as mode,
@@ -281,23 +329,41 @@ def record_step(
         experts_of_fixed_shape(model),
         experts_as_one_node(),
     ):
-        with _errors_named(), mode, torch.no_grad(), host_reads_named():
+        with (
+            _errors_named("with an empty cache of transformers"),
+            mode,
+            torch.no_grad(),
+            host_reads_named(),
+        ):
             prompt = _fake_prompt(model, batch)
         with_source = prompt.source is not None
         smallest = sizes[0], GRAIN * with_source
         others = [(sizes[1], smallest[1])]
+        # slots of the encoder's output must not be taken for slots of the cache
+        source_size = next(n * GRAIN for n in (2, 3, 4) if n * GRAIN not in sizes)
         if with_source:
-            others.append((sizes[0], 2 * GRAIN))
+            others.append((sizes[0], source_size))
 
         def at(
             capacity: int, source_slots: int, form: Form, only_inputs: bool = False
         ) -> Recording:
-            with _errors_named():
+            with _errors_named("over a cache with fixed slots"):
                 with mode:
                     block = CacheBlock(
                         batch, capacity, tuple(windows), model.device, axes, source_slots
                     )
-                return _record(model, masks, block, prompt, mode, form, only_inputs)
+                    _fill(block, prompt)
+                    step = CapturedForward(
+                        model,
+                        block,
+                        masks,
+                        logits_to_keep=False,
+                        graphs=False,
+                        graph_key=None,
+                        gives_positions=gives_positions,
+                    )
+                step.mask_in_output = mask_in_output
+                return _record(step, mode, form, only_inputs)
 
         def of_all_sizes(form: Form) -> Recording:
             recording = at(*smallest, form)
@@ -307,10 +373,13 @@ def record_step(
                 if not grows:
                     second = replace(recording, inputs=second.inputs)
                 recording = generalized(recording, second, (smallest, other))
+            if has_mixed_sizes(recording):  # a product of two sizes is not linear in both
+                both = sizes[1], source_size
+                recording = generalized(recording, at(*both, form), (both, both))
             return recording
 
         why: TraceError | None = None
-        for form in FORMS:
+        for form in forms:
             try:
                 return replace(of_all_sizes(form), coded=coded)
             except TraceError as error:
@@ -337,14 +406,14 @@ def _grows(recording: Recording, capacity: int) -> bool:
 
 
 @contextmanager
-def _errors_named() -> Iterator[None]:
-    """Turn whatever a forward raises over another cache than stock's into a TraceError."""
+def _errors_named(where: str) -> Iterator[None]:
+    """Turn whatever a forward raises over a cache into a TraceError that says over which."""
     try:
         yield
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"its forward raised {described(error)}") from None
+        raise TraceError(f"{where} its forward raised {described(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -375,40 +444,78 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
     return _FakePrompt(cache, logits[:, -1], Source(states, None))
 
 
-def _record(
-    model: Any,
-    masks: MaskPlan,
-    block: CacheBlock,
-    prompt: _FakePrompt,
-    mode: Any,
-    form: Form,
-    only_inputs: bool,
-) -> Recording:
-    """Record the step over a block that gets what a prompt of fake tensors left.
-
-    With `only_inputs`, nothing runs, and the recording has no nodes.
-    """
-    host = HostValues()
-    with mode, torch.no_grad():
+def _fill(block: CacheBlock, prompt: _FakePrompt) -> None:
+    """Copy what a prompt of fake tensors left into a block."""
+    with torch.no_grad():
         read_cache(block, prompt.cache, _PROMPT)
         if prompt.source is not None:
             prompt.source.store(block, prompt.cache)
         block.set_logits(prompt.logits)
-        step = CapturedForward(
-            model, block, masks, logits_to_keep=False, graphs=False, graph_key=None
-        )
-        own_masks: Any = step.masks_now()
+
+
+def _record(step: CapturedForward, mode: Any, form: Form, only_inputs: bool) -> Recording:
+    """Record a step over a filled block.
+
+    With `only_inputs`, nothing runs, and the recording has no nodes.
+    """
+    host, block = HostValues(), step.block
+    control = block.control
+    with mode, torch.no_grad():
+        masks: Any = step.masks_now()
         if form.plain_mask:
-            own_masks = plain_mask(block.control)
+            masks = plain_mask(control)
+        if form.bool_masks:
+            masks = _of_each(masks, lambda mask: mask == 0)
     if form.host_length:
-        seen = host.symbol(block.control.length, _PROMPT)
+        seen = host.symbol(control.length, _PROMPT)
         for layer in of_self_attention(step.cache).layers:
             layer.seen = seen
-    named = {PLAIN_MASK: own_masks} if form.plain_mask else own_masks
+    named = {PLAIN_MASK: masks} if form.plain_mask else masks
     inputs = step_inputs(block) | mask_inputs(named, step.ring_slots)
+    hidden: dict[int, Callable[[], Tensor]] = {}
+    if form.hides_unused:
+        hidden[block.capacity] = lambda: control.slots > control.length
+    if form.hides_source:  # rows of a call see the same slots, or the check finds a difference
+        step.gives_source_mask = False
+        hidden[block.source_slots] = lambda: block.sources[SEEN][:1] == 0
+    run = partial(step.run, masks)
+    if form.newest_last:
+        run = partial(_run_newest_last, step, masks)
     with masked_keys(source_keys(block), block.sources.get(MASK)):
-        run = (lambda: None) if only_inputs else partial(step.run, own_masks)
-        return record(run, inputs, mode, block.control.length, host)
+        return record(
+            (lambda: None) if only_inputs else run, inputs, mode, control.length, host, hidden
+        )
+
+
+def _run_newest_last(step: CapturedForward, masks: Any) -> None:
+    """Run a step that gets the keys of unused slots first, and the newest key last."""
+    block = step.block
+    if any(block.rings):
+        raise TraceError("it counts the keys of a layer, but sliding layers share their slots")
+    order = (block.control.slots[0] + block.control.length + 1) % block.capacity
+    for layer in of_self_attention(step.cache).layers:
+        layer.order = order
+    step.run(_of_each(masks, lambda mask: mask.index_select(-1, order)))
+
+
+def _of_each(masks: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return what a function gives for each mask of a step."""
+    if isinstance(masks, dict):
+        return {name: _of_each(mask, function) for name, mask in masks.items()}
+    return None if masks is None else function(masks)
+
+
+def most_slots(recording: Recording) -> float:
+    """Return the greatest capacity at which all slices by it lie in the tensors that they slice."""
+    most = math.inf
+    for node in recording.nodes:
+        if node.name != "aten.slice" or len(node.args) < 4:
+            continue
+        sliced, dim, _, end = node.args[:4]
+        count = recording.meta(sliced).shape[dim]
+        if isinstance(end, Size) and type(count) is int and end.factors[0] > 0:
+            most = min(most, (count - end.rest) // end.factors[0])
+    return most
 
 
 @contextmanager

@@ -15,11 +15,14 @@ import mirage_hf.decode.kernels.router
 import mirage_hf.decode.kernels.short_convolution  # noqa: F401 (they give ops their kernels)
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.routing import rejected_masks, rejected_model
+from mirage_hf.decode.routing import rejected_masks, rejected_model, takes_cache
 from mirage_hf.decode.sources import is_source, new_cache
-from mirage_hf.decode.trace_check import TraceCheck
+from mirage_hf.decode.step_inputs import gives_positions
+from mirage_hf.decode.trace_check import TraceCheck, UnfitFormError
 from mirage_hf.decode.traced_step import (
+    FORMS,
     TRACED,
+    Form,
     Rings,
     TracedSteps,
     record_step,
@@ -40,7 +43,7 @@ from mirage_hf.trace.coded_linear import coded_linears
 from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, linears_of
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan
-from mirage_hf.trace.record import Held, TraceError, Value
+from mirage_hf.trace.record import Held, Recording, TraceError, Value
 from mirage_hf.trace.regions import Region
 from mirage_hf.trace.terms import Term
 
@@ -49,6 +52,8 @@ _OTHER_ATTENTION = (
     "torch's op runs it: it is not of the form that kernels compute, or something else reads its "
     "keys first, such as another layer"
 )
+
+_NO_CACHE = "its forward takes no cache of keys and values, as transformers' generate makes one"
 
 #: The note of a dry run.
 WOULD_BE_TRACED = (
@@ -81,7 +86,8 @@ def trace_steps(
         with _state_put_back(model):
             steps = tracer.trace(rows, whole)
     except TraceError as error:
-        return None, [], f"steps of generate cannot be traced: {error}"
+        why = str(error) if takes_cache(model) else _NO_CACHE
+        return None, [], f"steps of generate cannot be traced: {why}"
     read, total = steps.bytes_read
     note = (
         "steps of generate run as traced: searched kernels read "
@@ -125,38 +131,61 @@ class _Tracer:
         self.paths = {id(p): name for name, p in model.named_parameters()}
 
     def trace(self, rows: Sequence[int], whole: bool) -> TracedSteps:
-        """Trace the steps of these numbers of rows.
+        """Trace the steps of these numbers of rows, in the first form that fits the model.
 
         Raises:
             TraceError: The model cannot be traced, or a traced step differs from stock's. Or it
                 should be whole, and some attention or experts have no kernel.
+        """
+        why: TraceError | None = None
+        for form in FORMS:
+            self.report_rows.clear()
+            try:
+                return self._trace_in(form, rows, whole)
+            except UnfitFormError as error:
+                why = why or error
+        assert why is not None
+        raise why
+
+    def _trace_in(self, form: Form, rows: Sequence[int], whole: bool) -> TracedSteps:
+        """Trace the steps of these numbers of rows in a form.
+
+        Raises:
+            UnfitFormError: It cannot be recorded in this form, or differs from stock's.
+            TraceError: As in `trace`.
         """
         model, config = self.model, self.config
         masks = _or_raise(MaskPlan.of(config))
         windows = _or_raise(windows_of(new_cache(model), config))
         _or_raise(masks.mismatch(windows))
         _or_raise(rejected_masks(model, masks, windows))
-        axes = axes_of_positions(model)
-        check = TraceCheck(model, masks, axes)
+        if form.plain_mask and any(window is not None for _, window in masks.windows):
+            # the texts of the check are shorter than windows, which the model would have to hide
+            raise UnfitFormError("it makes the masks of its windows itself")
+        axes, with_positions = axes_of_positions(model), gives_positions(model)
+        check = TraceCheck(model, masks, axes, gives_positions=with_positions)
         plans: dict[tuple[int, Rings], StepPlan] = {}
+        uses_rings = True
         for batch in rows:
             for rings, own_windows, sizes in rings_variants(windows):
-                recording = record_step(model, masks, batch, own_windows, sizes, axes)
-                plan = StepPlan(recording, batch)
-                if whole and (why := _why_not_whole(plan)):
-                    raise TraceError(why)
-                kernels = self._find_kernels(plan)
-                if not kernels:
-                    raise TraceError("no product of its step has a kernel")
-                attention = self._find_attention(plan)
-                plan.schedule(kernels, attention)
-                regions = self._find_regions(plan)
-                if whole:
-                    _check_whole(plan, attention, regions)
-                plan.schedule(kernels, attention, regions)
-                check.run(plan, batch, own_windows, sizes[0])
+                if any(rings) and not uses_rings:
+                    continue
+                try:
+                    recording = _recorded(model, batch, own_windows, sizes, check=check, form=form)
+                    plan = StepPlan(recording, batch)
+                    if form != FORMS[0]:  # most forms do not fit, so they are tried without kernels
+                        plan.schedule({})
+                        check.run(plan, batch, own_windows, sizes[0])
+                    self._find_all(plan, whole)
+                    check.run(plan, batch, own_windows, sizes[0])
+                except UnfitFormError:
+                    if not any(rings):
+                        raise
+                    # such as a model that takes the order of keys for their order in the text
+                    uses_rings = False
+                    continue
                 plans[batch, rings] = plan
-            self._report(plan, batch)
+            self._report(plans[batch, (None,) * len(windows)], batch)
         unread = coded_linears(model)[1]
         self.report_rows += [
             ReportRow(path, TRACED, STOCK, reason=f"its library's code runs: {reason}")
@@ -164,10 +193,43 @@ class _Tracer:
         ]
         read, total = _bytes_read(plan)
         total += sum(bytes_of(p) for path in unread for p in model.get_submodule(path).parameters())
-        count = sum(not isinstance(k, str) and k.runs_kernel for k in self.found.values())
+        if not uses_rings:
+            plans = {key: plan for key, plan in plans.items() if not any(key[1])}
         return TracedSteps(
-            plans, count, (read, total), axes, check.mask_use, check.counts_from_zero()
+            plans,
+            self._count_kernels(plans.values()),
+            (read, total),
+            axes,
+            check.mask_use,
+            with_positions,
+            uses_rings,
+            form,
         )
+
+    def _find_all(self, plan: StepPlan, whole: bool) -> None:
+        """Find the kernels of a plan, and schedule them.
+
+        Raises:
+            TraceError: There are none. Or all should be there, and some are missing.
+        """
+        if whole and (why := _why_not_whole(plan)):
+            raise TraceError(why)
+        kernels = self._find_kernels(plan)
+        if not kernels:
+            raise TraceError("no product of its step has a kernel")
+        attention = self._find_attention(plan)
+        plan.schedule(kernels, attention)
+        regions = self._find_regions(plan)
+        if whole:
+            _check_whole(plan, attention, regions)
+        plan.schedule(kernels, attention, regions)
+
+    def _count_kernels(self, plans: Iterable[StepPlan]) -> int:
+        """Return how many different kernels run programs of plans."""
+        graphs = {str(program.graph) for p in plans for program in p.programs.values()}
+        graphs |= {str(region.graph) for p in plans for region in p.regions}
+        known = (self.found[text] for text in graphs & self.found.keys())
+        return sum(not isinstance(kernel, str) and kernel.runs_kernel for kernel in known)
 
     def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
         """Return what runs each group that has a kernel."""
@@ -264,6 +326,36 @@ class _Tracer:
                 self.report_rows.append(replace(row, reason=plan.reasons[group]))
                 continue
             self.report_rows.append(resolved_row(row, self.found[str(program.graph)]))
+
+
+def _recorded(
+    model: Any,
+    batch: int,
+    windows: Sequence[int | None],
+    sizes: tuple[int, int],
+    *,
+    check: TraceCheck,
+    form: Form,
+) -> Recording:
+    """Record a step in a form, with the arguments that the check of the step gives to stock's.
+
+    Raises:
+        UnfitFormError: It cannot be recorded.
+    """
+    try:
+        return record_step(
+            model,
+            check.masks,
+            batch,
+            windows,
+            sizes,
+            check.axes,
+            gives_positions=check.gives_positions,
+            mask_in_output=check.mask_use == "output",
+            forms=(form,),
+        )
+    except TraceError as error:
+        raise UnfitFormError(str(error)) from None
 
 
 def _why_not_whole(plan: StepPlan) -> str:

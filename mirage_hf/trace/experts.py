@@ -54,6 +54,9 @@ _STOCK = "batched_mm"
 #: all tokens of an expert read fewer bytes.
 MOST_TOKENS = 16
 
+#: What experts may have besides their two linears, in the words of transformers.
+_FEATURES = ("has_gate", "has_bias")
+
 #: Sums that a program of experts may end with: a residual, and a shared expert.
 MOST_ADDED = 2
 
@@ -109,6 +112,8 @@ def linears_of(module: nn.Module) -> tuple[Linear, Linear] | None:
     flags = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
     if not all(isinstance(flag, bool) for flag in flags):
         return None
+    if _unknown_features(module):
+        return None
     first = "gate_up_proj" if flags[0] else "up_proj"
     linears = [Linear(name, f"{name}_bias" if flags[1] else None) for name in (first, "down_proj")]
     for linear in linears:
@@ -119,6 +124,12 @@ def linears_of(module: nn.Module) -> tuple[Linear, Linear] | None:
             if type(x) is not nn.Parameter or x.dtype not in COMPUTE_DTYPES:
                 return None
     return linears[0], linears[1]
+
+
+def _unknown_features(module: nn.Module) -> list[str]:
+    """Return what transformers says that experts have, and no program computes, such as a norm."""
+    said = (name for name, is_on in vars(module).items() if is_on is True)
+    return [name for name in said if name.startswith("has_") and name not in _FEATURES]
 
 
 def _parameters(module: nn.Module, linears: Sequence[Linear]) -> list[Tensor]:

@@ -129,8 +129,8 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Value | Input | Held, ...]:
         """The tensors among the arguments, in order."""
-        leaves = _leaves((self.args, self.kwargs))
-        return tuple(x for x in leaves if isinstance(x, (Value, Input, Held)))
+        found = leaves((self.args, self.kwargs))
+        return tuple(x for x in found if isinstance(x, (Value, Input, Held)))
 
 
 @dataclass
@@ -186,6 +186,7 @@ def record(
     mode: Any,
     length: Tensor | None = None,
     host: HostValues | None = None,
+    hidden: Mapping[int, Callable[[], Tensor]] | None = None,
 ) -> Recording:
     """Record the ops that `function` runs.
 
@@ -195,12 +196,14 @@ def record(
         mode: The mode that made them.
         length: The input that is the length of the text in the cache, if there is one.
         host: The integers that the function reads on the host.
+        hidden: What each softmax over so many elements must hide. The functions make masks
+            (1, elements) that are true there.
 
     Raises:
         TraceError: The function reads other values of tensors on the host, or runs what fake
             tensors do not support.
     """
-    recorder = _Recorder(inputs, length, host or HostValues())
+    recorder = _Recorder(inputs, length, host or HostValues(), hidden or {})
     with host_reads_named(), torch.no_grad(), mode, recorder:
         function()
     recorder.recording.reach = min(recorder.questions.reach, recorder.host.reach())
@@ -254,7 +257,10 @@ def host_reads_named() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = _innermost_line(error.__traceback__)
-        raise TraceError(f"{where} reads values of the device on the host ({error.func})") from None
+        raise TraceError(
+            f"{where} reads values of the device on the host ({error.func}), so its ops may differ "
+            "from step to step"
+        ) from None
     except UnsupportedOperatorException as error:
         where = _innermost_line(error.__traceback__)
         raise TraceError(f"{where} runs an op without a fake kernel ({error.func})") from None
@@ -263,9 +269,16 @@ def host_reads_named() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):
     """Writes down each op before fake tensors run it."""
 
-    def __init__(self, inputs: Mapping[str, Tensor], length: Tensor | None, host: HostValues):
+    def __init__(
+        self,
+        inputs: Mapping[str, Tensor],
+        length: Tensor | None,
+        host: HostValues,
+        hidden: Mapping[int, Callable[[], Tensor]],
+    ):
         super().__init__()
-        self.host = host
+        self.host, self.hidden = host, hidden
+        self._masks: dict[int, Tensor] = {}
         self.recording = Recording()
         self.questions = LengthQuestions(length)
         self._storages: dict[int, int] = {}
@@ -287,8 +300,10 @@ class _Recorder(TorchDispatchMode):
             return answer
         if func.namespace == "prim":  # reads what is known of a tensor, such as its device
             return func(*args, **kwargs)
-        if any(isinstance(x, SymInt) for x in _leaves((args, kwargs))):
+        if any(isinstance(x, SymInt) for x in leaves((args, kwargs))):
             return self._lowered(func, args, kwargs)
+        if func is torch.ops.aten._softmax.default:
+            args = (self._scores_of_tokens(*args[:2]), *args[1:])
         named_args = _with_tensors(self._name, args)
         named_kwargs = _with_tensors(self._name, kwargs)
         result = func(*args, **kwargs)
@@ -321,6 +336,16 @@ class _Recorder(TorchDispatchMode):
         if result is NotImplemented:
             raise TraceError(f"{_calling_line()} makes a shape of the number of tokens ({func})")
         return result
+
+    def _scores_of_tokens(self, scores: Tensor, dim: int) -> Tensor:
+        """Return the scores of a softmax, with −inf for slots that hold no token."""
+        count = scores.shape[dim]
+        if count not in self.hidden or dim % scores.ndim != scores.ndim - 1:
+            return scores
+        with self:
+            if count not in self._masks:
+                self._masks[count] = self.hidden[count]()
+            return scores.masked_fill(self._masks[count], -math.inf)
 
     def _name(self, tensor: Tensor) -> Value | Input | Held:
         if id(tensor) in self._names:
@@ -377,19 +402,20 @@ def _with_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    return [t for t in _leaves(x) if isinstance(t, Tensor)]
+    return [t for t in leaves(x) if isinstance(t, Tensor)]
 
 
 def numbers_of(node: Node) -> set[Any]:
     """Return the integers among a node's arguments."""
-    return {x for x in _leaves((node.args, node.kwargs)) if type(x) is int}
+    return {x for x in leaves((node.args, node.kwargs)) if type(x) is int}
 
 
-def _leaves(x: Any) -> list[Any]:
+def leaves(x: Any) -> list[Any]:
+    """Return what nested tuples, lists and dicts hold, in order."""
     if isinstance(x, (tuple, list)):
-        return [leaf for each in x for leaf in _leaves(each)]
+        return [leaf for each in x for leaf in leaves(each)]
     if isinstance(x, dict):
-        return [leaf for each in x.values() for leaf in _leaves(each)]
+        return [leaf for each in x.values() for leaf in leaves(each)]
     return [x]
 
 

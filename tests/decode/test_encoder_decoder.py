@@ -294,8 +294,11 @@ def test_a_call_that_goes_to_stock_after_its_prefill_leaves_the_users_cache(
 ) -> None:
     from mirage_hf.decode import generate
 
+    def not_covered(*_: Any, **__: Any) -> None:
+        raise NotCoveredError("a reason")
+
     stock, ours = pair("bart", (1,))
-    monkeypatch.setattr(generate, "unusual_step_inputs", lambda *_, **__: "a reason")
+    monkeypatch.setattr(generate, "first_step_position", not_covered)
     caches = []
     for model in (stock, ours):
         cache = EncoderDecoderCache(

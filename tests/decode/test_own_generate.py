@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.api import optimize, restore
+from mirage_hf.decode.step_inputs import gives_positions
 from scripts import survey_models
 from tests.helpers.step_pairs import steps
 from tests.helpers.tiny_models import same, snapshot
@@ -49,18 +50,19 @@ def test_its_steps_are_traced(name: str, decoder: str) -> None:
     assert "generate" not in decoder_of(model, decoder).__dict__
 
 
-def test_a_model_that_counts_positions_from_another_number_is_stocks() -> None:
-    """Kosmos-2 counts from its pad token if it is given no positions, as in its own generate."""
+def test_a_model_that_counts_positions_from_another_number_is_traced_so() -> None:
+    """Kosmos-2 counts from its pad token if it is given no positions, as in its own generate.
+
+    Each pad token has the same position, also among new tokens.
+    """
     model = built("kosmos-2")
     calls = survey_models.text_calls(model, "kosmos-2")
     wanted = texts(model, calls)
+    assert not gives_positions(model.text_model)
     optimize(model, batch_sizes=(1, 3))
     assert "generate" in model.text_model.__dict__
     assert all(torch.equal(*pair) for pair in zip(texts(model, calls), wanted, strict=True))
-    assert not steps(model)
-    assert (
-        "stock: a model that counts positions itself, and not from 0" in model.mirage.report.decode
-    )
+    assert steps(model) == {"traced": 2}
 
 
 def test_embeddings_without_their_tokens_are_stocks() -> None:

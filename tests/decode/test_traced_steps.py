@@ -452,7 +452,7 @@ def not_traced(model: Any) -> str:
 def test_a_wrong_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(terms._ROWS, "silu", "relu")
     found = not_traced(built("lfm2"))
-    assert "the traced step of 1 rows after 3 tokens differs from stock's by " in found
+    assert "the traced step of 1 row after 3 tokens differs from stock's by " in found
     assert "with logits up to " in found
 
 
@@ -581,7 +581,10 @@ def test_reads_on_the_host_are_named() -> None:
 def test_other_errors_of_a_forward_are_quoted() -> None:
     model = built("gpt2")
     model.transformer.h[1].mlp.__class__ = Numpy
-    assert "cannot be traced: its forward raised " in not_traced(model)
+    assert (
+        "cannot be traced: with an empty cache of transformers its forward raised "
+        in not_traced(model)
+    )
 
 
 # -- programs -------------------------------------------------------------------------------------

@@ -173,3 +173,13 @@ def test_many_tokens_run_stocks_products() -> None:
             recorded(lambda x, index, weights: experts(x, index, weights), inputs), tokens
         )
     assert not kernels(plan)
+
+
+def test_experts_with_an_unknown_feature_run_stocks_function() -> None:
+    """Such as the norm after each expert of Muse Spark."""
+    experts = built("gate and up")
+    assert linears_of(experts) is not None
+    experts.has_post_expert_norm = False
+    assert linears_of(experts) is not None
+    experts.has_post_expert_norm = True
+    assert linears_of(experts) is None

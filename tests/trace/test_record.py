@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirage_hf.trace.record import Held, Input, Recording, TraceError, Value, record
-from mirage_hf.trace.sizes import Size, at_size, fixed_shape, generalized, shape_at
+from mirage_hf.trace.sizes import (
+    Size,
+    at_size,
+    fixed_shape,
+    generalized,
+    has_mixed_sizes,
+    shape_at,
+)
 from tests.helpers.traced_functions import normal
 
 #: A file of model code. Functions of tests may lie where code of models never does.
@@ -181,11 +189,11 @@ def at_both(function: Callable[[Tensor, int], Any]) -> Recording:
 
 def test_integers_that_grow_become_sizes() -> None:
     recording = at_both(lambda x, size: torch.cat([x, x], -1)[:, 3:].reshape(4 * size - 6))
-    assert recording.inputs["x"].shape == (2, Size(1, 0))
-    assert recording.inputs["x"].strides == (Size(1, 0), 1)
+    assert recording.inputs["x"].shape == (2, Size((1,), 0))
+    assert recording.inputs["x"].strides == (Size((1,), 0), 1)
     *_, last = recording.nodes
     (meta,) = last.outputs
-    assert meta is not None and meta.shape == (Size(4, -6),)
+    assert meta is not None and meta.shape == (Size((4,), -6),)
     assert fixed_shape(meta) is None and shape_at(meta, (100,)) == (394,)
     assert at_size(last.args, (100,))[1] == [394]
     cat = recording.nodes[0].outputs[0]
@@ -199,7 +207,7 @@ def test_numbers_that_stay_are_numbers() -> None:
 
 
 def test_arguments_at_a_size_keep_their_containers() -> None:
-    given = {"a": [Size(2, 1), 3, (Size(-1, 9), Value(1))], "b": None}
+    given = {"a": [Size((2,), 1), 3, (Size((-1,), 9), Value(1))], "b": None}
     assert at_size(given, (4,)) == {"a": [9, 3, (5, Value(1))], "b": None}
     assert type(at_size(given, (4,))["a"][2]) is tuple
 
@@ -214,9 +222,9 @@ def test_equal_constants_made_at_each_size_are_one() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda x, size: [x.neg() for _ in range(size)], "cache's size: 6 at 6, 10 at 10"),
+        (lambda x, size: [x.neg() for _ in range(size)], "6 ops with 6 cache slots, and 10 with"),
         (lambda x, size: x.neg() if size == 6 else x.exp(), "runs another op"),
-        (lambda x, size: x * (size / 10), "takes 0.6 at one size of the cache, 1.0 at another"),
+        (lambda x, size: x * (size / 10), "gets 0.6 with a short cache, and 1.0 with a long one"),
         (lambda x, size: x.view(2, -1, *[1] * (size - 6)), "lists of other lengths"),
         (lambda x, size: x[:, : 4 if size == 6 else 7], "no multiple of the cache's size"),
         (lambda x, size: x[:, :1] + torch.tensor([float(size)]), "makes another constant"),
@@ -227,7 +235,7 @@ def test_equal_constants_made_at_each_size_are_one() -> None:
         (lambda x, size: x.split(2, dim=-1), "returns more tensors"),
         (
             lambda x, size: x.to([torch.float16, torch.float64][size // 10]),
-            "takes torch.float16 at",
+            "gets torch.float16 with",
         ),
     ],
 )
@@ -249,17 +257,49 @@ def test_integers_may_depend_on_one_of_two_sizes() -> None:
     sizes = (6, 8), (10, 8), (6, 12)
     first, second, third = (at(*each) for each in sizes)
     recording = generalized(generalized(first, second, sizes[:2]), third, (sizes[0], sizes[2]))
-    assert recording.inputs["x"].shape == (1, Size(1, 0))
-    assert recording.inputs["y"].shape == (1, Size(1, 0, axis=1))
+    assert recording.inputs["x"].shape == (1, Size((1, 0), 0))
+    assert recording.inputs["y"].shape == (1, Size((0, 1), 0))
     assert shape_at(recording.inputs["y"], (3, 50)) == (1, 50)
 
 
-def test_an_integer_of_both_sizes_is_refused() -> None:
+def at_four_sizes(function: Callable[[Tensor, Tensor], Any]) -> Recording:
+    """Return a recording for all sizes, compared with one at two sizes that were not seen."""
+
     def at(slots: int, source: int) -> Recording:
-        return recording_of(lambda x: x[0, 0] * 2, x=normal(slots, slots + source))
+        return recording_of(function, x=normal(1, slots), y=normal(1, source))
 
     sizes = (6, 8), (10, 8), (6, 12)
     first, second, third = (at(*each) for each in sizes)
-    merged = generalized(first, second, sizes[:2])
-    with pytest.raises(TraceError, match="at one size of the cache"):
-        generalized(merged, third, (sizes[0], sizes[2]))
+    merged = generalized(generalized(first, second, sizes[:2]), third, (sizes[0], sizes[2]))
+    return generalized(merged, at(10, 12), ((10, 12), (10, 12)))
+
+
+def test_integers_may_depend_on_both_sizes() -> None:
+    recording = at_four_sizes(lambda x, y: torch.cat([x, y, y], -1) * 2)
+    (meta,) = recording.nodes[-1].outputs
+    assert meta is not None and meta.shape == (1, Size((1, 2), 0))
+    assert shape_at(meta, (3, 50)) == (1, 103)
+    assert repr(meta.shape[1]) == "(cache slots + 2 · encoder slots)"
+    assert has_mixed_sizes(recording)
+    assert not has_mixed_sizes(at_four_sizes(lambda x, y: x.sum() + y.sum()))
+
+
+def test_a_product_of_both_sizes_is_refused() -> None:
+    with pytest.raises(TraceError, match="no linear function"):
+        at_four_sizes(lambda x, y: (x.T @ y).reshape(-1))
+
+
+def test_a_softmax_over_so_many_slots_hides_what_it_is_told_to() -> None:
+    """Stock's cache has no slots that hold nothing, so some models make no mask in a step."""
+
+    def function(scores: Tensor, length: Tensor) -> Tensor:
+        return scores.softmax(-1) + scores[:, :3].softmax(-1).sum() + scores.softmax(0)
+
+    with FakeTensorMode() as mode:
+        given = {"scores": torch.zeros(3, 7), "length": torch.zeros(1)}
+    hidden = {7: lambda: torch.arange(7)[None] > given["length"]}
+    recording = record(lambda: function(**given), given, mode, hidden=hidden)
+    names = [node.name for node in recording.nodes]
+    assert names.count("aten.masked_fill") == 1 and names.count("aten._softmax") == 3
+    (fill,) = (n for n in recording.nodes if n.name == "aten.masked_fill")
+    assert fill.args[0] == Input("scores") and fill.args[2] == -math.inf
