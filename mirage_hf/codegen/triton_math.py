@@ -341,10 +341,12 @@ def entry_of(x, values: tl.constexpr):
 def as_integer(x):
     """Return x rounded down and modulo 256, as int32. It may be a byte as it is stored."""
     if x.dtype == tl.uint8:
-        return x.to(tl.int32)
-    whole = tl.floor(x)
-    whole = whole - 256.0 * tl.floor(whole * 0.00390625)
-    return tl.where(whole >= 0.0, whole, 0.0).to(tl.int32)  # 0 for NaN
+        found = x.to(tl.int32)
+    else:
+        whole = tl.floor(x.to(tl.float32))
+        whole = whole - 256.0 * tl.floor(whole * 0.00390625)
+        found = tl.where(whole >= 0.0, whole, 0.0).to(tl.int32)  # 0 for NaN
+    return found
 
 
 @triton.jit

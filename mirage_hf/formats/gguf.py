@@ -60,18 +60,20 @@ def _read(module: Any, dtype: torch.dtype) -> CodedWeight | str:
         return why
     assert weight is not None
     coding = coding_of(module.ggml_type, rows, columns, dtype)
-    flat = weight.detach().view(-1)
-    held = tuple(
-        (_bits_of_a_byte(flat.device) if role.startswith("starts") else flat)[layout.begins[role] :]
-        for role in coding.roles
-    )
-    return CodedWeight(coding, view_as(coding, held), module.bias)
+    return CodedWeight(coding, views(module.ggml_type, coding, weight), module.bias)
 
 
 def coding_of(kind: int, rows: int, columns: int, dtype: torch.dtype) -> Coding:
     """Return the coding of a weight in blocks of a type, given by its number."""
     layout = LAYOUTS[kind]
     return layout.coding(Blocks(rows, columns, layout.codes, layout.bytes), dtype)
+
+
+def views(kind: int, coding: Coding, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the inputs of a program as views of the bytes of a weight."""
+    begins, flat = LAYOUTS[kind].begins, weight.detach().view(-1)
+    held = [_bits_of_a_byte(flat.device) if r.startswith("starts") else flat for r in coding.roles]
+    return view_as(coding, tuple(x[begins[r] :] for r, x in zip(coding.roles, held, strict=True)))
 
 
 @cache

@@ -6,7 +6,7 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import coded_weight, held_tensors, runs_codes
-from tests.helpers import coded_modules
+from tests.helpers import coded_modules, gguf_reference
 
 gguf = pytest.importorskip("transformers.integrations.gguf.utils")
 dequant = pytest.importorskip("transformers.integrations.gguf.dequant")
@@ -34,22 +34,15 @@ def filled(plain: nn.Linear) -> nn.Module:
     return module.eval()
 
 
-#: The types of blocks with 256 codes, and the bytes at which their float16 numbers begin.
-K_TYPES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+#: The types of blocks with 256 codes, by name.
+K_TYPES = {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 
 
 def module_of_type(name: str, rows: int = ROWS, columns: int = 512) -> nn.Module:
     """Return a linear with random blocks. No library of Python makes such blocks."""
-    kind = getattr(dequant, f"GGML_{name}")
-    codes, size = dequant.GGML_BLOCK[kind]
-    draw = torch.Generator().manual_seed(0)
-    shape = rows, columns // codes
-    blocks = torch.randint(0, 256, (*shape, size), generator=draw, dtype=torch.uint8)
-    for at in K_TYPES[name]:
-        numbers = torch.rand(shape, generator=draw) * 2e-4 + 1e-4
-        blocks[..., at : at + 2] = numbers.half().unsqueeze(-1).view(torch.uint8)
+    kind = K_TYPES[name]
     module = gguf.GgufLinear(columns, rows, kind)
-    module.weight.data = blocks.flatten(1)
+    module.weight.data = gguf_reference.random_blocks(kind, rows, columns, 0)
     return module.eval()
 
 
@@ -60,6 +53,8 @@ def test_blocks_of_256_codes_are_decoded_as_libraries_decode_them(name, columns)
     found = coded_modules.read_as(module, torch.float32)
     decoded = coded_modules.decoded(found.coding, found.tensors)
     assert torch.equal(decoded, weight_of(module)) and decoded.abs().max() > 0
+    exact = gguf_reference.decoded(K_TYPES[name], module.weight.data)
+    assert (decoded - exact).abs().max() <= 2**-22 * exact.abs().max()
     reference = pytest.importorskip("gguf")
     kind = reference.GGMLQuantizationType[name]
     assert torch.equal(decoded, torch.from_numpy(reference.dequantize(module.weight.numpy(), kind)))

@@ -33,7 +33,7 @@ from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.space import schedules
 from mirage_hf.verify.accept import Candidate, accept
-from tests.helpers import coded_modules, coded_mutants
+from tests.helpers import coded_modules, coded_mutants, gguf_reference
 from tests.helpers.random_searched_kernels import _steps
 
 # -- configurations -------------------------------------------------------------------------------
@@ -48,6 +48,10 @@ _DIVISOR = 90.0
 
 #: The group of each kind of 4-bit floats.
 GROUPS_OF_FP4 = {"nvfp4": 16, "mxfp4": 32}
+
+#: The numbers of GGUF's types of blocks, and the codes of a block.
+GGUF_TYPES = {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+GGUF_CODES = 256
 
 #: Kinds of containers: the library, the granularity of scales, whether there may be zero points,
 #: and the kind of `coded_mutants.coding` that takes its place without the library.
@@ -71,6 +75,9 @@ KINDS = {
 LATER_KINDS = {
     "GPTQ act-order int4": ("", ("group",), True, "act-order"),
     "GPTQ act-order int8": ("", ("group",), True, "act-order"),
+    "Q4_K": ("", ("group",), False, "Q4_K"),
+    "Q5_K": ("", ("group",), False, "Q5_K"),
+    "Q6_K": ("", ("group",), False, "Q6_K"),
 }
 LATER_SEEDS = 1000
 
@@ -120,7 +127,7 @@ def config(seed: int) -> Config:
     granularity = r.choice(scales)
     in_blocks, in_words = granularity == "block", "int4" in kind and "bytes" not in kind
     group = r.choice(GROUPS_IN_BLOCKS if in_blocks else GROUPS_IN_WORDS if in_words else GROUPS)
-    group = GROUPS_OF_FP4.get(code, group)
+    group = GGUF_CODES if code in GGUF_TYPES else GROUPS_OF_FP4.get(code, group)
     joined = r.choice((1, 1, 2) if in_blocks else (1, 1, 2, 3))
     unit = group if in_blocks else 8
     # Weights of one block do not join. compressed-tensors cannot decode one row of words.
@@ -234,6 +241,8 @@ _LIBRARIES: dict[str, Callable[[Config, int], tuple[nn.Module, Tensor]]] = {
 
 def _stored(c: Config, width: int) -> Container:
     """Return random codes, scales and zero points, each stored with its dims in a random order."""
+    if c.kind in GGUF_TYPES:
+        return _blocks_of_gguf(c, width)
     if c.kind in LATER_KINDS:
         return _in_act_order(c, width)
     r = random.Random(c.seed)
@@ -255,6 +264,14 @@ def _stored(c: Config, width: int) -> Container:
     numbers[1] = scales.to(coding.scales.dtype)
     tensors = tuple(coded.packed(t, x) for t, x in zip(inputs, numbers, strict=True))
     return Container(coding, tensors, _decoded(coding, numbers).reshape(width, c.columns))
+
+
+def _blocks_of_gguf(c: Config, width: int) -> Container:
+    """Return random blocks of 256 codes."""
+    kind = GGUF_TYPES[c.kind]
+    blocks = gguf_reference.random_blocks(kind, width, c.columns, c.seed + width)
+    weight = gguf_reference.coded(kind, blocks, c.dtype)
+    return Container(weight.coding, weight.tensors, gguf_reference.decoded(kind, blocks))
 
 
 def _in_act_order(c: Config, width: int) -> Container:
