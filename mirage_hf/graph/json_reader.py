@@ -32,6 +32,9 @@ from mirage_hf.graph.json_writer import BLOCK, GRAPH, UGRAPH, VERSION, tensor_to
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 
+#: The most bytes of a file. Weights are not part of a graph, so real files are far smaller.
+_MOST_BYTES = 1 << 28
+
 _LOADERS = {GRAPH: "load_graph", UGRAPH: "load_ugraph", BLOCK: "block_from_dict"}
 
 
@@ -199,7 +202,13 @@ class _Place:
 
 
 def _read(path: str | Path) -> Any:
-    raw = Path(path).read_bytes()
+    with Path(path).open("rb") as f:
+        raw = f.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise errors.FormatError(
+            f"{path}: has more than {_MOST_BYTES:,} bytes, so it is no graph; "
+            "give a file written by to_json()"
+        )
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as e:
