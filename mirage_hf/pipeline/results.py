@@ -32,7 +32,8 @@ from mirage_hf.search.search_journal import SearchJournal
 from mirage_hf.tune.relatives import TunedKernels
 from mirage_hf.verify.accept import Candidate, examine
 from mirage_hf.verify.numeric import NumericCheck
-from mirage_hf.zoo.entry import ENTRY, Entry, read_entry
+from mirage_hf.zoo.entry import ENTRY, Entry
+from mirage_hf.zoo.entry_reader import read_entry
 from mirage_hf.zoo.search_record import SearchRecord
 from mirage_hf.zoo.store import NotStored, Store, ZooPath, packaged_store, user_store
 

@@ -25,7 +25,8 @@ from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.tune.space import REGISTER_BUDGET
 from mirage_hf.zoo import store
-from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement, read_entry
+from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement
+from mirage_hf.zoo.entry_reader import read_entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store, ZooPath, packaged_store
 from tests.helpers.ugraphs import gated_mlp, rms_norm_linear
