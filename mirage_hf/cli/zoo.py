@@ -75,7 +75,7 @@ def zoo_list(root: Root = None) -> None:
 @zoo_app.command("verify")
 def zoo_verify(root: Root = None) -> None:
     """Check digests, key, µGraph and kernel text of every entry. Exit with 1 if one is rejected."""
-    from mirage_hf.pipeline.results import text_differs
+    from mirage_hf.pipeline.trust import text_differs
 
     bad = 0
     for store in _stores(root):

@@ -12,7 +12,6 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport, StopReason
 
-
 #: The most µGraphs of a record. A search keeps some dozens.
 MOST_UGRAPHS = 1024
 

@@ -246,7 +246,7 @@ def zoo_path(zoo: str | Path | Sequence[str | Path] | None = None) -> ZooPath:
 
 def user_store() -> Store:
     """Return the cache in which this user's searched and tuned kernels are kept."""
-    return Store(settings().cache_dir / "zoo", writable=True, is_trusted=True)
+    return Store(settings().cache_dir / "zoo", writable=True)
 
 
 def packaged_store() -> Store:
