@@ -41,6 +41,24 @@ def fetched(repo: str, revision: str | None = None) -> Path:
         ) from e
 
 
+def fetched_if_there(repo: str) -> Path | None:
+    """Return the folder of a repo's zoo, or None if there is no such repo.
+
+    Raises:
+        ZooError: The repo is there and cannot be fetched.
+    """
+    import huggingface_hub
+
+    try:
+        if not huggingface_hub.HfApi().repo_exists(repo):
+            return None
+    except Exception as e:
+        raise errors.ZooError(
+            f"zoo {repo!r}: the Hub cannot be asked ({_reason(e)}); check the name and the network"
+        ) from e
+    return fetched(repo)
+
+
 def _check_sizes(api: Any, repo: str, revision: str | None) -> None:
     """Check the sizes of a repo's files before they are fetched.
 
