@@ -278,7 +278,18 @@ class _WindowSearch:
             if not unverified:
                 return paths
             for key, window in unverified.items():
-                self._verify(self.results[key], window)
+                if self._must_end():
+                    self.results[key].candidates = ()
+                else:
+                    self._verify(self.results[key], window)
+
+    def _must_end(self) -> bool:
+        """Return whether time is up and a window was verified, so the library runs the rest."""
+        is_late = time.perf_counter() >= self.deadline
+        if is_late and any(r.candidates for r in self.results.values()):
+            self._note_stop(StopReason.TIME)
+            return True
+        return False
 
     def _choices(self, window: Window, mma: bool) -> list[Choice]:
         """Return the accepted µGraphs of a window, or the cheapest if none is verified yet."""
