@@ -396,6 +396,7 @@ def env() -> None:
     rows = {
         **this_machine(),
         "cache": in_force.cache_dir,
+        "state": in_force.state_dir,
         "search threads": in_force.threads,
         "search seconds": in_force.search_seconds,
         "packaged zoo": store.packaged_store().root,
