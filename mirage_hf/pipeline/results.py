@@ -15,6 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import CodegenError, Rejected
@@ -85,11 +87,13 @@ class ZooResults:
         zoos: The stores, in the order in which they are asked.
         must_be_timed: True if an entry counts only if its kernel was measured.
         looks_up: False to make everything anew.
+        device: The GPU that compiled kernels of entries are checked on. None: the request's.
     """
 
     zoos: ZooPath
     must_be_timed: bool = False
     looks_up: bool = True
+    device: torch.device | None = None
 
     def load(self, request: Request) -> Loaded:
         """Return the first entry that may be used, as its kernel or as its candidates."""
@@ -122,7 +126,7 @@ class ZooResults:
             return trust.examined(entry.record, request, str(store.root / entry.folder))
         if reason := trust.obstacle(entry, request.runs_generated, self.must_be_timed):
             return Rejected(f"{store.root / entry.folder}: {reason}")
-        accepted = trust.accepted_here(entry, store, request.device)
+        accepted = trust.accepted_here(entry, store, self.device or request.device)
         if isinstance(accepted, Rejected):
             return accepted
         return StoredEntry(accepted, source_of(store))

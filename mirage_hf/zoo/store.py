@@ -6,6 +6,7 @@ Writes are atomic, and several processes may write at the same time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -141,6 +142,8 @@ class Store:
         earlier = self.root.glob(f"*/*-{entry.key.digest[:8]}/{entry.key.target}")
         for number, earlier_folder in enumerate(list(earlier)):
             os.replace(earlier_folder, old.with_suffix(f".{number}"))
+        if not folder.resolve().is_relative_to(self.root.resolve()):
+            raise OSError(errno.EPERM, f"{folder} is a link that leads out of it")
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(new, folder)
         shutil.rmtree(temporary, ignore_errors=True)

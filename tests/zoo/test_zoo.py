@@ -292,6 +292,15 @@ def test_damage_is_refused_with_a_reason_and_can_be_rebuilt(zoo, spoil, reason):
     assert zoo.get(e.key) == e
 
 
+def test_nothing_is_written_through_a_link_that_leads_out_of_the_zoo(zoo, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    zoo.root.mkdir()
+    (zoo.root / entry().pattern).symlink_to(tmp_path / "elsewhere")
+    said = zoo.put(entry())
+    assert isinstance(said, Rejected) and "leads out of it" in said.reason
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_consistent_entry_under_the_wrong_key_is_refused(zoo):
     """Somebody may move a valid entry to the folder of another program."""
     three, four = entry(rows=3), entry(rows=4)
