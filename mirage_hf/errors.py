@@ -124,6 +124,19 @@ def described(error: BaseException, *, whole: bool = False) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """Return text of others without what controls a terminal; each such character as its escape.
+
+    Args:
+        text: The text.
+        lines: True to keep line breaks and tabs.
+    """
+    kept = "\n\t" if lines else ""
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def shape(dims: Sequence[object]) -> str:
     """Return dims as text, like (2, 3)."""
     return "(" + ", ".join(str(d) for d in dims) + ")"

@@ -18,6 +18,9 @@ class Settings:
 
     #: The folder of searched and tuned kernels: MIRAGE_HF_CACHE, else the platform's user cache.
     cache_dir: Path
+    #: The folder of what this machine has proven: the platform's user state. It is not part of the
+    #: cache, so a cache that is copied brings no proofs along.
+    state_dir: Path
     #: Threads of the C++ search: MIRAGE_HF_THREADS, else all cores that this process may use.
     threads: int
     #: The default time limit of one search in seconds: MIRAGE_HF_SEARCH_SECONDS, else 60.
@@ -74,6 +77,7 @@ def settings() -> Settings:
     )
     return Settings(
         cache_dir=_cache_dir(),
+        state_dir=Path(platformdirs.user_state_dir("mirage_hf")),
         threads=int(_number("MIRAGE_HF_THREADS", str(cores), int)),
         search_seconds=_number("MIRAGE_HF_SEARCH_SECONDS", "60", float),
         interpret=_flag("TRITON_INTERPRET"),

@@ -25,6 +25,8 @@ torch.set_num_threads(1)
 
 # A test must not read results of earlier runs or of the user's own work.
 os.environ.setdefault("MIRAGE_HF_CACHE", tempfile.mkdtemp(prefix="mirage_hf_tests_"))
+# The same holds for what this machine has proven.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="mirage_hf_tests_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.cli import show
 from mirage_hf.cli.one_line_errors import FAILURE, Commands
 from mirage_hf.cli.zoo import zoo_app
@@ -133,7 +134,7 @@ def optimize(
     report = done if dry_run else loaded.report
     show.plain(report)
     if report_json:
-        report_json.write_text(json.dumps(report.to_dict(), indent=1, default=str) + "\n")
+        files.write_text(report_json, json.dumps(report.to_dict(), indent=1, default=str) + "\n")
 
 
 @app.command()
@@ -332,7 +333,7 @@ def _write_result(
     if json_out:
         ugraphs = [json_format.ugraph_to_dict(u) for u in result]
         data = {"report": result.report.to_dict(), "results": ugraphs}
-        json_out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        files.write_text(json_out, json.dumps(data, indent=1) + "\n")
         written.append(json_out)
     if html:
         written.append(result.to_html(html))
@@ -351,7 +352,7 @@ def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -
     Raises:
         typer.BadParameter: A file cannot be written, or another argument names it, too.
     """
-    taken = {path.resolve(): name for name, path in read.items()}
+    taken = {_identity(path): name for name, path in read.items()}
     for name, path in written.items():
         if path is None:
             continue
@@ -360,10 +361,20 @@ def _check_files(read: Mapping[str, Path], written: Mapping[str, Path | None]) -
         folder = path.absolute().parent
         if not folder.is_dir():
             raise typer.BadParameter(f"{name} {path}: has no folder {path.parent}, make it first")
-        if (other := taken.setdefault(path.resolve(), name)) != name:
+        if (other := taken.setdefault(_identity(path), name)) != name:
             raise typer.BadParameter(
                 f"{name} {path}: is {other}, which would be overwritten; give another file"
             )
+
+
+def _identity(path: Path) -> object:
+    """Return what two names of one file have in common, links included."""
+    try:
+        found = path.stat()
+    except OSError:
+        return path.absolute().parent.resolve() / path.name
+    is_file = stat.S_ISREG(found.st_mode)
+    return (found.st_dev, found.st_ino) if is_file else object()
 
 
 def _dims(name: str, given: list[str] | None) -> list[tuple[int, ...]] | None:
@@ -385,6 +396,7 @@ def env() -> None:
     rows = {
         **this_machine(),
         "cache": in_force.cache_dir,
+        "state": in_force.state_dir,
         "search threads": in_force.threads,
         "search seconds": in_force.search_seconds,
         "packaged zoo": store.packaged_store().root,

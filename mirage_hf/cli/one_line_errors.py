@@ -25,13 +25,15 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except (errors.MirageError, OSError) as e:
-        show.errors_console.print(f"error: {e}", markup=False)
+        text = errors.printable(str(e), lines=True)
+        show.errors_console.print(f"error: {text}", markup=False)
         raise SystemExit(FAILURE) from None
     except _UsageError as e:
         if type(e).__name__ == "NoArgsIsHelpError":
             raise
         command = e.ctx.command_path if e.ctx else "mirage-hf"
         message = " ".join(e.format_message().removeprefix("Invalid value: ").split())
+        message = errors.printable(message)
         show.errors_console.print(f"error: {message} (see {command} --help)", markup=False)
         raise SystemExit(MISUSE) from None
 

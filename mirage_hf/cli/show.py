@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from mirage_hf import errors
 from mirage_hf.pipeline import progress_bar
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
@@ -25,8 +27,13 @@ def heading(text: str) -> None:
 
 
 def plain(text: object) -> None:
-    """Print text as it is: no markup, no wrapping."""
-    console.print(str(text), markup=False)
+    """Print text as it is: no markup, no wrapping, and nothing that controls the terminal."""
+    console.print(errors.printable(str(text), lines=True), markup=False)
+
+
+def cell(value: object) -> Text:
+    """Return a cell of a table, without markup and without what controls the terminal."""
+    return Text(errors.printable(str(value)))
 
 
 @contextmanager

@@ -20,13 +20,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.codegen import ahead, workers
 from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
 from mirage_hf.settings import settings
 
 #: Compute capabilities that every kernel must compile for.
 ARCHITECTURES = (80, 89, 90, 100, 120)
+
+#: The most bytes of a kept source.
+_MOST_BYTES = 1 << 26
 
 _log = logging.getLogger("mirage_hf")
 
@@ -154,12 +157,20 @@ def _kept_in(folder: Path, source: str, digest: str) -> Path:
     """Write a source to a folder atomically, and return the path of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest}.py"
-    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+    if not _is_kept(path, digest):
         handle, partial = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "w", encoding="utf-8") as f:
             f.write(source)
         os.replace(partial, path)
     return path
+
+
+def _is_kept(path: Path, digest: str) -> bool:
+    try:
+        kept = files.read_bytes(path, _MOST_BYTES)
+    except OSError:
+        return False
+    return hashlib.sha256(kept).hexdigest() == digest
 
 
 @dataclass(frozen=True)

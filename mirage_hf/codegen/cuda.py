@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.codegen import cuda_check
 from mirage_hf.codegen.cuda_kernel import SHARED_PLAIN, CudaKernel, write_kernel
 from mirage_hf.codegen.cuda_math import DEVICE_HELPERS, TYPES
@@ -38,7 +38,7 @@ def write_program(ugraph: UGraph, path: str | Path) -> Path:
         CodegenError: A kernel is a library call.
     """
     path = Path(path)
-    path.write_text(program_source(ugraph), encoding="utf-8")
+    files.write_text(path, program_source(ugraph))
     return path
 
 

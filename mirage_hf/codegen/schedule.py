@@ -17,6 +17,12 @@ from mirage_hf.graph.block import BlockGraph, Role
 VERSION = 10
 
 
+#: The most of some fields in a stored schedule, and the most of all others. A block has 1,024
+#: threads, which are 32 warps. No tuned schedule is near the others.
+_MOST = {"num_warps": 32, "num_stages": 64}
+_LARGE = 1 << 31
+
+
 class Tiles(Mapping[str, int]):
     """An immutable, hashable mapping from axis name to tile size, in alphabetical order."""
 
@@ -147,10 +153,18 @@ class Schedule:
         Raises:
             FormatError: If the tiles are missing or a field is unknown.
         """
-        known = {f.name for f in fields(Schedule)}
-        unknown = sorted(set(data) - known)
-        if unknown or "tiles" not in data:
-            problem = f"unknown field {unknown[0]!r}" if unknown else "no tiles"
+        defaults = {f.name: f.default for f in fields(Schedule)}
+        unknown = sorted(set(data) - set(defaults))
+        problem = f"unknown field {unknown[0]!r}" if unknown else ""
+        tiles = data.get("tiles")
+        if not isinstance(tiles, Mapping):
+            problem = problem or "no tiles"
+        else:
+            for name, value in {**tiles, **data, "tiles": 1}.items():
+                is_flag = isinstance(defaults.get(name), bool)
+                if type(value) is not (bool if is_flag else int) or value > _MOST.get(name, _LARGE):
+                    problem = problem or f"{name} is {value!r}"
+        if problem:
             raise errors.FormatError(f"schedule: {problem}; rebuild the entry with this version")
         return Schedule(**data)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.codegen import launching, torch_text, triton_math, triton_run
 from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
@@ -62,7 +62,7 @@ def write_program(
         CodegenError: If a block graph has no kernel.
     """
     path = Path(path)
-    path.write_text(program_source(ugraph, schedules), encoding="utf-8")
+    files.write_text(path, program_source(ugraph, schedules))
     return path
 
 

@@ -224,6 +224,8 @@ class BlockInput:
             named = self.joined is not None and self.joined in self.axes
             if not named or len(self.sizes) != len(self.sources):
                 raise self._error(f"{len(self.sources)} sources need a joined axis and a size each")
+        elif self.joined is not None and self.joined not in self.axes:
+            raise self._error(f"is joined along {self.joined}, which is no axis of its sources")
 
     def _check_rotation_and_padding(self) -> None:
         if self.rotation is not None:

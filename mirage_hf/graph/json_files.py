@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from mirage_hf import files
 
 Json = dict[str, Any]
 
@@ -37,31 +36,8 @@ def save_json(data: Json, path: str | Path | None = None) -> str:
     """
     text = _pretty(data) + "\n"
     if path is not None:
-        _write(text, Path(path))
+        files.write_text(Path(path), text)
     return text
-
-
-def _write(text: str, path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "it is a folder, name a file", str(path))
-    try:
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    except OSError as e:  # it names the temporary file, which the user has never heard of
-        raise type(e)(e.errno, e.strerror, str(path)) from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(partial, 0o666 & ~_umask())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _pretty(value: Any, indent: str = "", key: str = "") -> str:

@@ -6,9 +6,10 @@ the data, a FormatError names the file, the place in it, and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from mirage_hf.graph.dim import Dim
 from mirage_hf.graph.json_writer import BLOCK, GRAPH, UGRAPH, VERSION, tensor_to_dict
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+
+#: The most bytes of a file. Weights are not part of a graph, so real files are far smaller.
+_MOST_BYTES = 1 << 28
 
 _LOADERS = {GRAPH: "load_graph", UGRAPH: "load_ugraph", BLOCK: "block_from_dict"}
 
@@ -61,7 +65,8 @@ def graph_from_dict(data: Any, source: str = "graph") -> KernelGraph:
     Raises:
         FormatError: If the data is not a kernel graph.
     """
-    return _read_graph(_header(data, GRAPH, source))
+    with _damage_is_an_error(source):
+        return _read_graph(_header(data, GRAPH, source))
 
 
 def ugraph_from_dict(data: Any, source: str = "µGraph") -> UGraph:
@@ -70,18 +75,8 @@ def ugraph_from_dict(data: Any, source: str = "µGraph") -> UGraph:
     Raises:
         FormatError: If the data is not a µGraph.
     """
-    place = _header(data, UGRAPH, source)
-    program, kernels = _read_graph(place.key("program")), _read_graph(place.key("kernels"))
-    for what in ("inputs", "outputs"):
-        ours, theirs = ([(t.dims, t.dtype) for t in getattr(g, what)] for g in (program, kernels))
-        if ours != theirs:
-            raise place.error(f"program and kernels differ in their {what}")
-    ours, theirs = ([(t.strides, t.constant) for t in g.inputs] for g in (program, kernels))
-    if ours != theirs:
-        raise place.error(
-            "program and kernels differ in the strides of their inputs, or in which are constant"
-        )
-    return UGraph(program, kernels)
+    with _damage_is_an_error(source):
+        return _read_ugraph(_header(data, UGRAPH, source))
 
 
 def block_from_dict(data: Any, source: str = "block graph") -> BlockGraph:
@@ -90,7 +85,22 @@ def block_from_dict(data: Any, source: str = "block graph") -> BlockGraph:
     Raises:
         FormatError: If the data is not a block graph.
     """
-    return _read_block(_header(data, BLOCK, source))
+    with _damage_is_an_error(source):
+        return _read_block(_header(data, BLOCK, source))
+
+
+@contextlib.contextmanager
+def _damage_is_an_error(source: str) -> Iterator[None]:
+    """Turn what edited data leads to in builders into a FormatError."""
+    try:
+        yield
+    except errors.MirageError:
+        raise
+    except Exception as e:
+        raise errors.FormatError(
+            f"{source}: is damaged or was edited ({errors.described(e)[:200]}); "
+            "write it again with to_json()"
+        ) from e
 
 
 # -- places in a file ------------------------------------------------------------------------------
@@ -199,7 +209,13 @@ class _Place:
 
 
 def _read(path: str | Path) -> Any:
-    raw = Path(path).read_bytes()
+    with Path(path).open("rb") as f:
+        raw = f.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise errors.FormatError(
+            f"{path}: has more than {_MOST_BYTES:,} bytes, so it is no graph; "
+            "give a file written by to_json()"
+        )
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as e:
@@ -248,6 +264,20 @@ def _read_graph(place: _Place) -> KernelGraph:
     for out in place.each("outputs", "text"):
         graph.mark_output(_tensor(tensors, out))
     return graph
+
+
+def _read_ugraph(place: _Place) -> UGraph:
+    program, kernels = _read_graph(place.key("program")), _read_graph(place.key("kernels"))
+    for what in ("inputs", "outputs"):
+        ours, theirs = ([(t.dims, t.dtype) for t in getattr(g, what)] for g in (program, kernels))
+        if ours != theirs:
+            raise place.error(f"program and kernels differ in their {what}")
+    ours, theirs = ([(t.strides, t.constant) for t in g.inputs] for g in (program, kernels))
+    if ours != theirs:
+        raise place.error(
+            "program and kernels differ in the strides of their inputs, or in which are constant"
+        )
+    return UGraph(program, kernels)
 
 
 def _tensor(tensors: Mapping[str, DTensor], place: _Place) -> DTensor:

@@ -402,6 +402,10 @@ class KernelGraph:
                 f"tensor name {name!r} is taken or not an identifier (of NFKC form); choose another"
             )
         strides = row_major(dims) if strides is None else strides
+        if math.prod(dims) * dtype.itemsize >= 1 << 63:
+            raise errors.GraphError(
+                f"tensor {name} of {errors.shape(dims)} has 2^63 bytes or more; make its dims less"
+            )
         t = DTensor(index, dims, dtype, name, strides, self._uid, constant)
         self._tensors.append(t)
         return t

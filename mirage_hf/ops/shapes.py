@@ -44,6 +44,10 @@ def broadcast(*dims: Dims, op: str = "elementwise") -> Dims:
     Raises:
         GraphError: If they do not broadcast. `op` opens the message.
     """
+    of_tensors = [d for d in dims if d]  # numbers have no dims
+    first = of_tensors[0] if of_tensors else ()
+    if all(d == first for d in of_tensors) and all(type(size) is int for size in first):
+        return first  # torch takes 40 µs for the same
     try:
         return tuple(torch.broadcast_shapes(*dims))
     except (RuntimeError, TypeError):  # torch raises TypeError for sizes beyond 64 bits

@@ -244,6 +244,11 @@ def check_attrs(op: str, attrs: dict[str, Any]) -> None:
         wants, holds = _ATTRS.get(name, ("a number", _is_number))
         if not holds(value):
             raise errors.GraphError(f"{op}: {name} must be {wants}, it is {value!r}")
+        if type(value) is int and abs(value) >= 1 << 63:
+            raise errors.GraphError(
+                f"{op}: {name} is an integer of {value.bit_length()} bits, of which 63 fit; "
+                "give a float"
+            )
     for name, default in row.attrs.items():
         if default is None and name not in attrs:
             raise errors.GraphError(f"{op}: misses the argument {name!r}; it takes {takes}")

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
-from mirage_hf.pipeline.results import Loaded, examined
+from mirage_hf.pipeline.results import Loaded
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
+from mirage_hf.pipeline.trust import examined
 from mirage_hf.search.search_report import StopReason
 from mirage_hf.tune.relatives import TunedKernels
 from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
@@ -27,7 +28,8 @@ from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
 CHECKPOINT = "mirage_hf.checkpoint"
 VERSION = 4
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+#: The most bytes of a file.
+MOST_BYTES = 1 << 28
 
 
 def identity(request: Request) -> str:
@@ -142,7 +144,7 @@ def _write(path: Path, owner: str, record: SearchRecord | None, steps: dict[str,
 def read(path: Path, owner: str) -> SearchRecord | CheckpointJournal | Rejected:
     """Return the result in a checkpoint, its steps if the search did not end, or what is wrong."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(files.read_bytes(path, MOST_BYTES))
         kind, version = data["format"], data["version"]
         if (kind, version) != (CHECKPOINT, VERSION):
             return Rejected(
@@ -155,7 +157,9 @@ def read(path: Path, owner: str) -> SearchRecord | CheckpointJournal | Rejected:
         if file_owner != owner:
             return Rejected("belongs to another program, other options or another version")
         if data["record"] is None:
+            if not isinstance(data["steps"], dict):
+                raise TypeError("its steps are no object")
             return CheckpointJournal(path, owner, data["steps"])
         return record_from_dict(data["record"], str(path))
-    except _DAMAGE as e:
+    except Exception as e:  # whatever edited data leads to
         return Rejected(f"is damaged or not a checkpoint ({errors.described(e)})")

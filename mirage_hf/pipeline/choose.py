@@ -26,6 +26,10 @@ from mirage_hf.verify.accept import Candidate, kind_of
 #: place of the first.
 _PAIRS_MOVED, _FIRST_PLACE = 3, 2
 
+#: The most kernels of a µGraph of `superoptimize()` that get schedules at once. Each takes 20 ms,
+#: so those of a µGraph with a thousand outputs would take longer than the search.
+_MOST_SCHEDULED = 64
+
 
 def schedule_candidates(
     request: Request, verified: VerifiedCandidates, tuned: Callable[[], Sequence[TunedKernels]]
@@ -41,7 +45,7 @@ def schedule_candidates(
     Raises:
         SearchError: No kernel keeps to the request's restriction.
     """
-    verified, obstacle = _without_obstacles(verified, request.key.next_may_launch_early)
+    verified, obstacle = _without_obstacles(verified, request)
     library = library_ugraph(request.program)
     if not verified.candidates:
         return Outcome(request, verified, (library,), obstacle or verified.report.reason)
@@ -92,11 +96,15 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
 
 
 def _without_obstacles(
-    verified: VerifiedCandidates, next_may_launch_early: bool
+    verified: VerifiedCandidates, request: Request
 ) -> tuple[VerifiedCandidates, str]:
-    """Return the candidates that have a kernel, and the first reason why one has none."""
+    """Return the candidates that have a kernel, and the first reason why one has none.
+
+    If every accepted µGraph is wanted, those of many kernels are not looked at.
+    """
+    early, unseen = request.key.next_may_launch_early, request.all_candidates
     obstacles = {
-        id(c): space.obstacle(place_kernels(c.ugraph, next_may_launch_early))
+        id(c): "" if unseen and _has_many(c) else space.obstacle(place_kernels(c.ugraph, early))
         for c in verified.candidates
     }
     usable = tuple(c for c in verified.candidates if not obstacles[id(c)])
@@ -117,11 +125,18 @@ def _only(verified: VerifiedCandidates, ugraphs: Sequence[UGraph]) -> VerifiedCa
     return replace(verified, candidates=tuple(kept))
 
 
+def _has_many(candidate: Candidate) -> bool:
+    """Return whether a candidate's schedules are left to when its code is generated."""
+    return len(candidate.ugraph.block_ops) > _MOST_SCHEDULED
+
+
 def _scheduled(candidate: Candidate) -> UGraph:
     """Give a µGraph the cost model's first choice among schedules whose rounding holds.
 
     Without a GPU nothing is compiled and checked, so the rounding must have been accepted before.
     """
+    if _has_many(candidate):
+        return candidate.ugraph
     kinds = kinds_of_product(candidate)
     schedules = tuple(space.chosen(op, kinds) for op in place_kernels(candidate.ugraph))
     if None in schedules:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.graph.kernel import KernelGraph
@@ -107,7 +107,7 @@ def write(
         OSError: The file cannot be written.
     """
     path = Path(path)
-    path.write_text(page(program, ugraphs, report, tuned), encoding="utf-8")
+    files.write_text(path, page(program, ugraphs, report, tuned))
     return path
 
 

@@ -166,7 +166,7 @@ def _measurements(name: str, candidate: ScheduledCandidate) -> list[Measurement]
 def library_wins(entry: Entry) -> str:
     """Return why the library runs instead of an entry's kernel; empty if the kernel does."""
     times = {t.name: t.median_us for t in entry.timings}
-    if LIBRARY not in times:
+    if LIBRARY not in times or OURS not in times:
         return ""
     both_chained = OURS + CHAINED in times and LIBRARY + CHAINED in times
     how = CHAINED if both_chained else ""

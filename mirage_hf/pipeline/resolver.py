@@ -176,7 +176,10 @@ def resolve(
         device=device if on_gpu else None,
     )
     results = ZooResults(
-        zoo_path(zoo), must_be_timed=on_gpu and tune != "never", looks_up=tune != "full"
+        zoo_path(zoo),
+        must_be_timed=on_gpu and tune != "never",
+        looks_up=tune != "full",
+        device=device if on_gpu else None,
     )
     result = find_outcome(request, results, progress)
     seconds = time.perf_counter() - started

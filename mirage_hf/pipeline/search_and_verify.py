@@ -23,6 +23,9 @@ from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
 #: norms, RoPE and a cache has 21 ops and takes a second.
 MAX_WHOLE_OPS = 24
 
+#: The least seconds that windows get if the program alone took the time limit.
+_LEAST_SECONDS = 0.01
+
 #: The same limit for a program that appends to caches, because windows would leave its appends to
 #: library calls. Attention with biases, a mask, softcap and a sink has 33 ops and takes four
 #: seconds. With a norm over all heads it has 47 ops.
@@ -93,8 +96,10 @@ def search_and_verify(
     reason = lowered.reason if isinstance(lowered, Rejected) else ""
     most_ops = MAX_WHOLE_OPS_WITH_APPENDS if appends else MAX_WHOLE_OPS
     if (reason or len(searched.ops) > most_ops) and not options.roles:
+        left = options.time_limit - (time.perf_counter() - start)
+        of_windows = replace(options, time_limit=max(left, _LEAST_SECONDS))
         candidates, report = search_windows(
-            small, options, progress, seed=seed, reason=reason, journal=journal
+            small, of_windows, progress, seed=seed, reason=reason, journal=journal
         )
         return VerifiedCandidates(candidates, report).resized(program)
     notify = progress or (lambda stage, detail: None)

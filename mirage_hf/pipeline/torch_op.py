@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,13 @@ from torch import Tensor
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.coded import storage
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.indices import check_range, indices_of
 from mirage_hf.graph.inputs import check_inputs
-from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.pipeline import trust
 from mirage_hf.settings import settings
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import KERNEL_FORMAT
@@ -126,7 +129,7 @@ def _register_stored(digest: str) -> None:
     Raises:
         ZooError: There is none.
     """
-    entry = zoo_path().find(digest)
+    entry = _stored(digest)
     if not isinstance(entry, Entry) or entry.key.kernel_format != KERNEL_FORMAT:
         reason = "made by another version" if isinstance(entry, Entry) else entry.reason
         raise errors.ZooError(
@@ -136,11 +139,33 @@ def _register_stored(digest: str) -> None:
             "was called on its own must be compiled anew"
         )
     on_gpu = entry.key.target != "cpu"
-    if on_gpu and entry.ugraph.is_fused:
+    # Whoever wrote an entry without block graphs, its program is the one asked for.
+    ugraph = entry.ugraph if entry.ugraph.is_fused else library_ugraph(entry.ugraph.program)
+    if on_gpu and ugraph.is_fused:
         run = run_of_entry(entry)
     else:
-        run = partial(run_kernel_graph, entry.ugraph.kernels)
-    register(digest, entry.ugraph, run, "cuda" if on_gpu else "cpu")
+        run = partial(run_kernel_graph, ugraph.kernels)
+    register(digest, ugraph, run, "cuda" if on_gpu else "cpu")
+
+
+def _stored(digest: str) -> Entry | Rejected:
+    """Return the entry for a digest of the user's cache or the packaged zoo.
+
+    If its µGraph is not accepted here, the entry is returned with its program in place of the
+    µGraph, because a graph that names the entry cannot have another kernel.
+    """
+    reasons = []
+    for store in zoo_path().stores:
+        entry = store.find(digest)
+        if isinstance(entry, Rejected):
+            reasons.append(entry.reason)
+            continue
+        accepted = trust.accepted_here(entry, store)
+        if isinstance(accepted, Entry):
+            return accepted
+        _log.warning("mirage_hf::run: a program runs in torch: %s", accepted.reason)
+        return replace(entry, ugraph=library_ugraph(entry.ugraph.program), schedules=())
+    return Rejected("; ".join(reasons))
 
 
 def run_of_entry(entry: Entry) -> Run:

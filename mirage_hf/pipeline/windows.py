@@ -68,6 +68,10 @@ _KEEP = 2
 #: A window may take this many times its even share of the time that is left. Most take far less.
 _TIME_SHARE = 8
 
+#: The shares of the time limit after which no further window is cut, and none is compared with
+#: others. Programs of a thousand ops reach them.
+_CUT_SHARE, _KEY_SHARE = 0.3, 0.5
+
 #: Why the search of a window may stop, the worst reason last. "not lowerable" is missing, because
 #: it only says that one window has no kernel.
 _STOPS = (
@@ -106,9 +110,11 @@ def search_windows(
     Returns:
         Candidates for the whole program, lowest estimate first, and the report.
     """
-    windows = cut(program, options.gpu)
+    started = time.perf_counter()
+    windows = cut(program, options.gpu, started + _CUT_SHARE * options.time_limit)
     estimate = call_us or partial(library_call_us, device=options.gpu)
-    return _WindowSearch(windows, options, progress, seed, estimate, journal).run(reason)
+    search_of_windows = _WindowSearch(windows, options, progress, seed, estimate, journal, started)
+    return search_of_windows.run(reason)
 
 
 @dataclass
@@ -141,14 +147,22 @@ class _WindowSearch:
         seed: int,
         call_us: CallCost,
         journal: SearchJournal | None,
+        started: float,
     ):
-        self.cut, self.options, self.seed, self.journal = parts, options, seed, journal
+        self.options, self.seed, self.journal = options, seed, journal
         self.notify: ProgressCallback = progress or (lambda stage, detail: None)
-        self.start = time.perf_counter()
+        self.start = started
         self.deadline = self.start + options.time_limit
-        self.keys = {
-            (w.start, w.stop): graph_key(w.graph) for w in parts.windows if w.graph is not None
-        }
+        self.keys: dict[tuple[int, int], str] = {}
+        for w in sorted(parts.windows, key=lambda w: (w.stop - w.start, w.start)):
+            if time.perf_counter() > started + _KEY_SHARE * options.time_limit:
+                break
+            if w.graph is not None:
+                self.keys[w.start, w.stop] = graph_key(w.graph)
+        windows = tuple(w for w in parts.windows if (w.start, w.stop) in self.keys)
+        searchable = sum(w.graph is not None for w in parts.windows)
+        is_whole = parts.is_whole and len(windows) == searchable
+        self.cut = replace(parts, windows=windows, is_whole=is_whole)
         #: By key, the windows that were searched.
         self.results: dict[str, _WindowResults] = {}
         self.rejected: list[RejectedCandidate] = []
@@ -161,6 +175,8 @@ class _WindowSearch:
         `reason` says why the program was not searched as one.
         """
         self._search_all()
+        if not self.cut.is_whole:
+            self._note_stop(StopReason.TIME)
         stitched: dict[str, tuple[Candidate, Path]] = {}
         first_seconds = -1.0
         for path in self._best_paths():
@@ -262,7 +278,18 @@ class _WindowSearch:
             if not unverified:
                 return paths
             for key, window in unverified.items():
-                self._verify(self.results[key], window)
+                if self._must_end():
+                    self.results[key].candidates = ()
+                else:
+                    self._verify(self.results[key], window)
+
+    def _must_end(self) -> bool:
+        """Return whether time is up and a window was verified, so the library runs the rest."""
+        is_late = time.perf_counter() >= self.deadline
+        if is_late and any(r.candidates for r in self.results.values()):
+            self._note_stop(StopReason.TIME)
+            return True
+        return False
 
     def _choices(self, window: Window, mma: bool) -> list[Choice]:
         """Return the accepted µGraphs of a window, or the cheapest if none is verified yet."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.graph import conveniences
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp
@@ -49,7 +49,7 @@ def write_svg(ugraph: UGraph, path: str | Path) -> Path:
             f"visualize: {path.name} ends in {path.suffix}, and what is written is SVG; "
             f"name it {path.stem}.svg"
         )
-    path.write_text(svg(ugraph), encoding="utf-8")
+    files.write_text(path, svg(ugraph))
     return path
 
 

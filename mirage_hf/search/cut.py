@@ -8,8 +8,12 @@ free, and the window reads or writes the tensor behind the view.
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -18,7 +22,7 @@ from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.ops import table
 from mirage_hf.search.dim_classes import tensors_of
 from mirage_hf.search.library_cost import VIEWS, copy_us
-from mirage_hf.search.subprogram import subprogram
+from mirage_hf.search.subprogram import subprogram, tensors_by_index
 from mirage_hf.search.units import EFFECTS, Unit, keeps_axes, order_units
 
 #: The most ops of one window, with composites written out and without views. At the sizes of
@@ -66,6 +70,7 @@ class Cut:
         boundaries: The numbers of the units before which a window may begin or end.
         singles: One window for each unit. Library calls compute them.
         windows: Every range of units that may be searched.
+        is_whole: False if time was up before all windows were made.
     """
 
     program: KernelGraph
@@ -73,11 +78,18 @@ class Cut:
     boundaries: tuple[int, ...]
     singles: tuple[Window, ...]
     windows: tuple[Window, ...]
+    is_whole: bool = True
 
 
-def cut(program: KernelGraph, device: Device = H200) -> Cut:
-    """Cut a program of any size and any ops. `device` is the GPU that copies are estimated for."""
-    return _Cutter(program, device).run()
+def cut(program: KernelGraph, device: Device = H200, deadline: float = math.inf) -> Cut:
+    """Cut a program of any size and any ops.
+
+    Args:
+        program: The program.
+        device: The GPU that copies are estimated for.
+        deadline: The time of `time.perf_counter` from which on no further window is made.
+    """
+    return _Cutter(program, device).run(deadline)
 
 
 class _Cutter:
@@ -85,6 +97,7 @@ class _Cutter:
         self.program = program
         self.made = {t.index: op for op in program.ops for t in op.outputs}
         self.outputs = {t.index for t in program.outputs}
+        self.tensors = tensors_by_index(program)
         ordered = order_units(program)
         self.units, self.phases, self.attached = ordered.units, ordered.phases, ordered.attached
         self.view_costs = _view_costs(program, device)
@@ -95,11 +108,18 @@ class _Cutter:
             for t in {x.index for op in unit.ops for x in tensors_of(op)} - made:
                 self.readers.setdefault(t, []).append(n)
 
-    def run(self) -> Cut:
+    def run(self, deadline: float) -> Cut:
         boundaries = tuple(b for b in range(len(self.units) + 1) if self._is_boundary(b))
         singles = tuple(self._window(n, n + 1) for n in range(len(self.units)))
-        windows = tuple(self._windows(boundaries))
-        return Cut(self.program, self.units, boundaries, singles, windows)
+        windows = []
+        is_whole = True
+        for window in self._windows(boundaries):
+            windows.append(window)
+            if time.perf_counter() >= deadline:
+                is_whole = False
+                break
+        windows.sort(key=lambda w: (w.start, w.stop))
+        return Cut(self.program, self.units, boundaries, singles, tuple(windows), is_whole)
 
     # -- boundaries --------------------------------------------------------------------------------
 
@@ -114,15 +134,20 @@ class _Cutter:
 
     def _num_live(self, b: int) -> int:
         """Count the computed tensors that units before `b` make and units from `b` on read."""
-        live = {
-            self._behind_views(t.index)
-            for unit in self.units[:b]
-            for op in unit.ops
-            for t in op.outputs
-            if t.index not in self.attached
-            and any(reader >= b for reader in self.readers.get(t.index, []))
-        }
-        return len(live - {t.index for t in self.program.inputs})
+        return self._live_counts[b]
+
+    @cached_property
+    def _live_counts(self) -> Counter[int]:
+        """The number of live tensors at each place between units."""
+        inputs = {t.index for t in self.program.inputs}
+        places: dict[int, set[int]] = {}
+        for n, unit in enumerate(self.units):
+            for t in (t for op in unit.ops for t in op.outputs if t.index not in self.attached):
+                last = max(self.readers.get(t.index, []), default=n)
+                tensor = self._behind_views(t.index)
+                if tensor not in inputs:
+                    places.setdefault(tensor, set()).update(range(n + 1, last + 1))
+        return Counter(b for live_at in places.values() for b in live_at)
 
     def _behind_views(self, tensor: int) -> int:
         while (op := self.made.get(tensor)) is not None and op.name in VIEWS:
@@ -132,16 +157,24 @@ class _Cutter:
     # -- windows -----------------------------------------------------------------------------------
 
     def _windows(self, boundaries: Sequence[int]) -> Iterator[Window]:
-        for n, start in enumerate(boundaries):
-            for stop in boundaries[n + 1 :]:
+        """Yield the windows, the shortest first."""
+        starts = list(range(len(boundaries) - 1))
+        length = 1
+        while starts:
+            longer = []
+            for n in starts:
+                start, stop = boundaries[n], boundaries[n + length]
                 inside = self.units[start:stop]
                 if any(unit.alone and not unit.is_view for unit in inside):
-                    break
+                    continue
                 if sum(unit.size for unit in inside) > MAX_OPS:
-                    break
+                    continue
+                longer.append(n)
                 window = self._window(start, stop)
                 if _may_be_searched(window):
                     yield window
+            length += 1
+            starts = [n for n in longer if n + length < len(boundaries)]
 
     def _window(self, start: int, stop: int) -> Window:
         inside = _UnitRange(self, start, stop)
@@ -154,7 +187,7 @@ class _Cutter:
             for t in op.outputs
             if inside.is_needed_outside(t.index) or op.name in EFFECTS or t.index in read_after
         )
-        graph, reads = subprogram(self.program, core, writes) if core else (None, ())
+        graph, reads = subprogram(self.program, core, writes, self.tensors) if core else (None, ())
         view_us = sum(self.view_costs.get(op.outputs[0].index, 0.0) for op in (*before, *after))
         return Window(start, stop, tuple(before), graph, reads, writes, tuple(after), view_us)
 

@@ -105,9 +105,12 @@ class DimClasses:
     # -- classes -----------------------------------------------------------------------------------
 
     def _find(self, dim: _TensorDim) -> _TensorDim:
-        while self._parent.get(dim, dim) != dim:
-            dim = self._parent[dim]
-        return dim
+        root = dim
+        while self._parent.get(root, root) != root:
+            root = self._parent[root]
+        while dim != root:  # shorten the way for the next look-up
+            self._parent[dim], dim = root, self._parent[dim]
+        return root
 
     def _join(self, a: DTensor, i: int, b: DTensor, j: int) -> None:
         """Put two dims into one class, unless one of them is broadcast."""

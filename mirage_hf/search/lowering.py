@@ -55,6 +55,8 @@ def lower(graph: KernelGraph) -> LoweredProgram | Rejected:
         return Lowering(expand(graph)).run()
     except NotLowerableError as e:
         return Rejected(str(e))
+    except RecursionError:
+        return Rejected(f"its {len(graph.ops)} ops build on one another too deeply")
 
 
 class Lowering:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from mirage_hf import errors
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -65,13 +66,27 @@ def step_to_dict(step: SearchStep) -> dict[str, Any]:
 
 
 def step_from_dict(data: dict[str, Any], graph: KernelGraph) -> SearchStep:
-    """Return the step that `step_to_dict` wrote. Its µGraphs compute `graph`."""
+    """Return the step that `step_to_dict` wrote. Its µGraphs are not proven to compute `graph`.
+
+    Raises:
+        FormatError: The data has another form.
+    """
+    try:
+        return _read_step(data, graph)
+    except Exception as e:  # whatever edited data leads to
+        raise errors.FormatError(
+            f"checkpoint: a finished step is damaged ({errors.described(e)}); delete the file"
+        ) from e
+
+
+def _read_step(data: dict[str, Any], graph: KernelGraph) -> SearchStep:
     ranked = tuple(
         RankedUGraph(
             UGraph(graph, json_format.graph_from_dict(entry["kernels"], "checkpoint")),
-            entry["cost_us"],
-            entry["width"],
+            float(entry["cost_us"]),
+            int(entry["width"]),
         )
         for entry in data["found"]
     )
-    return SearchStep(StopReason(data["stop"]), Counters(**data["counters"]), ranked)
+    counters = Counters(**{name: n + 0 for name, n in data["counters"].items()})
+    return SearchStep(StopReason(data["stop"]), counters, ranked)

@@ -20,7 +20,7 @@ from mirage_hf.search.dim_classes import tensors_of
 from mirage_hf.search.expand import expand
 from mirage_hf.search.library_cost import VIEWS
 from mirage_hf.search.lowering import lower
-from mirage_hf.search.subprogram import subprogram
+from mirage_hf.search.subprogram import subprogram, tensors_by_index
 
 #: Ops that write into their first operand.
 EFFECTS = ("cache_append",)
@@ -85,6 +85,7 @@ class _UnitOrder:
     def __init__(self, program: KernelGraph):
         self.program = program
         self.made = {t.index: op for op in program.ops for t in op.outputs}
+        self.tensors = tensors_by_index(program)
         #: Layout ops between the program's inputs and the first op that computes, by their output.
         self.leaves: set[int] = set()
         #: The leaves that the search can lower together with their reader.
@@ -156,7 +157,7 @@ class _UnitOrder:
             return Unit(ops, "concat of computed tensors ends a kernel")
         if op.block is not None:
             return Unit(ops, "it is a block graph already")
-        graph, _ = subprogram(self.program, ops, [op.outputs[0].index])
+        graph, _ = subprogram(self.program, ops, [op.outputs[0].index], self.tensors)
         lowered = lower(graph)
         size = sum(o.name not in VIEWS for o in expand(graph).ops)
         return Unit(ops, lowered.reason if isinstance(lowered, Rejected) else "", size)
@@ -172,7 +173,7 @@ class _UnitOrder:
             sources.add(out)
             if op.name in ("concat", "take") or keeps_axes(op):
                 chain = [*self._attached_before(op), op]
-                graph, _ = subprogram(self.program, chain, [out])
+                graph, _ = subprogram(self.program, chain, [out], self.tensors)
                 if not isinstance(lower(graph), Rejected):
                     self.attached.add(out)
 

@@ -15,6 +15,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import device_named
 from mirage_hf.graph.ugraph import UGraph
@@ -24,6 +25,7 @@ from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.tune.ranking import Schedules, rank_by_estimate
 from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.verify.verdict import Verdict
 
 #: Called as progress(done, total, what).
 TuneProgress = Callable[[int, int, str], Any]
@@ -218,6 +220,37 @@ class _Bench:
                 c = replace(c, chain=self.chain.time(run, self.replays))
             found.append(c)
         return found
+
+
+def check_compiled(
+    ugraph: UGraph,
+    schedules: Sequence[Schedule],
+    device: torch.device,
+    next_may_launch_early: bool = False,
+) -> Verdict:
+    """Compile a µGraph's kernels and check their numbers on a GPU, without timing them.
+
+    Args:
+        ugraph: The µGraph.
+        schedules: One schedule for each of its block graphs.
+        device: The GPU.
+        next_may_launch_early: See `placement.place_kernels`.
+    """
+    program = triton.generate(ugraph, schedules, next_may_launch_early=next_may_launch_early)
+    with torch.cuda.device(device), torch.no_grad(), compiler.passing():
+        properties = torch.cuda.get_device_properties(device)
+        try:
+            compiler.ahead_of_time(program, 10 * properties.major + properties.minor)
+            run = measure.run_of(program)
+            verdict = NumericCheck(ugraph.program, device).judge(run)
+            if isinstance(verdict, Rejected):
+                return verdict
+            if not _repeats(run, measure.cold_inputs(ugraph.program, device)):
+                return Rejected("different results for the same inputs, so it has a race")
+            return verdict
+        except Exception as e:  # for example out of shared memory, which is known only at launch
+            torch.cuda.synchronize()
+            return Rejected(errors.described(e))
 
 
 def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:

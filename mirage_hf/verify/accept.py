@@ -130,7 +130,9 @@ def accept(
         if selection.candidates and time.perf_counter() - start > seconds:
             late = len(ranked) - number
             break
-        verdict = prove(r.ugraph, seed=seed)
+        # A µGraph of a checkpoint may have been edited.
+        differs = interface_differs(r.ugraph.program, r.ugraph.kernels)
+        verdict = differs or prove(r.ugraph, seed=seed)
         if isinstance(verdict, Accepted):
             candidate = _check_rounding(r.ugraph, verdict, r.cost_us, checks)
             if isinstance(candidate, Rejected):

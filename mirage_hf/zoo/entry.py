@@ -2,8 +2,7 @@
 
 `kernel.py` is the readable source and `ugraph.json` the µGraph. `entry.json` has everything else,
 and digests of the other files. An entry of `superoptimize()` also has `search.json`, with all
-µGraphs that the search accepted. Everything that can be checked is checked when an entry is read.
-An entry that fails a check is `Rejected` with a reason and never run. Nothing is unpickled.
+µGraphs that the search accepted. `entry_reader` reads an entry from its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -22,20 +21,22 @@ from mirage_hf import errors
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.zoo.key import Key, key_of
+from mirage_hf.zoo.key import Key
 from mirage_hf.zoo.machine import this_machine
-from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
+from mirage_hf.zoo.search_record import SearchRecord
 
 KERNEL, UGRAPH, ENTRY, SEARCH = "kernel.py", "ugraph.json", "entry.json", "search.json"
 FORMAT, VERSION = "mirage_hf.zoo_entry", 2
-_FOLDER_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
-_MOST_OF_A_REASON = 200
+_FOLDER_NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
 
-#: What reading a damaged or foreign file may raise.
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, RecursionError, errors.MirageError)
+#: The most characters of the shapes in a folder's name.
+_MOST_TITLE = 100
+
+
+#: The most bytes of each file. Those of the packaged zoo have a hundredth of it.
+MOST_BYTES = {KERNEL: 1 << 22, UGRAPH: 1 << 22, ENTRY: 1 << 20, SEARCH: 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class Entry:
         for what, name in (("pattern", self.pattern), ("target", self.key.target)):
             if not _FOLDER_NAME.fullmatch(name):
                 raise errors.ZooError(
-                    f"zoo entry: {what} {name!r} names a folder; use lower-case letters, digits "
-                    "and _"
+                    f"zoo entry: {what} {name!r} names a folder; use up to 64 lower-case letters, "
+                    "digits and _"
                 )
         try:
             json.dumps([self.search, self.error_bound, dict(self.machine)], allow_nan=False)
@@ -114,7 +115,8 @@ class Entry:
     @property
     def folder(self) -> Path:
         """The place in a zoo: pattern, then shape and dtype with a short key, then target."""
-        return Path(self.pattern, f"{self.key.title}-{self.key.digest[:8]}", self.key.target)
+        title = self.key.title[:_MOST_TITLE]
+        return Path(self.pattern, f"{title}-{self.key.digest[:8]}", self.key.target)
 
     def generate(self) -> GeneratedProgram:
         """Generate the kernel again from the µGraph and its schedules.
@@ -152,7 +154,7 @@ class Entry:
             "search": dict(self.search),
             "machine": dict(self.machine),
             "created": self.created,
-            "sha256": {name: _sha256(text) for name, text in files.items()},
+            "sha256": {name: sha256(text) for name, text in files.items()},
         }
         if self.key.options:
             data["options"] = self.key.options
@@ -160,117 +162,6 @@ class Entry:
         return {**files, ENTRY: entry}
 
 
-class _NotUsableError(Exception):
-    """An entry that was read and must not be used. Its text becomes the reason."""
-
-
-def read_entry(folder: Path) -> Entry | Rejected:
-    """Return the entry in `folder`, or why it cannot be used."""
-    try:
-        data = _checked_data(folder, _read_text(folder / ENTRY))
-        return _entry(folder, data, _checked_files(folder, data))
-    except _NotUsableError as e:
-        return Rejected(str(e))
-    except _DAMAGE as e:
-        reason = errors.described(e)[:_MOST_OF_A_REASON]
-        return Rejected(f"{folder}: is damaged ({reason})")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as e:
-        raise _NotUsableError(f"{path}: cannot be read ({e.strerror})") from None
-    except UnicodeDecodeError:
-        raise _NotUsableError(f"{path}: cannot be read (not UTF-8)") from None
-
-
-def _checked_data(folder: Path, text: str) -> dict[str, Any]:
-    """Return the content of entry.json, after checking its format and its own digest."""
-    data: dict[str, Any] = json.loads(text)
-    if (data["format"], data["version"]) != (FORMAT, VERSION):
-        raise _NotUsableError(
-            f"{folder}: is {data['format']} version {data['version']}, "
-            f"this package reads {FORMAT} version {VERSION}"
-        )
-    if data.pop("digest") != json_format.digest(data):
-        raise _NotUsableError(
-            f"{folder / ENTRY}: does not match its own digest; it is damaged or was edited"
-        )
-    search = data["search"]
-    if (
-        not isinstance(search, dict)
-        or not isinstance(search.get("candidates", 0), int)
-        or not isinstance(data["created"], str)
-    ):
-        raise _NotUsableError(
-            f"{folder / ENTRY}: search must be an object with a number of candidates, "
-            "and created a string; it was edited"
-        )
-    return data
-
-
-def _checked_files(folder: Path, data: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of every other file, after checking its digest."""
-    texts = {}
-    for name in (KERNEL, UGRAPH, SEARCH):
-        if name == SEARCH and SEARCH not in data["sha256"]:
-            continue
-        texts[name] = _read_text(folder / name)
-        if data["sha256"][name] != _sha256(texts[name]):
-            raise _NotUsableError(
-                f"{folder / name}: is not the file that {ENTRY} was written for; "
-                "it is damaged or was edited"
-            )
-    return texts
-
-
-def _entry(folder: Path, data: Mapping[str, Any], texts: Mapping[str, str]) -> Entry:
-    ugraph = json_format.ugraph_from_dict(json.loads(texts[UGRAPH]), str(folder / UGRAPH))
-    key = replace(
-        key_of(
-            ugraph.program,
-            data["target"],
-            data.get("options", ""),
-            data["next_may_launch_early"],
-        ),
-        schedule_version=data["schedule_version"],
-        kernel_format=data["kernel_format"],
-    )
-    if key.digest != data["key"]:
-        raise _NotUsableError(
-            f"{folder}: its key is not that of its program; it is damaged, "
-            "or was written by another version"
-        )
-    if len(data["schedules"]) != len(ugraph.block_ops):
-        raise _NotUsableError(
-            f"{folder / ENTRY}: has {len(data['schedules'])} schedules for "
-            f"{len(ugraph.block_ops)} block graphs; it was edited"
-        )
-    record = None
-    if SEARCH in texts:
-        record = record_from_dict(json.loads(texts[SEARCH]), str(folder / SEARCH))
-    return Entry(
-        key,
-        data["pattern"],
-        ugraph,
-        texts[KERNEL],
-        tuple(Schedule.from_dict(s) for s in data["schedules"]),
-        tuple(_measurement(**t) for t in data["timings"]),
-        float(data["error_bound"]),
-        data["search"],
-        data["machine"],
-        data["created"],
-        record,
-    )
-
-
-def _measurement(name: str, **numbers: float) -> Measurement:
-    """Return a measurement, or raise TypeError for values that cannot be compared."""
-    if not isinstance(name, str) or not all(isinstance(x, (int, float)) for x in numbers.values()):
-        raise TypeError(f"the timing {name!r} has {numbers}")
-    return Measurement(name, **numbers)  # type: ignore[arg-type]
-
-
-def _sha256(text: str) -> str:
+def sha256(text: str) -> str:
+    """Return the digest of a file's text, in hex."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

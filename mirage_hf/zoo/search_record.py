@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mirage_hf import errors
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport, StopReason
+
+#: The most µGraphs of a record. A search keeps some dozens.
+MOST_UGRAPHS = 1024
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,38 @@ def record_from_dict(data: dict[str, Any], where: str) -> SearchRecord:
         FormatError: The µGraphs do not parse.
         KeyError, TypeError, ValueError, AttributeError: The data has another form.
     """
+    if len(data["ugraphs"]) > MOST_UGRAPHS:
+        raise ValueError(f"{len(data['ugraphs'])} µGraphs; a search keeps {MOST_UGRAPHS} at most")
     ugraphs = tuple(json_format.ugraph_from_dict(u, where) for u in data["ugraphs"])
     return SearchRecord(ugraphs, _loaded_report(data["report"], len(ugraphs), where))
 
 
 def _loaded_report(data: dict[str, Any], found: int, where: str) -> SearchReport:
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-    }
-    fields["counters"] = Counters(**data["counters"])
-    fields["rejected"] = tuple(RejectedCandidate(**r) for r in data["rejected"])
-    return replace(
-        SearchReport(**fields),
-        stop=StopReason.LOADED,
-        reason=f"from {where}; that search stopped: {data['stop']}",
+    counters = Counters(**{name: _number(name, n) for name, n in data["counters"].items()})
+    bound = data["error_bound"]
+    return SearchReport(
+        counters,
+        StopReason.LOADED,
+        reason=f"from {where}; that search stopped: {_words('stop', data['stop'])}",
         found=found,
+        rejected=tuple(
+            RejectedCandidate(_number("candidate", r["candidate"]), _words("reason", r["reason"]))
+            for r in data["rejected"]
+        ),
+        error_bound=None if bound is None else _number("error_bound", bound),
+        proof_seconds=_number("proof_seconds", data["proof_seconds"]),
+        notes=tuple(_words("a note", note) for note in data["notes"]),
+        first_accepted_seconds=_number("first_accepted_seconds", data["first_accepted_seconds"]),
     )
+
+
+def _number(name: str, value: Any) -> Any:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, it must be a finite number")
+    return value
+
+
+def _words(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, it must be a text")
+    return errors.printable(value, lines=True)

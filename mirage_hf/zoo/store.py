@@ -6,12 +6,13 @@ Writes are atomic, and several processes may write at the same time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -19,11 +20,12 @@ from filelock import FileLock, Timeout
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
 from mirage_hf.settings import settings
-from mirage_hf.zoo.entry import ENTRY, Entry, read_entry
+from mirage_hf.zoo import hub
+from mirage_hf.zoo.entry import ENTRY, MOST_BYTES, Entry
+from mirage_hf.zoo.entry_reader import read_entry
 from mirage_hf.zoo.key import ANY_TARGET, Key
 
 _PARTIAL = ".partial-"
-_MOST_OF_A_REASON = 200
 LOCK_SECONDS = 30.0
 
 #: The most searches of `superoptimize()` that a store keeps. The oldest are dropped first. Their
@@ -45,13 +47,15 @@ class Store:
     Attributes:
         root: The folder.
         writable: True if new entries may go here.
-        is_trusted: True for the user's own cache and the packaged zoo. µGraphs of other stores are
-            proven again before they run.
+        is_trusted: True for the packaged zoo only, which is part of the installed package. µGraphs
+            of all other stores are proven on this machine before they run.
+        links_inside: The folder that links of files may not lead out of. None: the root.
     """
 
     root: Path
     writable: bool = False
     is_trusted: bool = False
+    links_inside: Path | None = None
 
     def get(self, key: Key) -> Entry | Rejected:
         """Return the entry for `key`, or why there is none."""
@@ -70,9 +74,10 @@ class Store:
             return Rejected(f"{self.root} cannot be read ({e.strerror})")
         reasons = []
         for folder in folders:
-            entry = read_entry(folder)
+            entry = read_entry(folder, self.links_inside)
             if isinstance(entry, Rejected) and folder.exists():
-                entry = read_entry(folder)  # another process may have replaced it meanwhile
+                # another process may have replaced it meanwhile
+                entry = read_entry(folder, self.links_inside)
             if isinstance(entry, Rejected):
                 reasons.append(entry.reason)
             elif entry.key.digest == digest:
@@ -100,6 +105,9 @@ class Store:
         if not self.writable:
             return Rejected(f"{self.root} is read-only")
         try:
+            for name, text in entry.files.items():
+                if len(text.encode("utf-8")) > MOST_BYTES[name]:
+                    return Rejected(f"its {name} has more than {MOST_BYTES[name]:,} bytes")
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / ".lock", timeout=LOCK_SECONDS):
                 folder = self._replace(entry)
@@ -134,6 +142,8 @@ class Store:
         earlier = self.root.glob(f"*/*-{entry.key.digest[:8]}/{entry.key.target}")
         for number, earlier_folder in enumerate(list(earlier)):
             os.replace(earlier_folder, old.with_suffix(f".{number}"))
+        if not folder.resolve().is_relative_to(self.root.resolve()):
+            raise OSError(errno.EPERM, f"{folder} is a link that leads out of it")
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(new, folder)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -165,7 +175,7 @@ class Store:
             return
         for folder in folders:
             if folder.is_dir() and folder.name != "__pycache__":
-                yield folder, read_entry(folder)
+                yield folder, read_entry(folder, self.links_inside)
 
     def misplaced(self) -> str:
         """Return why the root is not a zoo with entries; empty if it is one.
@@ -239,7 +249,7 @@ def zoo_path(zoo: str | Path | Sequence[str | Path] | None = None) -> ZooPath:
 
 def user_store() -> Store:
     """Return the cache in which this user's searched and tuned kernels are kept."""
-    return Store(settings().cache_dir / "zoo", writable=True, is_trusted=True)
+    return Store(settings().cache_dir / "zoo", writable=True)
 
 
 def packaged_store() -> Store:
@@ -253,37 +263,45 @@ def packaged_store() -> Store:
     return Store(root, is_trusted=True)
 
 
+#: A repo of the Hub, with a revision or without.
+_REPO = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,200}))?", re.ASCII)
+
+
 def named_store(zoo: str | Path) -> Store:
     """Return the zoo in a folder, or in a Hub repo "user/name" or "user/name@revision".
 
-    A Hub repo is fetched into the Hub's cache.
+    A name is a folder if it exists. "hf://user/name" is always a Hub repo, and a `Path` never is. A
+    Hub repo is fetched into the Hub's cache.
 
     Raises:
         ZooError: `zoo` is neither, or cannot be fetched.
     """
-    folder = Path(zoo).expanduser()
-    if folder.is_dir():
-        return Store(folder)
-    repo, _, revision = str(zoo).removeprefix("hf://").partition("@")
-    if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+    name = str(zoo)
+    if not name.strip():
         raise errors.ZooError(
-            f"zoo {str(zoo)!r} is neither a folder nor a Hub repo; "
-            'give a folder that exists, or "user/name"'
+            'zoo is an empty name; give a folder ("." for the current one), or "user/name"'
         )
     try:
-        return Store(_fetched(repo, revision))
-    except Exception as e:  # the Hub's client raises its own, the HTTP library's and OSError
-        reason = errors.described(e)[:_MOST_OF_A_REASON]
+        folder = Path(zoo).expanduser()
+        is_folder = folder.is_dir()
+        is_in_folder = len(folder.parts) > 1 and Path(folder.parts[0]).is_dir()
+    except (OSError, RuntimeError, ValueError) as e:  # too long, a home that is not known, a NUL
         raise errors.ZooError(
-            f"zoo {str(zoo)!r} could not be fetched from the Hub ({reason}); "
-            "check the name and the network, or give a local copy's folder"
-        ) from e
-
-
-@cache
-def _fetched(repo: str, revision: str) -> Path:
-    """Return a repo's zoo in the Hub's cache. The Hub is asked once in a process."""
-    from huggingface_hub import snapshot_download
-
-    files = ["*/*/*/*.json", "*/*/*/kernel.py"]
-    return Path(snapshot_download(repo, revision=revision or None, allow_patterns=files))
+            f"zoo {name[:100]!r} is no folder that can be read ({errors.described(e)[:100]}); "
+            'give a folder that exists, or "user/name"'
+        ) from None
+    if is_folder:
+        return Store(folder)
+    repo = _REPO.fullmatch(name.removeprefix("hf://"))
+    if repo is None or isinstance(zoo, Path) or name.startswith((".", "/", "~")):
+        raise errors.ZooError(
+            f"zoo {name[:100]!r} is neither a folder nor a Hub repo; "
+            'give a folder that exists, or "user/name"'
+        )
+    if is_in_folder and not name.startswith("hf://"):
+        raise errors.ZooError(
+            f"zoo {name!r}: the folder {folder.parts[0]} has no {folder.parts[1]}; "
+            f"give a folder that exists, or hf://{name} for the Hub repo"
+        )
+    root = hub.fetched(repo["repo"], repo["revision"])
+    return Store(root, links_inside=hub.links_inside(root))

@@ -25,6 +25,7 @@ from mirage_hf.pipeline import (
     resolver,
     results,
     torch_op,
+    trust,
     versions,
 )
 from mirage_hf.tune import space
@@ -213,7 +214,7 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
     entries = [e for e in packaged_store().entries() if isinstance(e, Entry)]
     for newer in (False, True):
         monkeypatch.setattr(pipelining, "WGMMA_TAKES_8_COLUMNS", newer)
-        unsafe = [e for e in entries if results.obstacle(e, True, True)]
+        unsafe = [e for e in entries if trust.obstacle(e, True, True)]
         few = {t for e in unsafe for s in e.schedules for t in s.tiles.items() if s.mma}
         assert len(entries) > 50 and bool(unsafe) == newer
         assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
@@ -229,7 +230,7 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
         torch_op.run_of_entry(entries[0])
         assert loaded[-1] == entries[0].kernel
     untimed = replace(entries[0], timings=())
-    assert results.obstacle(untimed, True, True) and not results.obstacle(untimed, True, False)
+    assert trust.obstacle(untimed, True, True) and not trust.obstacle(untimed, True, False)
 
 
 # -- kernels chosen for a layer -------------------------------------------------------------------
@@ -322,7 +323,7 @@ def test_a_library_path_that_failed_does_not_compete(cache):
     resolved = made(512, 1.0, 2.0, library=None)
     found, entry = resolved.outcome, resolved.entry
     assert found.contenders() == found.measured
-    assert [t.name for t in entry.timings] == [outcome.OURS] and not results.obstacle(
+    assert [t.name for t in entry.timings] == [outcome.OURS] and not trust.obstacle(
         entry, True, True
     )
     assert resolved.runs_kernel and (resolved.time_us, resolved.reason) == (1.0, "")

@@ -28,10 +28,10 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import (
     find_outcome,
     html_report,
-    results,
     run_ugraph,
     superoptimizer,
     superoptimizer_options,
+    trust,
     versions,
 )
 from mirage_hf.pipeline.memory import ResultMemory
@@ -620,7 +620,7 @@ def test_a_ugraph_that_is_not_proven_again_is_left_out(monkeypatch):
     first = mi.superoptimize(small())
     anew()
     monkeypatch.setattr(
-        results,
+        trust,
         "examine",
         lambda u, **options: (
             Rejected("it is Friday") if u.kernels == first[0].kernels else examine(u, **options)

@@ -24,10 +24,13 @@ from mirage_hf.graph import json_format
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.tune.space import REGISTER_BUDGET
-from mirage_hf.zoo import store
-from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement, read_entry
+from mirage_hf.zoo import hub, store
+from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement
+from mirage_hf.zoo.entry_reader import read_entry
 from mirage_hf.zoo.key import key_of
 from mirage_hf.zoo.store import Store, ZooPath, packaged_store
+from tests.helpers.fake_hub import FakeHub
+from tests.helpers.thorough import count
 from tests.helpers.ugraphs import gated_mlp, rms_norm_linear
 
 SCHEDULE = Schedule(tiles={"m": 1, "n": 16, "k": 64})
@@ -202,23 +205,59 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
             )
 
 
-def test_a_named_zoo_is_a_folder_or_a_clear_error(tmp_path, monkeypatch):
+@pytest.fixture
+def fake_hub(tmp_path, monkeypatch):
+    found = FakeHub(tmp_path / "hub")
+    found.install(monkeypatch)
+    hub.fetched.cache_clear()
+    yield found
+    hub.fetched.cache_clear()
+
+
+def test_a_named_zoo_is_a_folder(tmp_path):
     assert store.named_store(tmp_path).root == tmp_path
-    with pytest.raises(errors.ZooError, match="neither a folder nor a Hub repo"):
-        store.named_store(tmp_path / "missing")
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download",
-        lambda *a, **k: (_ for _ in ()).throw(OSError("no network")),
-    )
-    with pytest.raises(errors.ZooError, match=r"could not be fetched.*no network.*local copy"):
-        store.named_store("someone/zoo")
-    asked = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda *a, **k: asked.append(a) or str(tmp_path)
-    )
-    assert [store.named_store("hf://someone/zoo@v1").root for _ in range(3)] == [
-        tmp_path
-    ] * 3 and len(asked) == 1
+    assert store.named_store(str(tmp_path)).root == tmp_path
+    assert not store.named_store(tmp_path).is_trusted
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("", "is an empty name"),
+        ("  ", "is an empty name"),
+        ("missing", "neither a folder nor a Hub repo"),
+        ("/a/missing/folder", "neither a folder nor a Hub repo"),
+        ("a/b/c", "neither a folder nor a Hub repo"),
+        ("./a/b", "neither a folder nor a Hub repo"),
+        ("zoos/missing", "the folder zoos has no missing.*hf://zoos/missing"),
+        (Path("someone/zoo"), "neither a folder nor a Hub repo"),
+        ("~nouser/x", "no folder that can be read"),
+        ("x" * 5000, "no folder that can be read"),
+        ("x\0y/z", "neither a folder nor a Hub repo|no folder that can be read"),
+        ("someone/zoo@../../x y", "neither a folder nor a Hub repo"),
+        ("\x1b[2J/x", "neither a folder nor a Hub repo"),
+    ],
+)
+def test_a_name_that_is_no_zoo_is_an_error_and_the_hub_is_not_asked(
+    tmp_path, monkeypatch, fake_hub, name, reason
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zoos").mkdir()
+    with pytest.raises(errors.ZooError, match=reason):
+        store.named_store(name)
+    assert not fake_hub.calls
+
+
+def test_a_zoo_of_the_hub_is_fetched_once(tmp_path, monkeypatch, fake_hub, zoo):
+    shutil.copytree(zoo.put(entry()).parents[2], fake_hub.repo("someone/zoo"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone").mkdir()  # hf:// says that it is no folder
+    found = [store.named_store("hf://someone/zoo@v1") for _ in range(3)]
+    assert fake_hub.calls == ["download"] and not found[0].is_trusted
+    assert found[0].get(entry().key) == entry()  # its files are links to the Hub's cache
+    (tmp_path / "someone").rmdir()
+    with pytest.raises(errors.ZooError, match=r"could not be fetched.*404.*local copy"):
+        store.named_store("someone/missing")
 
 
 # -- damage ---------------------------------------------------------------------------------------
@@ -251,6 +290,15 @@ def test_damage_is_refused_with_a_reason_and_can_be_rebuilt(zoo, spoil, reason):
     assert list(zoo.entries()) == [] and len(list(zoo.verify())) == 1
     zoo.put(e)
     assert zoo.get(e.key) == e
+
+
+def test_nothing_is_written_through_a_link_that_leads_out_of_the_zoo(zoo, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    zoo.root.mkdir()
+    (zoo.root / entry().pattern).symlink_to(tmp_path / "elsewhere")
+    said = zoo.put(entry())
+    assert isinstance(said, Rejected) and "leads out of it" in said.reason
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_consistent_entry_under_the_wrong_key_is_refused(zoo):
@@ -316,44 +364,62 @@ def _write_many(root: str, worker: int) -> int:
 
 
 def test_concurrent_writers_leave_whole_entries(zoo):
-    with FORKED.Pool(3) as pool:
-        assert pool.starmap(_write_many, [(str(zoo.root), w) for w in range(3)]) == [24] * 3
+    workers = count(8, 3)
+    with FORKED.Pool(workers) as pool:
+        done = pool.starmap(_write_many, [(str(zoo.root), w) for w in range(workers)])
+    assert done == [24] * workers
     found = list(zoo.verify())
     assert len(found) == 3 and all(isinstance(e, Entry) for _, e in found)
     assert [p.name for p in zoo.root.iterdir() if p.name.startswith(".partial")] == []
 
 
 def _write_and_wait(root: str, stop_at: int, waiting) -> None:
-    """Write an entry, and stop at the call of os.replace number `stop_at`."""
-    real = os.replace
+    """Write an entry, and stop before the change of a file number `stop_at`."""
 
-    def replace(*args):
-        nonlocal stop_at
-        if stop_at == 0:
-            waiting.set()
-            time.sleep(600)
-        stop_at -= 1
-        real(*args)
+    def stopping(real):
+        def change(*args, **options):
+            nonlocal stop_at
+            if stop_at == 0:
+                waiting.set()
+                time.sleep(600)
+            stop_at -= 1
+            return real(*args, **options)
 
-    store.os.replace = replace
+        return change
+
+    store.os.replace = stopping(os.replace)
+    store.os.mkdir = stopping(os.mkdir)
+    store.shutil.rmtree = stopping(shutil.rmtree)
+    store.Path.write_text = stopping(Path.write_text)
     Store(Path(root), writable=True).put(entry(kernel="# newer\n"))
+    waiting.set()
 
 
-def test_a_writer_killed_in_the_middle_leaves_the_old_entry_or_none(zoo):
-    e = entry()
-    zoo.put(e)
-    for stop_at in (0, 1):  # before the old entry is moved away, before the new one is moved in
+def test_a_writer_killed_in_the_middle_leaves_the_old_entry_the_new_one_or_none(zoo):
+    e, newer = entry(), entry(kernel="# newer\n")
+    seen = []
+    for stop_at in range(20):  # before each change of a file
+        zoo.put(e)
         waiting = FORKED.Event()
         writer = FORKED.Process(target=_write_and_wait, args=(str(zoo.root), stop_at, waiting))
         writer.start()
         assert waiting.wait(60)
+        writer.join(0.2)
+        ended = not writer.is_alive()
         writer.kill()
         writer.join()
-        assert (zoo.get(e.key) == e) if stop_at == 0 else isinstance(zoo.get(e.key), Rejected)
+        found = zoo.get(e.key)
+        is_missing = isinstance(found, store.NotStored)
+        assert is_missing or found.kernel in (e.kernel, newer.kernel)
+        seen.append("none" if is_missing else found.kernel)
         started = time.monotonic()
         assert isinstance(zoo.put(e), Path) and time.monotonic() - started < store.LOCK_SECONDS / 2
         assert zoo.get(e.key) == e
         assert [p.name for p in zoo.root.iterdir() if p.name.startswith(".partial")] == []
+        if ended:
+            break
+    assert ended and len(seen) >= 8
+    assert list(dict.fromkeys(seen)) == [e.kernel, "none", newer.kernel]
 
 
 def test_a_root_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path):
