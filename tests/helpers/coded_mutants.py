@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
-from mirage_hf.formats import gptq
+from mirage_hf.formats import gguf, gptq
 from mirage_hf.formats.coding import Coding, Split, write_joined
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOp, Stage
 from mirage_hf.graph.indices import indices_of, num_choices
@@ -136,6 +136,13 @@ PROGRAMS: dict[str, Callable[[], CodedProgram]] = {
     "mxfp4, norm": lambda: coded_linear([coding("mxfp4", 16, 128, 32)], 2, norm=True),
     "act-order, 1 row": lambda: coded_linear([act_order(16, 128, 32, 8)], 1),
     "act-order, zero points": lambda: coded_linear([act_order(16, 64, 16, None)], 2, norm=True),
+}
+
+#: Programs of blocks of GGUF, by name.
+BLOCKS: dict[str, Callable[[], CodedProgram]] = {
+    "Q4_K": lambda: coded_linear([gguf.coding_of(12, 8, 256, torch.bfloat16)], 1),
+    "Q5_K": lambda: coded_linear([gguf.coding_of(13, 8, 256, torch.bfloat16)], 2),
+    "Q6_K": lambda: coded_linear([gguf.coding_of(14, 8, 256, torch.bfloat16)], 1),
 }
 
 
@@ -532,17 +539,21 @@ def _numbers(program: CodedProgram, seed: int) -> list[torch.Tensor]:
     made = []
     for t, role in zip(program.graph.inputs, program.roles, strict=True):
         x = torch.rand(t.dims, generator=generator, dtype=torch.float64)
-        if role in ("scales", "divisors"):
-            x = 0.5 + x
-            for d, stride in enumerate(t.strides):
-                x = x if stride else x.narrow(d, 0, 1).expand(t.dims)
-        elif role in ("codes", "zeros"):
-            x = torch.floor(16 * x)
+        if role in ("x", "norm"):
+            x = torch.randn(t.dims, generator=generator, dtype=torch.float64)
         elif role == "order":
             (chosen,) = {num_choices(c) for c in indices_of(program.graph).values()}
             x = torch.floor(chosen * x)
+        elif role.startswith("starts of"):
+            x = torch.floor(8 * x)
+        elif t.dtype is torch.uint8 and "factors" in program.roles:
+            x = torch.floor(256 * x)  # bytes that hold fields
+        elif role in ("codes", "zeros"):
+            x = torch.floor(16 * x)
         else:
-            x = torch.randn(t.dims, generator=generator, dtype=torch.float64)
+            x = 0.5 + x
+        for d, stride in enumerate(t.strides if role == "divisors" else ()):
+            x = x if stride else x.narrow(d, 0, 1).expand(t.dims)
         made.append(x)
     return made
 
@@ -587,7 +598,12 @@ class Tally:
             self.proven.append(label)
 
 
-def tally(ugraphs: int, count: int, seed: int = 0) -> Tally:
+def tally(
+    ugraphs: int,
+    count: int,
+    seed: int = 0,
+    programs: Mapping[str, Callable[[], CodedProgram]] = PROGRAMS,
+) -> Tally:
     """Judge and prove a random choice of the mutants of all programs, one of each kind first.
 
     Args:
@@ -595,10 +611,11 @@ def tally(ugraphs: int, count: int, seed: int = 0) -> Tally:
             number of kernels is mutated too.
         count: How many mutants to try. There may be fewer.
         seed: The seed of the choice.
+        programs: The programs by name.
     """
     result, judges = Tally(), {}
     every: list[tuple[str, Mutant]] = []
-    for name, make in PROGRAMS.items():
+    for name, make in programs.items():
         program = make()
         judges[name] = Judge(program)
         for ugraph in found_ugraphs(program, ugraphs):

@@ -59,3 +59,26 @@ def test_all_kinds_of_wrong_decodings_are_tried(tally):
 def test_mutants_that_compute_the_same_are_proven(tally):
     """So a mutant is left out only if two checks find it equal."""
     assert tally.equal > 0 and not tally.disputed and not tally.unclear, tally
+
+
+#: Kinds of wrong decodings of blocks of GGUF that must be among the mutants.
+KINDS_OF_BLOCKS = {
+    "high bits of codes transposed",
+    "high bits of codes of another place",
+    "high bits of scales transposed",
+    "starts of high bits of codes exchanged",
+    "starts of minima off by one",
+    "minima off by one",
+    "minimum factors exchanged",
+    "factors off by one",
+    "dropped op",
+}
+
+
+def test_no_wrong_decoding_of_fields_of_bytes_is_proven():
+    """The proof does not know which numbers `bits` gives, so it refuses some that are equal."""
+    found = coded_mutants.tally(1, count(100_000, 220), programs=coded_mutants.BLOCKS)
+    assert not found.proven and not found.unclear, found
+    assert found.refused.total() >= 180 and found.refused.keys() >= KINDS_OF_BLOCKS
+    kinds = {label.split(": ")[1] for label in found.disputed}
+    assert kinds <= {"changed constant", "duplicated factor"}, found.disputed
