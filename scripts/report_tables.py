@@ -96,6 +96,11 @@ def spread(result: Result) -> str:
     return f"{shown(result.value)} ({shown(float(result.low))} to {shown(float(result.high))})"
 
 
+def _run(r: Result) -> str:
+    """Return when a result was measured, and on which GPU if it was no H200."""
+    return r.date if "H200" in r.machine else f"{r.date}, {r.machine.split(',')[0]}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -159,7 +164,7 @@ def one_sequence(results: Sequence[Result]) -> str:
                 f"{found.ratio:.1f}×",
                 number(step),
                 number(floor),
-                found.ours.date,
+                _run(found.ours),
             ]
         )
     header = ["model", "prompt", "best stock way", "its ms a token", "ours", "speed-up"]
