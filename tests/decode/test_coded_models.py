@@ -27,8 +27,8 @@ pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
 FLOATS = ("nvfp4", "mxfp4")
-#: Types of GGUF's blocks, by GGUF's number.
-BLOCKS = {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
+#: Types of GGUF's blocks in models, by GGUF's number.
+BLOCKS = {"q8_0": 8, "q6_k": 14}
 OTHERS = ("gptq", "gptq act-order", "awq", "hqq", "nf4", "fp4", "nf4 nested")
 KINDS = (*FORMATS, *OTHERS, *FLOATS, *BLOCKS)
 NEW = 12
