@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import symbolic
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.windows import ProgressCallback, search_windows
 from mirage_hf.search.engine import search
@@ -19,8 +19,8 @@ from mirage_hf.search.search_report import SearchReport
 from mirage_hf.search.split_appends import SplitAppends, split_appends
 from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
 
-#: A program of at most this many ops is searched as one. Attention of a decoding step with q/k
-#: norms, RoPE and a cache has 21 ops and takes a second.
+#: A program of at most this many ops is searched as one. See `_computing_ops`. Attention of a
+#: decoding step with q/k norms, RoPE and a cache has 21 ops and takes a second.
 MAX_WHOLE_OPS = 24
 
 #: The least seconds that windows get if the program alone took the time limit.
@@ -95,7 +95,7 @@ def search_and_verify(
     lowered = lower(searched)
     reason = lowered.reason if isinstance(lowered, Rejected) else ""
     most_ops = MAX_WHOLE_OPS_WITH_APPENDS if appends else MAX_WHOLE_OPS
-    if (reason or len(searched.ops) > most_ops) and not options.roles:
+    if (reason or _computing_ops(searched) > most_ops) and not options.roles:
         left = options.time_limit - (time.perf_counter() - start)
         of_windows = replace(options, time_limit=max(left, _LEAST_SECONDS))
         candidates, report = search_windows(
@@ -117,6 +117,19 @@ def search_and_verify(
     )
     report = _with_acceptance(report, accepted, seconds)
     return VerifiedCandidates(accepted.candidates, report).resized(program)
+
+
+def _computing_ops(graph: KernelGraph) -> int:
+    """Return how many ops a search has to place. Casts and joins of constants are loads to it."""
+    read = {t.index for t in graph.inputs if t.constant}
+    count = 0
+    for op in graph.ops:
+        operands = {x.index for x in op.inputs if isinstance(x, DTensor)}
+        if op.name in ("cast", "concat") and operands <= read:
+            read |= {t.index for t in op.outputs}
+        else:
+            count += 1
+    return count
 
 
 def _input_elements(graph: KernelGraph) -> int:

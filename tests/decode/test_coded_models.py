@@ -21,12 +21,16 @@ from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.swap.coded_forward import decoding_program
 from scripts.coded_models import FORMATS, linears, with_codes
+from tests.helpers import gguf_reference
 
 pytestmark = pytest.mark.models
 
 LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
 FLOATS = ("nvfp4", "mxfp4")
-KINDS = (*FORMATS, "gptq", "awq", "hqq", "nf4", "fp4", "nf4 nested", *FLOATS, "q8_0")
+#: Types of GGUF's blocks in models, by GGUF's number.
+BLOCKS = {"q8_0": 8, "q6_k": 14}
+OTHERS = ("gptq", "gptq act-order", "awq", "hqq", "nf4", "fp4", "nf4 nested")
+KINDS = (*FORMATS, *OTHERS, *FLOATS, *BLOCKS)
 NEW = 12
 
 
@@ -49,7 +53,7 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def coded(kind: str) -> LlamaForCausalLM:
-    if kind in ("gptq", "awq"):
+    if kind in ("gptq", "gptq act-order", "awq"):
         return with_words_of_gptqmodel(small_llama(), kind)
     if kind == "hqq":
         return with_bytes_of_hqq(small_llama())
@@ -57,8 +61,8 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
     if kind in FLOATS:
         return with_floats_of_compressed_tensors(small_llama(), kind)
-    if kind == "q8_0":
-        return with_blocks_of_gguf(small_llama())
+    if kind in BLOCKS:
+        return with_blocks_of_gguf(small_llama(), BLOCKS[kind])
     pytest.importorskip(LIBRARIES[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,7 +72,7 @@ def coded(kind: str) -> LlamaForCausalLM:
 def with_words_of_gptqmodel(model: LlamaForCausalLM, kind: str) -> LlamaForCausalLM:
     """Replace the linears of a model's layers by those of GPT-QModel, with zero points."""
     kinds = {"gptq": ("torch", "TorchLinear"), "awq": ("torch_awq", "AwqTorchLinear")}
-    file, name = kinds[kind]
+    file, name = kinds[kind.split()[0]]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         library = pytest.importorskip(f"gptqmodel.nn_modules.qlinear.{file}")
@@ -78,17 +82,20 @@ def with_words_of_gptqmodel(model: LlamaForCausalLM, kind: str) -> LlamaForCausa
             bits=4,
             group_size=128,
             sym=False,
-            desc_act=False,
+            desc_act=kind == "gptq act-order",
             in_features=k,
             out_features=n,
             register_buffers=True,
         )
-        groups = linear.weight.detach().unflatten(1, (-1, 128))
+        order = torch.arange(k) // 128
+        if kind == "gptq act-order":
+            order = order[torch.randperm(k)]
+        groups = linear.weight.detach()[:, order.argsort(stable=True)].unflatten(1, (-1, 128))
         low, high = groups.amin(-1), groups.amax(-1)
         scales = ((high - low) / 15).half()
         zeros = (-low / scales).round()
-        pack = module.pack_original if kind == "gptq" else module.pack
-        pack(linear, scales, zeros, torch.arange(k, dtype=torch.int32) // 128)
+        pack = module.pack if kind == "awq" else module.pack_original
+        pack(linear, scales, zeros, order.to(torch.int32))
         setattr(parent, child, module.eval())
     return model
 
@@ -132,12 +139,22 @@ def with_floats_of_compressed_tensors(model: LlamaForCausalLM, kind: str) -> Lla
     return model
 
 
-def with_blocks_of_gguf(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Replace the linears of a model's layers by those that hold blocks of GGUF."""
+def with_blocks_of_gguf(model: LlamaForCausalLM, kind: int) -> LlamaForCausalLM:
+    """Replace the linears of a model's layers by those that hold blocks of GGUF.
+
+    Blocks of 256 codes are random, because no library of Python makes them.
+    """
     from tests.formats import test_gguf as made
 
-    for parent, child, linear in list(linears(model)):
-        setattr(parent, child, made.filled(linear))
+    for seed, (parent, child, linear) in enumerate(list(linears(model))):
+        module = made.filled(linear)
+        if kind in made.K_TYPES.values():
+            rows, columns = linear.weight.shape
+            module = made.gguf.GgufLinear(columns, rows, kind)
+            blocks = gguf_reference.random_blocks(kind, rows, columns, seed)
+            module.weight.data = blocks
+            module.eval()
+        setattr(parent, child, module)
     return model
 
 
@@ -223,8 +240,8 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     twin = copy.deepcopy(model)
     assert [type(m) for m in twin.modules()] == kinds
     assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
-    # stock's products of "fp8" and "q8_0" need kernels, and floats of 4 bits run in bfloat16 only
-    if kind not in ("fp8", "q8_0", *FLOATS):
+    # stock's products of "fp8" and of GGUF's blocks need kernels. Floats of 4 bits run in bfloat16
+    if kind not in ("fp8", *BLOCKS, *FLOATS):
         assert torch.equal(generated(twin, 1), generated(decoded_twin(model), 1))
     mi.restore(model)
 
