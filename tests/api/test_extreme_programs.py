@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import sys
 import time
 from dataclasses import replace
 
@@ -20,6 +21,16 @@ from tests.helpers.ugraphs import rms_norm_linear
 from tests.zoo.test_zoo import entry
 
 
+@pytest.fixture
+def usual_recursion_limit():
+    """Set Python's own limit, because libraries of other tests raise it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 @pytest.mark.parametrize("ops", [300, 400])
 def test_many_ops_in_a_row_are_searched(ops):
     g = mi.new_kernel_graph()

@@ -29,6 +29,7 @@ def stub(number: int, num_kernels: int = 1, kind: str = "a", **more: Any) -> Any
     """Stand for a µGraph with given verdicts, number of kernels and kind."""
     given = dict(proof=Accepted(number * 1e-12), scalar=YES, tensor_cores=YES, other=None)
     facts = dict(number=number, num_kernels=num_kernels, kind=(kind,))
+    facts |= dict(program=SimpleNamespace(), kernels=SimpleNamespace())
     return SimpleNamespace(**(facts | given | more))
 
 
@@ -65,6 +66,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     answers: dict[str, Callable[..., Any]] = {
         "prove": prove,
+        "interface_differs": lambda program, kernels: None,
         "kind_of": lambda ugraph: ugraph.kind,
         "regrouped": lambda ugraph: ugraph.other,
         "judge_on_cpu": lambda ugraph, checks, mma: ugraph.tensor_cores if mma else ugraph.scalar,
