@@ -9,7 +9,6 @@ split axis follows from the number of its splits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.verify.op_sizes import relate_sizes
@@ -19,6 +18,7 @@ from mirage_hf.verify.size_relations import (
     Key,
     ResizeError,
     SizeRelations,
+    SizeRule,
     TensorDim,
 )
 
@@ -58,15 +58,20 @@ class SizeClasses(SizeRelations):
 
     def _join_equal_rules(self) -> None:
         """Join parts at the same place of the same dim, and dims with the same parts."""
-        for _ in self.rules:
-            for x, y in combinations(self.rules, 2):
-                full_x, full_y = ([self.full[p] for p in rule.parts] for rule in (x, y))
-                if x.kind != y.kind or full_x != full_y:
-                    continue
-                same_parts = [self.find(p) for p in x.parts] == [self.find(p) for p in y.parts]
-                if same_parts or self.find(x.total) == self.find(y.total):
-                    for p, q in zip((x.total, *x.parts), (y.total, *y.parts), strict=True):
-                        self.join(p, q)
+        joined = True
+        while joined:
+            joined = False
+            seen: dict[object, SizeRule] = {}
+            for rule in self.rules:
+                sizes = tuple(self.full[p] for p in rule.parts)
+                for known in (tuple(map(self.find, rule.parts)), self.find(rule.total)):
+                    other = seen.setdefault((rule.kind, sizes, known), rule)
+                    for p, q in zip(
+                        (other.total, *other.parts), (rule.total, *rule.parts), strict=True
+                    ):
+                        if self.find(p) != self.find(q):
+                            self.join(p, q)
+                            joined = True
 
     def small_sizes(self, sizes: Sequence[int], split_size: int) -> dict[Key, int]:
         """Return a small size for every class.

@@ -87,9 +87,12 @@ class SizeRelations:
 
     def find(self, key: Key) -> Key:
         """Return the representative of a class."""
-        while (above := self._parent.get(key, key)) != key:
-            key = above
-        return key
+        root = key
+        while (above := self._parent.get(root, root)) != root:
+            root = above
+        if root != key:
+            self._parent[key] = root  # so that the next call takes one step
+        return root
 
     def join(self, a: Key, b: Key) -> None:
         """Put two dims or axes into one class.
