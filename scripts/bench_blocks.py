@@ -18,12 +18,10 @@ compared with it.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +45,7 @@ from scripts.benching import (
     Budget,
     Contender,
     Report,
+    add_report_options,
     captured,
     error_of,
     explained,
@@ -390,13 +389,7 @@ def main() -> None:
     parser.add_argument(
         "--no-compile", dest="compile", action="store_false", help="leave torch.compile out"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no block after so many seconds"
-    )
-    parser.add_argument("--out", type=Path, help="write a JSON file, after each block")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the blocks that the JSON file has"
-    )
+    add_report_options(parser, "block")
     args = parser.parse_args()
     budget = Budget(args.seconds)
     rows = chosen(args.blocks, parser)

@@ -13,11 +13,9 @@ one weight each. The floor is the bytes of all weights divided by 4.47 TB/s. Nee
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +37,7 @@ from scripts.benching import (
     Budget,
     Contender,
     Report,
+    add_report_options,
     error_of,
     explained,
     need_gpu,
@@ -405,13 +404,7 @@ def main() -> None:
     parser.add_argument(
         "--cap", type=float, default=300.0, help="seconds that setting up one contender may take"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no model after so many seconds"
-    )
-    parser.add_argument("--out", type=Path, help="write a JSON file, after each model")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the models that the JSON file has"
-    )
+    add_report_options(parser, "model")
     args = parser.parse_args()
     names = args.model.split(",")
     if unknown := [n for n in names if n not in MODELS]:

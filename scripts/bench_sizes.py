@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from scripts import benching
 from scripts.benching import (
     Budget,
     Report,
+    add_report_options,
     captured,
     error_of,
     explained,
@@ -186,13 +186,7 @@ def main() -> None:
         "--tune", default="auto", choices=("auto", "full"), help="full measures more, and anew"
     )
     parser.add_argument("--rounds", type=int, default=9, help="alternating rounds")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no size after so many seconds"
-    )
-    parser.add_argument("--out", type=Path, help="write a JSON file, after each size")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the sizes that the JSON file has"
-    )
+    add_report_options(parser, "size")
     args = parser.parse_args()
     if unknown := {*args.blocks} - {*BLOCKS} or {*args.hidden} - {*MLP_WIDTHS}:
         parser.error(f"unknown: {', '.join(map(str, unknown))}; see --help for what there is")

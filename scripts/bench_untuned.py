@@ -22,7 +22,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +53,7 @@ from scripts.benching import (
     Budget,
     Contender,
     Report,
+    add_report_options,
     captured,
     error_of,
     need_gpu,
@@ -272,13 +272,7 @@ def main() -> None:
         "--sample", type=int, default=0, help="measure this many schedules of each block instead"
     )
     parser.add_argument("--rounds", type=int, default=9, help="alternating rounds")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no size after so many seconds"
-    )
-    parser.add_argument("--out", type=Path, help="write a JSON file, after each size")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the sizes that the JSON file has"
-    )
+    add_report_options(parser, "size")
     args = parser.parse_args()
     if unknown := {*args.blocks} - {*BLOCKS} or {*args.hidden} - {*SIZES}:
         parser.error(f"unknown: {', '.join(map(str, unknown))}; see --help for what there is")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import hashlib
@@ -314,6 +315,17 @@ class Budget:
     def is_spent(self) -> bool:
         """Whether the time is over."""
         return time.perf_counter() - self.started >= self.seconds
+
+
+def add_report_options(parser: argparse.ArgumentParser, row: str) -> None:
+    """Add the options that limit the time and name the report. `row` is what a row measures."""
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help=f"start no {row} after so many seconds"
+    )
+    parser.add_argument("--out", type=Path, help=f"write a JSON file, after each {row}")
+    parser.add_argument(
+        "--resume", action="store_true", help=f"keep the {row}s that the JSON file has"
+    )
 
 
 def _row(name: str, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:

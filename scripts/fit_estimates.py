@@ -1,7 +1,7 @@
 """Fit the correction of the cost model to times that `bench_untuned` measured.
 
-    python -m scripts.fit_estimates docs/benchmarks/raw/2026-11-25-untuned.json
-    python -m scripts.fit_estimates FILE … --write
+    python -m scripts.fit_estimates docs/benchmarks/raw/*-schedules.json
+    python -m scripts.fit_estimates docs/benchmarks/raw/*-schedules.json --write
 
 The logarithm of (time / estimate) is fitted by a ridge regression on the features of
 `mirage_hf/tune/correction.py`. Each size is also left out of a fit once. The *regret* of a program

@@ -72,7 +72,10 @@ def outcome(ugraph, tuned, **options):
 
 @pytest.mark.parametrize("part", ["qkv", "gate_up", "down", "head"])
 def test_the_fastest_kernel_has_an_estimate_near_the_best(part):
-    """The kernel of o is left out: it was chosen for the time of its layer, and is not the best."""
+    """The kernel of o is left out: its corrected estimate is 1.6 times the best.
+
+    It was chosen by the time of its layer. Alone, it was not measured beside the others.
+    """
     kernels = tuned_kernels(LLAMA_1B[part])
     first = [space.default_schedule(op) for op in kernels.ops]
     best = relatives.estimated_us(kernels.ops, first, H200)
@@ -90,7 +93,7 @@ def test_one_large_block_is_expected_to_be_slower_than_several_small_ones():
     large = Schedule({"k": 1024, "n": 16}, num_warps=8)
     small = Schedule({"k": 2048, "n": 4}, num_warps=4)
     large_us, small_us = (estimate(plan_kernel(op, s)).us for s in (large, small))
-    assert large_us > 1.2 * small_us
+    assert large_us > 1.2 * small_us  # the correction halves the difference; 1.5 was measured
     assert small_us == pytest.approx(139, rel=0.15)
 
 
