@@ -16,6 +16,7 @@ The other files of this folder are helpers of these functions:
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -232,9 +233,14 @@ def _prefill_by_forward(session: Session) -> Tensor:
     session.is_seen |= plan.stock_prefill and plan.cache_is_users
     cache = plan.cache if is_stocks else prefill_cache(block)
     kwargs = {**inputs.kwargs, cache_name(inputs.model): cache}
+    products: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if plan.stock_prefill:
+        tokens = inputs.input_ids.numel()
+        products = session.runner.prompts.summing_products(session.graph_key, tokens)
     with put_back_unless_covered(cache):
         try:
-            outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
+            with products:
+                outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
         except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
             raise NotCoveredError("a forward that runs a layer twice") from None
         if plan.stock_prefill:

@@ -25,7 +25,7 @@ missing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from mirage_hf.decode.prefill_checks import (
 )
 from mirage_hf.decode.prefill_runs import forward_run, kernel_run, make_room, stock_run
 from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
+from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.errors import MirageError, described
 from mirage_hf.layers.model_kernels import ModelKernels
 
@@ -135,6 +136,23 @@ class Prefills:
         self._checked: dict[PromptShape, tuple[object, bool]] = {}
         #: The last state of the model in which steps after stock's prefill took nothing unusual.
         self._usual: object = None
+        #: The last state of the model, and the longest prompt of it that had no sums of products.
+        self._without_products: tuple[object, int] = (None, 0)
+
+    @contextlib.contextmanager
+    def summing_products(self, state: object, tokens: int) -> Iterator[None]:
+        """Compute sums of products as matrix products, unless a longer prompt had none.
+
+        Looking for them costs the host some time for each torch op.
+        """
+        state_without, most = self._without_products
+        if state_without == state and tokens <= most:
+            yield
+            return
+        with SummedProducts() as mode:
+            yield
+        if not mode.count:
+            self._without_products = state, tokens
 
     def note_usual(self, state: object) -> None:
         """Note that the model's own methods give steps after stock's prefill nothing unusual."""

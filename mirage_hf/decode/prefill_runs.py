@@ -16,6 +16,7 @@ from mirage_hf.decode.cache_layers import prefill_cache
 from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
 from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.prefill import PromptInputs, WindowAttention
 
@@ -109,7 +110,8 @@ def stock_run(
 
     def run() -> None:
         filled = copy.deepcopy(cache)
-        outputs = model._prefill(ids, config, {**others, **held, cache_name(model): filled})
+        with SummedProducts():
+            outputs = model._prefill(ids, config, {**others, **held, cache_name(model): filled})
         read_cache(block, filled, ids.shape[1])
         block.logits.copy_(outputs.logits[:, -1])
 
@@ -135,6 +137,8 @@ def forward_run(
         if left_padding is not None:
             mask = (positions >= left_padding).long()
             positions.sub_(left_padding).clamp_min_(0)
+        if axes := len(block.control.offsets):
+            positions = positions.expand(axes, -1, -1)
 
     def run() -> None:
         outputs = model(

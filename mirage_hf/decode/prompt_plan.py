@@ -25,7 +25,7 @@ class PromptPlan:
         has_unusual_positions: Whether some row's position is beyond its slot or below 0. Only
             positions that a user gives can be so.
         counts_from_zero: Whether every row's own tokens, after left padding, count from position 0
-            on, without a cache of the user's.
+            on, without a cache of the user's. With axes, False if a row has left padding.
     """
 
     past: int
@@ -39,8 +39,7 @@ class PromptPlan:
     @property
     def is_plain(self) -> bool:
         """Whether all rows are whole texts of one length, and every position is a token's place."""
-        is_whole = self.counts_from_zero and self.lowest is None
-        return is_whole and self.offsets is None
+        return self.counts_from_zero and self.lowest is None
 
     @classmethod
     def of(
@@ -105,7 +104,8 @@ class PromptPlan:
             counted = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         plan = cls.of(input_ids, past, mask_length, {**kwargs, "position_ids": counted})
         offsets = positions[..., -1:] - plan.position
-        return replace(plan, offsets=offsets, counts_from_zero=False)
+        is_text = plan.is_plain and bool((positions == counted).all())
+        return replace(plan, offsets=offsets, counts_from_zero=is_text)
 
 
 def _check_sizes(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:

@@ -190,6 +190,15 @@ def test_positions_may_have_axes() -> None:
     assert plan.lowest is None and not plan.counts_from_zero
 
 
+def test_axes_that_all_count_the_tokens_are_a_plain_prompt() -> None:
+    """So a text for a model of images can be prefilled again by the same graph."""
+    plan = prompt_plan(ids(), position_ids=counted().expand(3, -1, -1))
+    assert plan.is_plain and plan.offsets is not None and not plan.offsets.any()
+    early = counted().clone()
+    early[0, 0] = 1  # the last positions are as before
+    assert not prompt_plan(ids(), position_ids=early.expand(3, -1, -1)).is_plain
+
+
 def test_axes_are_counted_from_the_tokens_after_left_padding() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     positions = torch.stack([torch.tensor([[1, 1, 0, 1], [0, 1, 2, 5]])] * 2)

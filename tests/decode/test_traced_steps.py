@@ -211,6 +211,18 @@ def test_the_second_prompt_of_a_length_captures_stocks_prefill(
     assert graphs.count("prefill") == 5
 
 
+def test_texts_for_a_model_of_images_share_a_captured_prefill(graphs: list[str]) -> None:
+    """Their positions have axes that all count alike. Those of images do not."""
+    stock, ours = pair("qwen3_vl")
+    for length in (9, 11, 17):
+        agree(stock, ours, {"inputs": text(1, length), **FULL, **GREEDY})
+    inputs = survey_models.image_inputs(stock, "qwen3_vl")
+    for _ in range(2):
+        agree(stock, ours, {**inputs, **FULL, **GREEDY})
+    assert steps(ours) == {"traced": 5} and not stocks(ours)
+    assert prefills(ours) == {"captured": 2} and graphs.count("prefill") == 1
+
+
 @pytest.mark.parametrize("what", ["needs a mask", "reads the host", "is long"])
 def test_a_prefill_that_cannot_be_repeated_is_called(
     what: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
