@@ -14,6 +14,7 @@ less of it. So a candidate may also err as much as if each float32 sum had its l
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,10 @@ _AT_ONCE = 1 << 22
 
 #: Bytes of outputs that a check keeps for the next candidate. Others are computed again.
 _KEPT_BYTES = 1 << 27
+
+#: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
+#: mostly wait for each other: 16 of them took ten times as long as one.
+_THREADS = 1
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -322,4 +327,16 @@ def judge_on_cpu(ugraph: UGraph, checks: dict[object, NumericCheck], tensor_core
     key = str(small.program)
     if key not in checks:
         checks[key] = NumericCheck(small.program)
-    return checks[key].judge(lambda inputs: run_kernels(small.kernels, inputs, tensor_cores))
+    with _few_threads():
+        return checks[key].judge(lambda inputs: run_kernels(small.kernels, inputs, tensor_cores))
+
+
+@contextlib.contextmanager
+def _few_threads() -> Iterator[None]:
+    """Let this thread's torch ops on a CPU run on few threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, _THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
