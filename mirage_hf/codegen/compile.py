@@ -61,6 +61,12 @@ def load(source: str, digest: str) -> ModuleType:
         return _loaded[digest]
 
 
+def was_loaded(digest: str) -> bool:
+    """Return whether a process of this user has loaded the source with this digest before."""
+    folder = settings().cache_dir / "kernels"
+    return digest in _loaded or _is_kept(folder / f"{digest}.py", digest)
+
+
 @contextlib.contextmanager
 def passing() -> Iterator[None]:
     """Forget sources first loaded in this block, unless their functions are still held.
@@ -263,7 +269,7 @@ def compiling(
         def attempt(program: GeneratedProgram) -> list[Compiled] | errors.CodegenError:
             try:
                 worker_error = (
-                    _in_worker(processes, program, sm)
+                    in_worker(processes, program, sm)
                     if processes is not None and program.launches
                     else None
                 )
@@ -284,7 +290,7 @@ def compiling(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:
+def in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:
     """Let a worker compile a program, so that this process finds it in Triton's cache.
 
     Returns:

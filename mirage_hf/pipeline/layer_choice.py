@@ -56,13 +56,14 @@ def chosen_for_layer(
     if isinstance(chosen, Rejected):
         return [_with_reason(r, chosen.reason) if r.outcome else r for r in layer]
     results = ZooResults(zoo_path(zoo))
+    gpu = torch.device(device)
     kernels = list(layer)
     for n, entry in chosen.items():
         before = layer[n]
         unkept = results.keep(entry)
         seconds = before.seconds + time.perf_counter() - started
         reason = unkept.reason if unkept is not None else ""
-        kernels[n] = resolved(entry, SEARCHED, True, seconds, before.outcome, reason)
+        kernels[n] = resolved(entry, SEARCHED, gpu, seconds, before.outcome, reason)
     return kernels
 
 

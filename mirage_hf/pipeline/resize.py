@@ -44,7 +44,7 @@ def at_size(resolved: Resolved, program: KernelGraph, device: torch.device) -> R
     except CodegenError as e:
         raise CodegenError(f"{resolved.entry.pattern}: {e}") from e
     generated = triton.generate(ugraph, cut_schedules, next_may_launch_early=early)
-    return torch_op.launcher(generated.source)
+    return torch_op.launcher(generated)
 
 
 def cut_to(

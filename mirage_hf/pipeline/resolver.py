@@ -165,44 +165,47 @@ def resolve(
     """
     started = time.perf_counter()
     device = torch.device(device)
-    on_gpu = device.type == "cuda" and backend != "cpu"
+    gpu = device if device.type == "cuda" and backend != "cpu" else None
     request = kernel_request(
         program,
-        target=target_of(device) if on_gpu else "cpu",
+        target=target_of(gpu) if gpu else "cpu",
         pattern=pattern,
         like=like,
         next_may_launch_early=next_may_launch_early,
         tune=tune,
-        device=device if on_gpu else None,
+        device=gpu,
     )
     results = ZooResults(
         zoo_path(zoo),
-        must_be_timed=on_gpu and tune != "never",
+        must_be_timed=gpu is not None and tune != "never",
         looks_up=tune != "full",
-        device=device if on_gpu else None,
+        device=gpu,
     )
     result = find_outcome(request, results, progress)
     seconds = time.perf_counter() - started
     if isinstance(result, StoredEntry):
-        return resolved(result.entry, result.source, on_gpu, seconds)
+        return resolved(result.entry, result.source, gpu, seconds)
     entry = result.outcome.best_entry
-    return resolved(entry, SEARCHED, on_gpu, seconds, result.outcome, result.unkept)
+    return resolved(entry, SEARCHED, gpu, seconds, result.outcome, result.unkept)
 
 
 def resolved(
     entry: Entry,
     source: str,
-    on_gpu: bool,
+    gpu: torch.device | None,
     seconds: float,
     outcome: Outcome | None = None,
     unkept: str = "",
 ) -> Resolved:
-    """Return the kernel of an entry, ready to run. The arguments are the fields of `Resolved`."""
+    """Return the kernel of an entry, ready to run.
+
+    On a GPU, workers begin to compile it. The other arguments are the fields of `Resolved`.
+    """
     reason = library_wins(entry) if entry.ugraph.is_fused else _why_nothing_was_found(entry)
     runs_kernel = not reason
-    runs_generated = runs_kernel and on_gpu
+    runs_generated = runs_kernel and gpu is not None
     if runs_generated:
-        run = torch_op.launcher(entry.kernel)  # the text that is generated here, see results.py
+        run = torch_op.launcher(entry.generate(), gpu)
     else:
         graph = entry.ugraph.kernels if runs_kernel else entry.ugraph.program
         run = partial(run_kernel_graph, graph)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import triton
+from mirage_hf.codegen import early, triton
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.coded import storage
 from mirage_hf.graph.execute import run_kernel_graph
@@ -47,14 +47,31 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def launcher(source: str) -> Run:
-    """Return a function that runs a generated source's kernels on the device of the first input.
+def launcher(program: triton.GeneratedProgram, device: torch.device | None = None) -> Run:
+    """Return a function that runs a program's kernels on the device of the first input.
+
+    Args:
+        program: The program.
+        device: A GPU that the kernels are compiled for from now on, in other processes. None: they
+            are compiled when they run.
 
     Raises:
         CodegenError: The source cannot be loaded.
     """
-    digest = triton.GeneratedProgram(source, ()).digest
-    return compiler.load(source, digest).run  # type: ignore[no-any-return]
+    wait = None
+    if device is not None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        wait = early.begin(program, 10 * major + minor)
+    run: Run = compiler.load(program.source, program.digest).run
+    return run if wait is None else _after(wait, run)
+
+
+def _after(wait: Callable[[], None], run: Run) -> Run:
+    def waiting(*args: Any, **kwargs: Any) -> list[Tensor]:
+        wait()
+        return run(*args, **kwargs)
+
+    return waiting
 
 
 class RegisteredProgram:
@@ -176,7 +193,7 @@ def run_of_entry(entry: Entry) -> Run:
     program runs in torch, with a warning.
     """
     try:
-        return launcher(entry.generate().source)
+        return launcher(entry.generate())
     except errors.CodegenError as e:
         _log.warning(
             "mirage_hf::run: program %s… runs in torch: its kernel was made for another Triton "

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mirage_hf as mi
+from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.plan import pipelining
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline import (
@@ -218,17 +219,16 @@ def test_kernels_of_another_triton_serve_where_they_are_safe(monkeypatch, caplog
         few = {t for e in unsafe for s in e.schedules for t in s.tiles.items() if s.mma}
         assert len(entries) > 50 and bool(unsafe) == newer
         assert not newer or (len(unsafe) < 8 and any(tile == 8 for _, tile in few))
-        loaded: list[str] = []
-        monkeypatch.setattr(torch_op, "launcher", loaded.append)
+        programs: list[GeneratedProgram] = []
+        monkeypatch.setattr(torch_op, "launcher", programs.append)
         for e in unsafe:  # saved graphs name kernels by digest
-            before = len(loaded)
+            before = len(programs)
             torch_op.run_of_entry(e)
-            assert (
-                len(loaded) > before or f"program {e.key.digest[:12]}… runs in torch" in caplog.text
-            )
-        assert not {e.kernel for e in unsafe} & set(loaded)
+            runs_in_torch = f"program {e.key.digest[:12]}… runs in torch" in caplog.text
+            assert len(programs) > before or runs_in_torch
+        assert not {e.kernel for e in unsafe} & {p.source for p in programs}
         torch_op.run_of_entry(entries[0])
-        assert loaded[-1] == entries[0].kernel
+        assert programs[-1].source == entries[0].kernel
     untimed = replace(entries[0], timings=())
     assert trust.obstacle(untimed, True, True) and not trust.obstacle(untimed, True, False)
 
