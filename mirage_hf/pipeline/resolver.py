@@ -29,6 +29,11 @@ from mirage_hf.zoo.key import key_of, target_of
 from mirage_hf.zoo.store import zoo_path
 
 
+#: Candidates that are kept for each kind of arithmetic if none is measured. Their estimates decide,
+#: and give the best of `KEEP` or one that is at most 3% worse (docs/decisions/010-tuning.md).
+KEEP_UNTUNED = 3
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A program's kernel: how to run it, where it came from, and the evidence.
@@ -116,13 +121,14 @@ def kernel_request(
         device: The GPU to measure on, if there is one.
     """
     runs_generated = target != "cpu"
+    keep = KEEP if tune != "never" else KEEP_UNTUNED
     return Request(
         program,
         key_of(program, target, next_may_launch_early=next_may_launch_early),
         SearchOptions(time_limit=settings().search_seconds, gpu=current_gpu(device)),
         pattern=pattern,
         like=like,
-        keep=KEEP if runs_generated else 1,  # without timing, only the first candidate is used
+        keep=keep if runs_generated else 1,  # a CPU runs the first candidate
         device=device if tune != "never" else None,
         effort=FULL if tune == "full" else QUICK,
         runs_generated=runs_generated,
