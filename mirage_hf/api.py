@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -159,12 +158,12 @@ def optimize(
                 progress=note,
             )
             traced = None
-            resolve = partial(resolver.resolve, device=device, backend=backend, zoo=zoo, tune=tune)
-            optimization.resolve = resolve
+            finder = resolver.KernelFinder(device, backend, zoo, tune)
+            optimization.resolve = finder.resolve
             if wants_trace:
-                optimization.bind_codes(resolve)
+                optimization.bind_codes(finder.resolve)
                 traced, traced_rows, why = decoding.trace_steps(
-                    inner, rows, resolve, note, whole=is_known
+                    inner, rows, finder, note, whole=is_known
                 )
                 if is_known and traced is None:
                     why = f"experts are called by name (mirage_hf.experts_report()): {why}"

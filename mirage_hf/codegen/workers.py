@@ -1,4 +1,7 @@
-"""Compile in worker processes (codegen/ahead.py). All callers share them. They end when idle."""
+"""Worker processes that answer lines with lines. All callers share them. They end when idle.
+
+They compile kernels (codegen/ahead.py), or search for them (pipeline/search_worker.py).
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,30 @@ from mirage_hf.codegen import ahead
 IDLE_SECONDS = 30.0
 
 
+#: The script of workers that compile.
+COMPILER = str(Path(ahead.__file__).resolve())
+
+
 class WorkerError(Exception):
-    """An error raised if a worker ended while it compiled."""
+    """An error raised if a worker ended while it worked."""
 
 
 class Workers:
     """Up to `count` worker processes, started when needed. Safe from several threads.
 
-    They put what they compile into Triton's cache on disk, where this process finds it. Call
-    `close` when done.
+    Call `close` when done.
     """
 
-    def __init__(self, count: int):
-        """Reserve places for workers."""
+    def __init__(self, count: int, script: str = COMPILER):
+        """Reserve places for workers that run a script."""
+        self._script = script
         self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(count):
             self._idle.put(None)
         self._refused = False
 
     def compile(self, path: str, name: str, tasks: Sequence[ahead.Task], sm: int) -> str | None:
-        """Compile kernels of a file.
+        """Compile kernels of a file into Triton's cache on disk, where this process finds them.
 
         Args:
             path: The file.
@@ -49,8 +56,7 @@ class Workers:
             What the compiler raised, or None.
 
         Raises:
-            WorkerError: If the worker ended, for example because a compiler crashed.
-            OSError: If no worker can be started.
+            WorkerError, OSError: As for `ask`.
         """
         from triton import knobs
 
@@ -58,6 +64,16 @@ class Workers:
         asked = json.dumps(
             [os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)]
         )
+        failed: str | None = json.loads(self.ask(asked))
+        return failed
+
+    def ask(self, asked: str) -> str:
+        """Send a line to an idle worker and return the line that it answers with.
+
+        Raises:
+            WorkerError: If the worker ended, for example because a compiler crashed.
+            OSError: If no worker can be started.
+        """
         process = self._idle.get()
         try:
             process = process or self._begin()
@@ -67,7 +83,7 @@ class Workers:
                 ended, process = process, None
                 _end(ended)
                 raise WorkerError(
-                    f"the worker that compiled it ended with exit code {ended.returncode}"
+                    f"the worker that was asked ended with exit code {ended.returncode}"
                 ) from None
         finally:
             self._idle.put(process)
@@ -77,7 +93,7 @@ class Workers:
         if self._refused:
             raise OSError("workers cannot be started")
         try:
-            return _begin()
+            return _begin(self._script)
         except OSError:
             self._refused = True
             raise
@@ -91,7 +107,7 @@ class Workers:
             self._idle.put(None)
 
 
-def _begin() -> subprocess.Popen[str]:
+def _begin(script: str) -> subprocess.Popen[str]:
     """Start a worker."""
     if not sys.executable or getattr(sys, "frozen", False):
         raise OSError("sys.executable names no Python interpreter")
@@ -99,7 +115,7 @@ def _begin() -> subprocess.Popen[str]:
     # workers.
     command = [
         sys.executable,
-        str(Path(ahead.__file__).resolve()),
+        script,
         json.dumps([p for p in sys.path if isinstance(p, str)]),
     ]
     process = subprocess.Popen(
@@ -116,13 +132,19 @@ def _begin() -> subprocess.Popen[str]:
     return process
 
 
-def _answer(process: subprocess.Popen[str], asked: str) -> str | None:
-    """Send a request and return the answer."""
+def _answer(process: subprocess.Popen[str], asked: str) -> str:
+    """Send a line and return the answer.
+
+    Raises:
+        ValueError, OSError: If the process has ended.
+    """
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(asked + "\n")
     process.stdin.flush()
-    failed: str | None = json.loads(process.stdout.readline())
-    return failed
+    answer = process.stdout.readline()
+    if not answer.endswith("\n"):
+        raise ValueError("no answer")
+    return answer
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -138,20 +160,20 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 _lock = threading.Lock()
-_shared: dict[int, Workers] = {}
+_shared: dict[tuple[str, int], Workers] = {}
 _using = 0
 _timer: threading.Timer | None = None
 
 
 @contextlib.contextmanager
-def at_work(count: int) -> Iterator[Workers]:
+def at_work(count: int, script: str = COMPILER) -> Iterator[Workers]:
     """Yield the workers that all callers share. They stay for IDLE_SECONDS after the last use."""
     global _using, _timer
     with _lock:
         if _timer is not None:
             _timer.cancel()
         _using += 1
-        workers = _shared.setdefault(count, Workers(count))
+        workers = _shared.setdefault((script, count), Workers(count, script))
     try:
         yield workers
     finally:

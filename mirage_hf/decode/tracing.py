@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.match.matches import CausalMatch, Match
 from mirage_hf.patterns.attention import ATTENTION, for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline.resolver import Resolved
+from mirage_hf.pipeline.resolver import KernelFinder, Resolved
 from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
@@ -64,7 +64,7 @@ WOULD_BE_TRACED = (
 def trace_steps(
     model: Any,
     rows: Sequence[int],
-    resolve: Callable[..., Resolved],
+    finder: KernelFinder,
     progress: Callable[..., Any] | None = None,
     *,
     whole: bool = False,
@@ -74,14 +74,14 @@ def trace_steps(
     Args:
         model: The model, whose modules are stock's.
         rows: The numbers of rows.
-        resolve: Finds the kernel of a program, as `resolver.resolve`.
+        finder: Finds the kernels of programs.
         progress: Called with a stage and its detail, as in `optimize`.
         whole: Whether steps are of use only if kernels run all attention and all experts.
 
     Returns:
         The steps, the rows of the report, and its note. If there are no steps, the note says why.
     """
-    tracer = _Tracer(model, resolve, progress)
+    tracer = _Tracer(model, finder, progress)
     try:
         with _state_put_back(model):
             steps = tracer.trace(rows, whole)
@@ -119,10 +119,10 @@ class _Tracer:
     def __init__(
         self,
         model: Any,
-        resolve: Callable[..., Resolved],
+        finder: KernelFinder,
         progress: Callable[..., Any] | None,
     ):
-        self.model, self.resolve, self.progress = model, resolve, progress
+        self.model, self.finder, self.progress = model, finder, progress
         self.config = model.config.get_text_config(decoder=True)
         self.found: dict[str, Resolved | str] = {}
         self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
@@ -214,15 +214,23 @@ class _Tracer:
         """
         if whole and (why := _why_not_whole(plan)):
             raise TraceError(why)
-        kernels = self._find_kernels(plan)
+        products = [program.graph for program in plan.programs.values()]
+        with self._searching(products):
+            kernels = self._find_kernels(plan)
         if not kernels:
             raise TraceError("no product of its step has a kernel")
         attention = self._find_attention(plan)
         plan.schedule(kernels, attention)
-        regions = self._find_regions(plan)
+        with self._searching([region.graph for region in plan.regions_to_run()]):
+            regions = self._find_regions(plan)
         if whole:
             _check_whole(plan, attention, regions)
         plan.schedule(kernels, attention, regions)
+
+    def _searching(self, programs: Iterable[KernelGraph]) -> AbstractContextManager[None]:
+        """Search for kernels that are not known, each program in a process of its own."""
+        new = {text: p for p in programs if (text := str(p)) not in self.found}
+        return self.finder.searching((p, {"pattern": TRACED}) for p in new.values())
 
     def _count_kernels(self, plans: Iterable[StepPlan]) -> int:
         """Return how many different kernels run programs of plans."""
@@ -287,7 +295,7 @@ class _Tracer:
     def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
         options = {"pattern": TRACED, **options}
         try:
-            return self.resolve(program, progress=self.progress, **options)
+            return self.finder.resolve(program, self.progress, **options)
         except (SearchError, VerificationError, CodegenError) as error:
             return f"no kernel: {error}"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mirage_hf.errors import Rejected
+from mirage_hf.pipeline import searching_ahead
 from mirage_hf.pipeline.checkpoint import CheckpointJournal
 from mirage_hf.pipeline.choose import measure_candidates, schedule_candidates
 from mirage_hf.pipeline.outcome import Outcome
@@ -53,15 +54,19 @@ def find_outcome(
         outcome = schedule_candidates(request, loaded, tuned)
         return NewOutcome(measure_candidates(outcome, progress))
     journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
-    verified = search_and_verify(
-        request.program,
-        request.options,
-        progress,
-        seed=request.seed,
-        like=request.like,
-        keep=request.keep,
-        journal=journal,
-    )
+    verified = searching_ahead.take(request) if journal is None else None
+    if verified is None:
+        verified = search_and_verify(
+            request.program,
+            request.options,
+            progress,
+            seed=request.seed,
+            like=request.like,
+            keep=request.keep,
+            journal=journal,
+        )
+    else:
+        verified = verified.resized(request.program)
     outcome = schedule_candidates(request, verified, tuned)
     if request.all_candidates:
         unkept = results.store(outcome)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from mirage_hf.pipeline.find_outcome import find_outcome
 from mirage_hf.pipeline.outcome import LIBRARY, OURS, Outcome, library_wins
 from mirage_hf.pipeline.request import FULL, QUICK, Request
 from mirage_hf.pipeline.results import SEARCHED, StoredEntry, ZooResults
+from mirage_hf.pipeline.searching_ahead import searching
 from mirage_hf.pipeline.torch_op import Run
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.search.search_options import SearchOptions
@@ -27,7 +30,6 @@ from mirage_hf.verify.accept import KEEP
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of, target_of
 from mirage_hf.zoo.store import zoo_path
-
 
 #: Candidates that are kept for each kind of arithmetic if none is measured. Their estimates decide,
 #: and give the best of `KEEP` or one that is at most 3% worse (docs/decisions/010-tuning.md).
@@ -135,6 +137,75 @@ def kernel_request(
     )
 
 
+@dataclass(frozen=True)
+class KernelFinder:
+    """Finds kernels with the options of one `optimize()`.
+
+    Attributes:
+        device: Where they will run.
+        backend: "cpu" runs µGraphs in torch, "triton" runs generated kernels, "auto" decides by
+            device.
+        zoo: Further kernel zoos. Their kernels are proven again before they run.
+        tune: "auto" measures kernels that were never measured, "never" trusts the cost model,
+            "full" measures anew, and more candidates.
+    """
+
+    device: torch.device
+    backend: str = "auto"
+    zoo: str | Path | Sequence[str | Path] | None = None
+    tune: str = "auto"
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that generated kernels run on. None if torch runs µGraphs."""
+        return self.device if self.device.type == "cuda" and self.backend != "cpu" else None
+
+    def request(self, program: KernelGraph, **options: Any) -> Request:
+        """Return the request for the kernel of a program. The options are those of `resolve`."""
+        target = target_of(self.gpu) if self.gpu else "cpu"
+        return kernel_request(program, target=target, tune=self.tune, device=self.gpu, **options)
+
+    def results(self) -> ZooResults:
+        """Return where results are looked up and kept.
+
+        Raises:
+            ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
+        """
+        return ZooResults(
+            zoo_path(self.zoo),
+            must_be_timed=self.gpu is not None and self.tune != "never",
+            looks_up=self.tune != "full",
+            device=self.gpu,
+        )
+
+    def resolve(
+        self, program: KernelGraph, progress: ProgressCallback | None = None, **options: Any
+    ) -> Resolved:
+        """Return the kernel of a program. The arguments are those of `resolver.resolve`."""
+        started = time.perf_counter()
+        result = find_outcome(self.request(program, **options), self.results(), progress)
+        seconds = time.perf_counter() - started
+        if isinstance(result, StoredEntry):
+            return resolved(result.entry, result.source, self.gpu, seconds)
+        entry = result.outcome.best_entry
+        return resolved(entry, SEARCHED, self.gpu, seconds, result.outcome, result.unkept)
+
+    def searching(
+        self, wanted: Iterable[tuple[KernelGraph, Mapping[str, Any]]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Search for kernels that are not stored in other processes, until the block ends.
+
+        Args:
+            wanted: Programs that `resolve` will be asked for, and their options.
+
+        Raises:
+            ZooError: As `results`.
+        """
+        results = self.results()
+        requests = [self.request(program, **options) for program, options in wanted]
+        return searching([request for request in requests if not results.holds(request)])
+
+
 def resolve(
     program: KernelGraph,
     *,
@@ -153,12 +224,10 @@ def resolve(
 
     Args:
         program: The tensor program.
-        device: Where it will run.
-        backend: "cpu" runs µGraphs in torch, "triton" runs generated kernels, "auto" decides by
-            device.
-        zoo: Further kernel zoos. Their kernels are proven again before they run.
-        tune: "auto" measures kernels that were never measured, "never" trusts the cost model,
-            "full" measures anew, and more candidates.
+        device: As for `KernelFinder`.
+        backend: As for `KernelFinder`.
+        zoo: As for `KernelFinder`.
+        tune: As for `KernelFinder`.
         pattern: The block that the program is.
         progress: Called with a stage and its detail.
         like: A program that differs in the sizes of some dims only. The larger of both is searched,
@@ -169,30 +238,14 @@ def resolve(
     Raises:
         ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
     """
-    started = time.perf_counter()
-    device = torch.device(device)
-    gpu = device if device.type == "cuda" and backend != "cpu" else None
-    request = kernel_request(
+    finder = KernelFinder(torch.device(device), backend, zoo, tune)
+    return finder.resolve(
         program,
-        target=target_of(gpu) if gpu else "cpu",
+        progress,
         pattern=pattern,
         like=like,
         next_may_launch_early=next_may_launch_early,
-        tune=tune,
-        device=gpu,
     )
-    results = ZooResults(
-        zoo_path(zoo),
-        must_be_timed=gpu is not None and tune != "never",
-        looks_up=tune != "full",
-        device=gpu,
-    )
-    result = find_outcome(request, results, progress)
-    seconds = time.perf_counter() - started
-    if isinstance(result, StoredEntry):
-        return resolved(result.entry, result.source, gpu, seconds)
-    entry = result.outcome.best_entry
-    return resolved(entry, SEARCHED, gpu, seconds, result.outcome, result.unkept)
 
 
 def resolved(

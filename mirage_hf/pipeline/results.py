@@ -111,6 +111,17 @@ class ZooResults:
                 _log.warning("%s: an entry was not used: %s", source_of(store), loaded.reason)
         return Rejected("; ".join(reasons)) if reasons else None
 
+    def holds(self, request: Request) -> bool:
+        """Return whether a store has an entry for a request. It may turn out to be of no use."""
+        if not self.looks_up:
+            return False
+        entries = (store.get(request.key) for store in self.zoos.stores)
+        return any(
+            not isinstance(entry, Rejected)
+            and not trust.obstacle(entry, request.runs_generated, self.must_be_timed)
+            for entry in entries
+        )
+
     def _load_from(
         self, store: Store, request: Request
     ) -> StoredEntry | VerifiedCandidates | Rejected:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from mirage_hf import errors
 from mirage_hf.codegen.default_schedule import choose_schedule
@@ -105,11 +104,40 @@ def chosen(op: KernelOp, kinds: Collection[bool]) -> Schedule | None:
     return next((s for s in (*schedules(op), smallest(op)) if s.mma in kinds), None)
 
 
-@lru_cache(maxsize=256)
+#: The schedules of ops in the order to try them, of the ops that were ranked last.
+_known: dict[tuple[KernelOp, Device], tuple[Schedule, ...]] = {}
+
+#: Most ops that are known. A model has some tens of kernels, and each of them some candidates.
+_MOST_KNOWN = 512
+
+
 def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     """Return all schedules of an op in the order to try them."""
+    known = _known.get((op, device))
+    if known is not None:
+        return known
     costs, reason = _costs(op, device)
-    return _order(costs) if costs else (_last_resort(op, device, reason),)
+    order = _order(costs) if costs else (_last_resort(op, device, reason),)
+    remember_ranked({(op, device): order})
+    return order
+
+
+def ranked_so_far() -> dict[tuple[KernelOp, Device], tuple[Schedule, ...]]:
+    """Return what was ranked last, for another process."""
+    return dict(_known)
+
+
+def remember_ranked(found: Mapping[tuple[KernelOp, Device], tuple[Schedule, ...]]) -> None:
+    """Take over what another process has ranked."""
+    for key, order in found.items():
+        if len(_known) >= _MOST_KNOWN:
+            _known.pop(next(iter(_known), key), None)
+        _known[key] = order
+
+
+def forget_ranked() -> None:
+    """Forget what was ranked."""
+    _known.clear()
 
 
 def _costs(

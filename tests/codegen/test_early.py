@@ -69,7 +69,7 @@ def test_what_does_not_compile_raises_when_it_is_run() -> None:
 def test_a_worker_that_cannot_start_leaves_the_work_to_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse() -> None:
+    def refuse(script: str) -> None:
         raise OSError("no processes here")
 
     monkeypatch.setattr(workers, "_begin", refuse)

@@ -147,7 +147,7 @@ def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 1)
 
-    def no() -> Any:
+    def no(script: str) -> Any:
         raise OSError("no memory")
 
     monkeypatch.setattr(workers, "_begin", no)
@@ -167,9 +167,9 @@ def test_threads_compile_where_python_is_part_of_another_program(
     begun: list[bool] = []
     begin = workers._begin
 
-    def counted() -> Any:
+    def counted(script: str) -> Any:
         begun.append(True)
-        return begin()
+        return begin(script)
 
     monkeypatch.setattr(workers, "_begin", counted)
     for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
@@ -210,7 +210,8 @@ def test_paths_that_are_no_strings_relative_or_gone(
         (result,) = compiler.compiling([p], 90, threads=1)
         assert isinstance(result, list) and result[0].asm["cubin"]
     assert hits == [True] * 3
-    workers._shared[1].close()
+    for pool in workers._shared.values():
+        pool.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

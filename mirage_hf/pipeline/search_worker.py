@@ -1,0 +1,126 @@
+"""Search for kernels on behalf of another process. Run as a script, it answers line by line.
+
+It imports the stages up to `pipeline`, and not transformers. A line is a pickled object as base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mirage_hf.codegen.schedule import Schedule
+    from mirage_hf.gpus import Device
+    from mirage_hf.graph.kernel import KernelGraph, KernelOp
+    from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
+    from mirage_hf.search.search_options import SearchOptions
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """What decides the outcome of a search. The attributes are those of a `Request`.
+
+    Attributes:
+        program: The tensor program.
+        like: The same program at other sizes, or None.
+        options: The limits of the search.
+        seed: The seed of the proofs' random inputs.
+        keep: How many candidates are kept.
+        next_may_launch_early: See `placement.place_kernels`.
+        ranks: True if schedules are wanted, too.
+    """
+
+    program: KernelGraph
+    like: KernelGraph | None
+    options: SearchOptions
+    seed: int
+    keep: int
+    next_may_launch_early: bool
+    ranks: bool
+
+
+@dataclass(frozen=True)
+class SearchAnswer:
+    """What a worker found.
+
+    Attributes:
+        verified: The candidates.
+        ranked: The schedules of their kernels, best estimate first.
+    """
+
+    verified: VerifiedCandidates
+    ranked: dict[tuple[KernelOp, Device], tuple[Schedule, ...]]
+
+
+def to_line(x: Any) -> str:
+    """Return an object as a line of text, without the end of the line."""
+    return base64.b64encode(pickle.dumps(x)).decode()
+
+
+def from_line(line: str) -> Any:
+    """Return the object of a line that a process of this package wrote."""
+    return pickle.loads(base64.b64decode(line))
+
+
+def work(task: SearchTask) -> SearchAnswer:
+    """Search for a program's kernels, prove and check them, and rank their schedules.
+
+    Raises:
+        MirageError: As `search_and_verify`.
+    """
+    from mirage_hf.codegen.placement import place_kernels
+    from mirage_hf.pipeline.search_and_verify import search_and_verify
+    from mirage_hf.tune import space
+
+    verified = search_and_verify(
+        task.program, task.options, seed=task.seed, like=task.like, keep=task.keep
+    )
+    if not task.ranks:
+        return SearchAnswer(verified, {})
+    space.forget_ranked()
+    for candidate in verified.candidates:
+        space.obstacle(place_kernels(candidate.ugraph, task.next_may_launch_early))
+    return SearchAnswer(verified, space.ranked_so_far())
+
+
+def serve(asked: Iterable[str]) -> None:
+    """Answer each line with a `SearchAnswer`, or with None if the search raised an error."""
+    import torch
+
+    from mirage_hf.codegen.ahead import READY
+    from mirage_hf.errors import MirageError
+
+    torch.set_num_threads(1)  # there is a worker for each core
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keep other output out of the answers
+    print(READY, file=answers, flush=True)
+    for line in asked:
+        try:
+            answer = work(from_line(line))
+        except MirageError:
+            answer = None
+        print(to_line(answer), file=answers, flush=True)
+
+
+def _import_without_transformers() -> None:
+    """Let the package be imported without what `mirage_hf/__init__.py` imports."""
+    package = ModuleType("mirage_hf")
+    package.__path__ = [str(Path(__file__).resolve().parent.parent)]
+    sys.modules["mirage_hf"] = package
+
+
+if __name__ == "__main__":
+    # Find packages where the parent finds them, and not in the folder of this file.
+    sys.path[:] = json.loads(sys.argv[1])
+    _import_without_transformers()
+    from mirage_hf.pipeline import search_worker  # so that pickles name this module, not __main__
+
+    search_worker.serve(sys.stdin)

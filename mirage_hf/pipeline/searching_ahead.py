@@ -1,0 +1,87 @@
+"""Search for several programs at once, in worker processes, before their kernels are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from mirage_hf.codegen import workers
+from mirage_hf.pipeline import search_worker
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
+from mirage_hf.pipeline.search_worker import SearchAnswer, SearchTask, from_line, to_line
+from mirage_hf.settings import settings
+from mirage_hf.tune import space
+
+#: Workers search if there are at least this many threads and programs. For fewer, starting them
+#: takes longer than they save.
+THREADS_FROM, PROGRAMS_FROM = 4, 2
+
+#: Most worker processes. Each takes 250 MB.
+MOST_PROCESSES = 8
+
+_SCRIPT = str(Path(search_worker.__file__).resolve())
+
+_begun: dict[str, Future[SearchAnswer | None]] = {}
+
+
+@contextlib.contextmanager
+def searching(requests: Sequence[Request]) -> Iterator[None]:
+    """Search for the programs of requests in other processes, until the block ends.
+
+    `take` gives what was found. Searches that nobody took are dropped.
+    """
+    tasks = {_name(request): _task(request) for request in requests}
+    threads = settings().threads
+    if threads < THREADS_FROM or len(tasks) < PROGRAMS_FROM:
+        yield
+        return
+    count = min(threads, MOST_PROCESSES)
+    with workers.at_work(count, _SCRIPT) as pool:
+        executor = ThreadPoolExecutor(count)
+        mine = {name: executor.submit(_ask, pool, task) for name, task in tasks.items()}
+        _begun.update(mine)
+        try:
+            yield
+        finally:
+            for name in mine:
+                _begun.pop(name, None)
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def take(request: Request) -> VerifiedCandidates | None:
+    """Return the candidates that a worker finds for a request.
+
+    Returns:
+        None if no worker was asked, or if it failed. Then the caller searches, and meets the error.
+    """
+    future = _begun.pop(_name(request), None)
+    if future is None or (answer := future.result()) is None:
+        return None
+    space.remember_ranked(answer.ranked)
+    return answer.verified
+
+
+def _ask(pool: workers.Workers, task: SearchTask) -> SearchAnswer | None:
+    try:
+        answer: SearchAnswer | None = from_line(pool.ask(to_line(task)))
+        return answer
+    except (workers.WorkerError, OSError):
+        return None
+
+
+def _task(request: Request) -> SearchTask:
+    early = request.key.next_may_launch_early
+    ranks = request.runs_generated and not request.all_candidates
+    return SearchTask(
+        request.program, request.like, request.options, request.seed, request.keep, early, ranks
+    )
+
+
+def _name(request: Request) -> str:
+    """Return a name for all that decides the outcome of a search."""
+    task = _task(request)
+    graphs = str(task.program), str(task.like)
+    return repr((graphs, task.options, task.seed, task.keep, task.next_may_launch_early))

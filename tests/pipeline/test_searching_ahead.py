@@ -1,0 +1,118 @@
+"""Searches of several programs at once, in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mirage_hf as mi
+from mirage_hf.codegen import workers
+from mirage_hf.errors import SearchError
+from mirage_hf.graph.block import Role
+from mirage_hf.pipeline import find_outcome, resolver, searching_ahead
+from mirage_hf.pipeline.choose import schedule_candidates
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.tune import space
+from tests.helpers import programs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    monkeypatch.setenv("MIRAGE_HF_THREADS", str(searching_ahead.THREADS_FROM))
+    monkeypatch.setattr(searching_ahead, "MOST_PROCESSES", 2)
+    yield
+    for pool in workers._shared.values():
+        pool.close()
+
+
+def graphs() -> list[mi.KernelGraph]:
+    return [programs.rms_norm_linear(mi, rows=1, k=256, n=n) for n in (96, 160, 224)]
+
+
+def requests(target: str = "sm_90") -> list[Request]:
+    return [resolver.kernel_request(g, target=target, tune="never") for g in graphs()]
+
+
+def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = requests()
+    own = []
+    for request in wanted:
+        verified = search_and_verify(request.program, request.options, keep=request.keep)
+        own.append(schedule_candidates(request, verified, lambda: ()).ugraphs[0])
+    space.forget_ranked()
+
+    def nothing_is_left_to_rank(*_: Any) -> Any:
+        raise AssertionError("a schedule was ranked here")
+
+    monkeypatch.setattr(space, "_costs", nothing_is_left_to_rank)
+    with searching_ahead.searching(wanted):
+        for request, ugraph in zip(wanted, own, strict=True):
+            found = searching_ahead.take(request)
+            assert found is not None
+            outcome = schedule_candidates(request, found.resized(request.program), lambda: ())
+            best = outcome.ugraphs[0]
+            assert str(best.kernels) == str(ugraph.kernels)
+            assert best.schedules == ugraph.schedules
+            assert best.program is request.program
+            assert searching_ahead.take(request) is None, "it was taken"
+
+
+def test_what_nobody_takes_is_dropped() -> None:
+    wanted = requests()
+    with searching_ahead.searching(wanted):
+        pass
+    assert not searching_ahead._begun
+    assert searching_ahead.take(wanted[0]) is None
+
+
+@pytest.mark.parametrize("threads, count", [(2, 3), (4, 1)])
+def test_few_threads_or_programs_start_no_process(
+    threads: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIRAGE_HF_THREADS", str(threads))
+    with searching_ahead.searching(requests()[:count]):
+        assert not searching_ahead._begun
+
+
+def test_this_process_searches_if_a_worker_dies_or_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(script: str) -> Any:
+        raise OSError("no processes here")
+
+    monkeypatch.setattr(workers, "_shared", {})
+    monkeypatch.setattr(workers, "_begin", refuse)
+    finder = resolver.KernelFinder(CPU)
+    with finder.searching((g, {}) for g in graphs()):
+        assert len(searching_ahead._begun) == 3
+        assert all(finder.resolve(g).runs_kernel for g in graphs())
+
+
+def test_an_error_of_a_search_is_left_to_this_process() -> None:
+    good, other, bad = requests()
+    roles = (("no axis of it", Role.LOOP),)
+    bad = replace(bad, options=replace(bad.options, roles=roles))
+    with searching_ahead.searching([bad, good, other]):
+        assert searching_ahead.take(bad) is None
+        assert searching_ahead.take(good) is not None, "the worker goes on"
+    with pytest.raises(SearchError, match="no axis of it"):
+        search_and_verify(bad.program, bad.options)
+
+
+def test_stored_kernels_are_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = resolver.KernelFinder(CPU)
+    first, *others = graphs()
+    finder.resolve(first)
+    monkeypatch.setattr(find_outcome, "search_and_verify", None)  # workers find the others
+    with finder.searching((g, {}) for g in [first, *others]):
+        assert len(searching_ahead._begun) == 2
+        assert [finder.resolve(g).source for g in graphs()] == ["cache", "searched", "searched"]
