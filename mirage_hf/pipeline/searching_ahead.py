@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from mirage_hf.codegen import workers
@@ -38,8 +39,13 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
     if threads < THREADS_FROM or len(tasks) < PROGRAMS_FROM:
         yield
         return
-    count = min(threads, MOST_PROCESSES)
-    with workers.at_work(count, _SCRIPT) as pool:
+    count = min(threads, MOST_PROCESSES, len(tasks))
+    share = threads // count
+    tasks = {
+        name: replace(task, options=replace(task.options, threads=share))
+        for name, task in tasks.items()
+    }
+    with workers.at_work(min(threads, MOST_PROCESSES), _SCRIPT) as pool:
         executor = ThreadPoolExecutor(count)
         mine = {name: executor.submit(_ask, pool, task) for name, task in tasks.items()}
         _begun.update(mine)
