@@ -45,6 +45,7 @@ from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.tuner import tune
+from mirage_hf.verify.accept import KEEP
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.zoo.key import target_of
@@ -172,7 +173,7 @@ def sample(name: str, hidden: int, rows: int, count: int) -> dict[str, Any]:
         next_may_launch_early=True,
         device=torch.device(benching.DEVICE),
     )
-    verified = search_and_verify(program, request.options, keep=request.keep)
+    verified = search_and_verify(program, request.options, keep=KEEP)
     ugraphs = [c.ugraph for c in promising(verified.candidates, True)[:GRAPHS]]
     each = max(1, count // len(ugraphs))
     generator = random.Random(f"{name} {hidden} {rows}")

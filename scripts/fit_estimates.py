@@ -29,6 +29,7 @@ from mirage_hf.gpus import Device, device_named
 from mirage_hf.pipeline.resolver import kernel_request
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.tune import correction, cost
+from mirage_hf.verify.accept import KEEP
 from scripts.bench_untuned import BLOCKS, digest
 
 #: The weight of the ridge's penalty, for features scaled to a deviation of 1.
@@ -64,7 +65,7 @@ def measured(rows: Iterable[dict[str, Any]], gpu: Device) -> Iterator[Measured]:
         request = kernel_request(
             program, target="sm_90", pattern=pattern, next_may_launch_early=True, tune="never"
         )
-        found = search_and_verify(program, request.options, keep=request.keep).ugraphs()
+        found = search_and_verify(program, request.options, keep=KEEP).ugraphs()
         ops_of = {digest(u): place_kernels(u, next_may_launch_early=True) for u in found}
         key = (row["block"], row["hidden"], row["rows"])
         for c in row["candidates"]:
