@@ -31,9 +31,9 @@ from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of, target_of
 from mirage_hf.zoo.store import zoo_path
 
-#: Candidates that are kept for each kind of arithmetic if none is measured. Their estimates decide,
-#: and give the best of `KEEP` or one that is at most 3% worse (docs/decisions/010-tuning.md).
-KEEP_UNTUNED = 3
+#: Candidates that are kept for each kind of arithmetic if none is measured and estimates decide. With
+#: fewer, the kernels that are chosen are slower (docs/decisions/010-tuning.md).
+KEEP_UNTUNED = 4
 
 
 @dataclass(frozen=True)
