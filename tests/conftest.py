@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 #: Files that start first when several processes share the work, so that no long one is left at the
 #: end.
 LONGEST = (
+    "scripts/test_build_wheels.py",
     "search/test_fusable_dags.py",
     "pipeline/test_windows.py",
     "pipeline/test_superoptimizer.py",
