@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from mirage_hf.errors import Rejected
 from mirage_hf.gpus import current_gpu
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -74,6 +76,11 @@ class Resolved:
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """The pairs (output, input), by position, that may share memory in `run(inputs, out)`."""
         return self.entry.generate().in_place if self.runs_generated else ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the kernel was measured, or there is none."""
+        return not self.entry.ugraph.is_fused or bool(self.entry.timings)
 
     def _time(self, name: str) -> float | None:
         return next((t.median_us for t in self.entry.timings if t.name == name), None)
@@ -165,28 +172,88 @@ def resolve(
     """
     started = time.perf_counter()
     device = torch.device(device)
-    on_gpu = device.type == "cuda" and backend != "cpu"
-    request = kernel_request(
+    request, results = _asked(
         program,
-        target=target_of(device) if on_gpu else "cpu",
+        device,
+        backend,
+        zoo,
+        tune,
         pattern=pattern,
         like=like,
         next_may_launch_early=next_may_launch_early,
-        tune=tune,
-        device=device if on_gpu else None,
-    )
-    results = ZooResults(
-        zoo_path(zoo),
-        must_be_timed=on_gpu and tune != "never",
-        looks_up=tune != "full",
-        device=device if on_gpu else None,
     )
     result = find_outcome(request, results, progress)
     seconds = time.perf_counter() - started
+    on_gpu = request.runs_generated
     if isinstance(result, StoredEntry):
         return resolved(result.entry, result.source, on_gpu, seconds)
     entry = result.outcome.best_entry
     return resolved(entry, SEARCHED, on_gpu, seconds, result.outcome, result.unkept)
+
+
+def look_up(
+    program: KernelGraph,
+    *,
+    device: torch.device | str,
+    backend: str = "auto",
+    zoo: str | Path | Sequence[str | Path] | None = None,
+    next_may_launch_early: bool = False,
+) -> Resolved | Rejected:
+    """Return the measured kernel of `program` that a zoo has, or why none is used.
+
+    Nothing is searched. The arguments are those of `resolve`.
+    """
+    started = time.perf_counter()
+    device = torch.device(device)
+    request, results = _asked(
+        program, device, backend, zoo, "auto", next_may_launch_early=next_may_launch_early
+    )
+    stored = results.load(request)
+    if isinstance(stored, StoredEntry):
+        seconds = time.perf_counter() - started
+        return resolved(stored.entry, stored.source, request.runs_generated, seconds)
+    return stored if isinstance(stored, Rejected) else Rejected("it is not stored")
+
+
+def can_measure(device: torch.device, backend: str) -> bool:
+    """Return whether kernels for a device are measured there."""
+    return device.type == "cuda" and backend != "cpu"
+
+
+def _asked(
+    program: KernelGraph,
+    device: torch.device,
+    backend: str,
+    zoo: str | Path | Sequence[str | Path] | None,
+    tune: str,
+    **options: Any,
+) -> tuple[Request, ZooResults]:
+    """Return the request for the kernel of a program, and where results are kept.
+
+    Args:
+        program: The tensor program.
+        device: Where it will run.
+        backend: As for `resolve`.
+        zoo: As for `resolve`.
+        tune: As for `resolve`.
+        options: Further arguments of `kernel_request`.
+    """
+    on_gpu = device.type == "cuda" and backend != "cpu"
+    is_measured = tune != "never" and can_measure(device, backend)
+    request = kernel_request(
+        program,
+        target=target_of(device) if on_gpu else "cpu",
+        tune=tune,
+        device=device if is_measured else None,
+        **options,
+    )
+    results = ZooResults(
+        zoo_path(zoo),
+        must_be_timed=is_measured,
+        looks_up=tune != "full",
+        device=device if on_gpu else None,
+    )
+    return request, results
 
 
 def resolved(
