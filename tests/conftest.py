@@ -42,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 LONGEST = (
     "scripts/test_build_wheels.py",
     "search/test_fusable_dags.py",
+    "api/test_background.py",
+    "pipeline/test_background.py",
     "pipeline/test_windows.py",
     "pipeline/test_superoptimizer.py",
     "api/test_searched.py",

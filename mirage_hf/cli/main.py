@@ -116,6 +116,11 @@ def optimize(
     model_files = [f for kind in models.FILES for f in Path(model).glob(kind)]
     _check_files({f"the model's {f.name}": f for f in model_files}, {"--report-json": report_json})
     rows = tuple(batch_size or (1,))
+    if tune == "background":
+        raise typer.BadParameter(
+            "--tune background: its tuner ends with the model, which ends with this command; "
+            "use --tune auto, which waits for it"
+        )
     try:
         check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
     except errors.OptimizeError as e:

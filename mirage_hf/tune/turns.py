@@ -107,7 +107,7 @@ class SharedTurns:
     def _wait_for_tuner(self) -> None:
         """Let the tuner measure, if calls have run long enough since it did so last."""
         allowed = SHARE * self._busy - self._waited
-        if self._fields[_TUNER] == _Tuner.IDLE or self._fields[_NEEDS_NS] > allowed * 1e9:
+        if self._fields[_TUNER] == _Tuner.IDLE or self._fields[_NEEDS_NS] >= allowed * 1e9:
             return
         began = time.monotonic()
         while self._fields[_TUNER] != _Tuner.IDLE and time.monotonic() - began < allowed:

@@ -390,6 +390,11 @@ def test_the_demo_needs_its_model(capture, tmp_path, monkeypatch):
     assert "--dtype int32: models are run in float16, bfloat16 or float32" in err
 
 
+def test_a_command_does_not_tune_in_the_background(capture):
+    _, err = capture("optimize", models.DEMO_MODEL, "--tune", "background", code=2)
+    assert "use --tune auto" in err
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

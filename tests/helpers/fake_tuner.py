@@ -6,7 +6,8 @@ are those of the real process. `FAKE_TUNER` says what happens while it measures,
 
 - `seconds`: how long the candidates of one program take,
 - `full_disk_after`: how many entries can be stored before every write of one fails with ENOSPC,
-- `library_wins`: the patterns for which the library is measured faster,
+- `library_us`: the time of the library path,
+- `log`: a file that gets a line for each program that is measured,
 - `crash`: true to end with an error.
 """
 
@@ -50,13 +51,19 @@ def main() -> None:
     def fake_tune(ugraphs: Sequence[Any], **options: Any) -> TuneResult:
         if what.get("crash"):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if "log" in what:
+            with open(what["log"], "a", encoding="utf-8") as log:
+                log.write(f"{os.getpid()}\n")
         ranked = real_tune(ugraphs, **{**options, "device": "cpu"})
         turns.undisturbed(lambda: time.sleep(what.get("seconds", 0.0)))
-        return TuneResult.of("a fake GPU", [measured(c, n) for n, c in enumerate(ranked.candidates)])
+        return TuneResult.of(
+            "a fake GPU", [measured(c, n) for n, c in enumerate(ranked.candidates)]
+        )
 
     def measured(candidate: ScheduledCandidate, number: int) -> ScheduledCandidate:
         """The better the estimate, the slower: so another schedule wins than without tuning."""
-        us = LIBRARY_US if candidate.is_library else 20.0 - 0.1 * number
+        library_us = what.get("library_us", LIBRARY_US)
+        us = library_us if candidate.is_library else 20.0 - 0.1 * number
         return replace(candidate, status=MEASURED, timing=timing(us))
 
     def first_of_each(choices: Sequence[Sequence[Any]], **_: Any) -> Any:
