@@ -247,7 +247,7 @@ def _tune_in_background(
         owner = of_model()
         if owner is None:
             return Rejected("the model was deleted")
-        with _locked(owner), on_the_cpu():
+        with _locked(owner), on_the_cpu(), _on(device):
             if owner.__dict__.get(HANDLE_NAME) is not handle:
                 return Rejected("the model was restored")
             outcome = replace_kernels(
@@ -267,6 +267,19 @@ def _tune_in_background(
         handle.runner.tuning = handle.tuning
     handle.let_tuner_see_forwards()
     handle.tuning.start()
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one, and wait for what the body launches on it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        try:
+            yield
+        finally:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _release_cached_memory(device: torch.device) -> None:

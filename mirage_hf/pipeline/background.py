@@ -115,6 +115,8 @@ class BackgroundTuning:
 
     def _begin(self) -> subprocess.Popen[str]:
         assert self.turns is not None
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("sys.executable names no Python interpreter")
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
         threads = max(1, settings().threads // 2)
         process = subprocess.Popen(
@@ -225,9 +227,10 @@ class BackgroundTuning:
         turns = self.turns
         if turns is None or turns.calls or self._is_replacing:
             return
-        with self._gate:
-            if not turns.calls:
-                self._put_in_place()
+        if self._ready and not _is_capturing():
+            with self._gate:
+                if not turns.calls:
+                    self._put_in_place()
         turns.note_forward()
 
     def _put_in_place(self) -> None:
@@ -325,6 +328,11 @@ def _distinct(layers: Sequence[Sequence[BlockToMake]]) -> list[BlockToMake]:
             one for block in blocks for one in (block, block.for_long_caches) if one is not None
         )
     )
+
+
+def _is_capturing() -> bool:
+    """Return whether the caller captures a CUDA graph, during which kernels must not be checked."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _message(line: str) -> Mapping[str, Any] | None:
