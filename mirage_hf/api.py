@@ -33,7 +33,7 @@ from mirage_hf.pipeline.layer_choice import BlockToMake
 from mirage_hf.pipeline.progress_bar import bar_unless
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.handle import HANDLE_NAME, Handle, attach, detach
-from mirage_hf.swap.kernels import ModelBlocks, find_kernels
+from mirage_hf.swap.kernels import ModelBlocks, find_kernels, register
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.swap.replacement import replace_kernels
 from mirage_hf.zoo.store import zoo_path
@@ -256,6 +256,7 @@ def _tune_in_background(
             if isinstance(outcome, Rejected):
                 return outcome
             found, count = outcome
+            register(new.values(), device)
             if handle.runner is not None and optimization.steps is not None:
                 handle.runner.use_kernels(optimization.steps)
             return count
