@@ -257,7 +257,7 @@ def _tune_in_background(
                 return outcome
             found, count = outcome
             register(new.values(), device)
-            if handle.runner is not None and optimization.steps is not None:
+            if count and handle.runner is not None and optimization.steps is not None:
                 handle.runner.use_kernels(optimization.steps)
             return count
 
@@ -272,7 +272,7 @@ def _tune_in_background(
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one, and wait for what the body launches on it."""
+    """Make a GPU the current one. Wait for what the body launches on it, and free its memory."""
     if device.type != "cuda":
         yield
         return
@@ -281,6 +281,7 @@ def _on(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.cuda.current_stream(device).synchronize()
+            _release_cached_memory(device)
 
 
 def _release_cached_memory(device: torch.device) -> None:

@@ -107,7 +107,8 @@ class BackgroundTuning:
             return
         # neither of them holds this object, which ends with its model
         weakref.finalize(self, _end, self._process, os.getpid())
-        arguments = (weakref.ref(self), self._process, self.turns)
+        job = json.dumps(self._job()) + "\n"
+        arguments = (weakref.ref(self), self._process, self.turns, job)
         self._reader = threading.Thread(
             target=_read, args=arguments, name="mirage_hf tuner", daemon=True
         )
@@ -119,7 +120,7 @@ class BackgroundTuning:
             raise OSError("sys.executable names no Python interpreter")
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
         threads = max(1, settings().threads // 2)
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", START, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -130,13 +131,6 @@ class BackgroundTuning:
             env={**os.environ, "MIRAGE_HF_THREADS": str(threads)},
             pass_fds=(self.turns.handle,),
         )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(self._job()) + "\n")
-            process.stdin.flush()
-        except OSError:  # it has ended already, and the reader says why
-            pass
-        return process
 
     def _job(self) -> dict[str, Any]:
         """Return what the tuner is asked to do, as plain data."""
@@ -285,11 +279,17 @@ class BackgroundTuning:
 
 
 def _read(
-    weak: weakref.ref[BackgroundTuning], process: subprocess.Popen[str], turns: SharedTurns
+    weak: weakref.ref[BackgroundTuning],
+    process: subprocess.Popen[str],
+    turns: SharedTurns,
+    job: str,
 ) -> None:
-    """Read what a tuner says until it ends."""
-    assert process.stdout is not None
+    """Give a tuner its job, and read what it says until it ends."""
+    assert process.stdin is not None and process.stdout is not None
     last = ""
+    with contextlib.suppress(OSError, ValueError):  # if it ended at once, its output says why
+        process.stdin.write(job)  # waits until the tuner has started, if the job is long
+        process.stdin.flush()
     with contextlib.suppress(OSError, ValueError):
         for line in process.stdout:
             message = _message(line)

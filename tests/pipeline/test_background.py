@@ -210,6 +210,17 @@ def test_a_job_keeps_blocks_and_those_for_long_caches():
     assert str(read[0].like) == str(one.like)
 
 
+def test_a_long_job_does_not_wait_for_the_tuner_to_start(tuner, monkeypatch):
+    monkeypatch.setattr(background, "START", "import time; time.sleep(60)")
+    began = time.monotonic()
+    tuning = tuner(*([block(48 + n)] for n in range(256)))
+    assert len(json.dumps(tuning._job())) > 1 << 16  # more than a pipe holds
+    with tuning.call():
+        pass
+    tuning.stop()
+    assert time.monotonic() - began < 20
+
+
 # -- how it ends -----------------------------------------------------------------------------------
 
 
@@ -217,7 +228,7 @@ def test_a_tuner_that_is_killed_leaves_what_it_stored_and_is_reported(tuner, tmp
     tuning = tuner([block(48)], [block(64)], seconds=1.0)
     wait_until(lambda: bool(tuning._ready))
     os.kill(tuning._process.pid, signal.SIGKILL)
-    status = ended(tuning, 10)
+    status = ended(tuning, 30)
     assert "ended early: it was killed by signal 9: 1 of 2 kernels are tuned" in status
     with tuning.call():
         pass
@@ -264,11 +275,11 @@ def test_ctrl_c_ends_the_tuner(tuner):
     tuning = tuner([block(48)], seconds=60.0)
     wait_until(is_measuring(tuning))
     os.kill(tuning._process.pid, signal.SIGINT)
-    assert "ended early: it was interrupted" in ended(tuning, 10)
+    assert "ended early: it was interrupted" in ended(tuning, 30)
     other = tuner([block(48)], seconds=60.0)
     with pytest.raises(KeyboardInterrupt), other.call():
         raise KeyboardInterrupt
-    assert "ended early: it was interrupted" in ended(other, 10)
+    assert "ended early: it was interrupted" in ended(other, 30)
 
 
 def test_the_tuner_ends_with_the_object_that_its_model_holds(tuner):
@@ -278,7 +289,7 @@ def test_the_tuner_ends_with_the_object_that_its_model_holds(tuner):
     del tuning
     gc.collect()
     assert weak() is None
-    wait_until(lambda: process.poll() is not None, 10)
+    wait_until(lambda: process.poll() is not None, 30)
 
 
 OWNER = """
@@ -318,4 +329,4 @@ def test_the_tuner_ends_with_its_process(how, monkeypatch):
     elif how == "terminate":
         owner.terminate()
     owner.wait(20)
-    wait_until(lambda: not is_alive(pid), 10)
+    wait_until(lambda: not is_alive(pid), 30)
