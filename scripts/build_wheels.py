@@ -7,8 +7,8 @@ The wheels are written to dist/. A Python that is not here is named, with the re
 
 The script needs only the standard library of Python 3.10 or newer. It installs its tools into
 build/wheel-tools. auditwheel finds the oldest Linux that a wheel runs on, and tags the wheel. The
-compiler of the package `ziglang` builds for glibc 2.28, which torch's own wheels need. A compiler of
-the machine would build for the glibc of the machine.
+compiler of the package `ziglang` builds for glibc 2.28, which torch's own wheels need. Compilers of
+a machine build for the glibc of that machine.
 """
 
 from __future__ import annotations
