@@ -1,6 +1,7 @@
 # make demo     set up, then run the main job on a small trained model
 # make test     set up, then lint and the tests; the last line is pytest's summary
 # make thorough the same, with all that random tests try and tests that are more of the same
+# make wheel    build wheels for the Pythons of this machine, in dist/
 # make docs     build the documentation site, with warnings as errors
 # make report   write the tables and charts of README and docs from docs/benchmarks/results.csv
 # make prose    list the longest and hardest sentences of docs and docstrings (a report, no gate)
@@ -21,6 +22,7 @@ COMPAT  ?= 5.4.0 5.23.0
 BIN     := .venv/bin
 SETUP   := $(or $(PYTHON),python3) scripts/setup_env.py --system $(SYSTEM)
 SOURCES := pyproject.toml scripts/setup_env.py $(shell find csrc -type f -not -path 'csrc/tests/*')
+PACKAGED := $(shell find mirage_hf mirage_hf_command patterns kernel_zoo tests/assets/tiny_llama -type f -not -path '*/__pycache__/*')
 CXX     ?= g++
 SANITIZED := build/sanitize
 CPP     := $(shell find csrc -name '*.cpp' -o -name '*.h')
@@ -31,7 +33,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MAKEFLAGS += --no-print-directory
 # every process would compile torch and transformers anew
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test thorough lint unit docs formats report prose sanitize tidy compat $(COMPAT:%=compat-%) setup clean
+.PHONY: demo test thorough lint unit docs formats report prose sanitize tidy wheel compat $(COMPAT:%=compat-%) setup clean
 
 demo: .venv/run.stamp
 	@$(BIN)/mirage-hf demo
@@ -108,6 +110,13 @@ formats: .compat/formats.stamp
 
 setup: .venv/dev.stamp
 
+# also for Pythons that are not on PATH: make wheel PYTHONS="/opt/py313/bin/python …"
+wheel: .venv/wheel.stamp
+
+.venv/wheel.stamp: $(SOURCES) scripts/build_wheels.py README.md $(PACKAGED) | .venv/run.stamp
+	@$(BIN)/python scripts/build_wheels.py $(BIN)/python $(PYTHONS)
+	@touch $@
+
 .venv/run.stamp: $(SOURCES)
 	@$(SETUP) run
 	@touch $@
@@ -125,4 +134,4 @@ setup: .venv/dev.stamp
 	@mkdir -p .compat && touch $@
 
 clean:
-	rm -rf .venv .compat build
+	rm -rf .venv .compat build dist

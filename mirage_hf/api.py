@@ -6,17 +6,19 @@ If optimize() fails, a stock model stays as it was, and an optimized one may be 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from mirage_hf import decode as decoding
 from mirage_hf.default_device import on_the_cpu
-from mirage_hf.errors import OptimizeError
+from mirage_hf.errors import OptimizeError, Rejected
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.match.eligible import (
     check_model,
     chosen_backend,
@@ -26,16 +28,20 @@ from mirage_hf.match.eligible import (
 from mirage_hf.match.matcher import match
 from mirage_hf.match.options import check_options
 from mirage_hf.pipeline import resolver
+from mirage_hf.pipeline.background import BackgroundTuning
+from mirage_hf.pipeline.layer_choice import BlockToMake
 from mirage_hf.pipeline.progress_bar import bar_unless
-from mirage_hf.swap.handle import Handle, attach, detach
-from mirage_hf.swap.kernels import find_kernels
+from mirage_hf.pipeline.resolver import Resolved
+from mirage_hf.swap.handle import HANDLE_NAME, Handle, attach, detach
+from mirage_hf.swap.kernels import ModelBlocks, find_kernels, register
 from mirage_hf.swap.optimization import Optimization
+from mirage_hf.swap.replacement import replace_kernels
 from mirage_hf.zoo.store import zoo_path
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _one_at_a_time = threading.Lock()
-_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -129,6 +135,7 @@ def optimize(
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
+    tune_now = "never" if tune == "background" else tune
     zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
     with _locked(model), on_the_cpu():
         if not dry_run:
@@ -148,17 +155,20 @@ def optimize(
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
             return optimization.plan()
         with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
-            kernels = find_kernels(
-                optimization.wanted,
-                rows,
+            blocks = ModelBlocks(optimization.wanted, rows, device)
+            made = find_kernels(
+                blocks,
                 device=device,
                 backend=backend,
                 zoo=zoo,
-                tune=tune,
+                tune=tune_now,
                 progress=note,
             )
+            kernels = blocks.by_key(made)
             traced = None
-            finder = resolver.KernelFinder(device, backend, zoo, tune)
+            untuned: list[BlockToMake] = []
+            noting = partial(_note_untuned, untuned) if tune == "background" else None
+            finder = resolver.KernelFinder(device, backend, zoo, tune_now, noting)
             optimization.resolve = finder.resolve
             if wants_trace:
                 optimization.bind_codes(finder.resolve)
@@ -177,6 +187,10 @@ def optimize(
                 return model
             attach(model, handle)
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
+            if tune == "background":
+                layers = [*blocks.unmeasured_layers(made), *([block] for block in untuned)]
+                options = dict(device=device, backend=backend, zoo=zoo, verify=verify)
+                _tune_in_background(model, handle, optimization, blocks, made, layers, **options)
         except BaseException:
             optimization.undo()
             _restore_stock(model)
@@ -184,6 +198,80 @@ def optimize(
         finally:
             _release_cached_memory(device)
     return model
+
+
+def _note_untuned(
+    untuned: list[BlockToMake], program: KernelGraph, options: Mapping[str, Any], kernel: Resolved
+) -> None:
+    """Note a program whose kernel was not measured."""
+    if not kernel.is_measured:
+        pattern, like = options.get("pattern", "program"), options.get("like")
+        early = options.get("next_may_launch_early", False)
+        untuned.append(BlockToMake(program, pattern, like, early))
+
+
+def _tune_in_background(
+    model: nn.Module,
+    handle: Handle,
+    optimization: Optimization,
+    blocks: ModelBlocks,
+    made: Mapping[BlockToMake, Resolved | Rejected],
+    layers: Sequence[Sequence[BlockToMake]],
+    *,
+    device: torch.device,
+    backend: str,
+    zoo: Any,
+    verify: bool,
+) -> None:
+    """Start a tuner for layers, which puts better kernels in place between calls of the model."""
+    if not resolver.can_measure(device, backend):
+        handle.add_note("nothing is tuned in the background: kernels are measured on a GPU only")
+        return
+    if not layers:
+        handle.add_note("nothing is tuned in the background: all kernels were measured before")
+        return
+    found, of_model = blocks.by_key(made), weakref.ref(model)
+
+    def replace(new: Mapping[BlockToMake, Resolved]) -> int | Rejected:
+        nonlocal found
+        owner = of_model()
+        if owner is None:
+            return Rejected("the model was deleted")
+        with _locked(owner), on_the_cpu(), _on(device):
+            if owner.__dict__.get(HANDLE_NAME) is not handle:
+                return Rejected("the model was restored")
+            outcome = replace_kernels(
+                optimization, handle, found, blocks.keys_of(new), verify=verify
+            )
+            if isinstance(outcome, Rejected):
+                return outcome
+            found, count = outcome
+            register(new.values(), device)
+            if count and handle.runner is not None and optimization.steps is not None:
+                handle.runner.use_kernels(optimization.steps)
+            return count
+
+    handle.tuning = BackgroundTuning(
+        layers, device=device, backend=backend, zoo=zoo, replace=replace
+    )
+    if handle.runner is not None:
+        handle.runner.tuning = handle.tuning
+    handle.let_tuner_see_forwards()
+    handle.tuning.start()
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one. Wait for what the body launches on it, and free its memory."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        try:
+            yield
+        finally:
+            torch.cuda.current_stream(device).synchronize()
+            _release_cached_memory(device)
 
 
 def _release_cached_memory(device: torch.device) -> None:

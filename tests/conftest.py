@@ -40,7 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 #: Files that start first when several processes share the work, so that no long one is left at the
 #: end.
 LONGEST = (
+    "scripts/test_build_wheels.py",
     "search/test_fusable_dags.py",
+    "api/test_background.py",
+    "pipeline/test_background.py",
     "pipeline/test_windows.py",
     "pipeline/test_superoptimizer.py",
     "api/test_searched.py",

@@ -1,4 +1,4 @@
-"""The command line: `mirage-hf demo | optimize | bench | explain | search | zoo | env`.
+"""The command line: `mirage-hf demo | optimize | bench | explain | search | zoo | env | doctor`.
 
 It only calls the public API and shows results. Commands import torch and everything that needs it
 when they run, so that `--help` does not wait seconds for it.
@@ -49,7 +49,7 @@ DType = Annotated[
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="A folder or a Hub id. Default: the repository's small model."),
+        typer.Option(help="A folder or a Hub id. Default: a small model of the package."),
     ] = None,
     prompt: Prompt = "The ",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
@@ -116,6 +116,11 @@ def optimize(
     model_files = [f for kind in models.FILES for f in Path(model).glob(kind)]
     _check_files({f"the model's {f.name}": f for f in model_files}, {"--report-json": report_json})
     rows = tuple(batch_size or (1,))
+    if tune == "background":
+        raise typer.BadParameter(
+            "--tune background: its tuner ends with the model, which ends with this command; "
+            "use --tune auto, which waits for it"
+        )
     try:
         check_options(None, rows, None, zoo, None, backend=backend, tune=tune)
     except errors.OptimizeError as e:
@@ -403,6 +408,24 @@ def env() -> None:
     }
     for name, value in rows.items():
         show.plain(f"{name:<15} {value}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what works on this machine and what is missing. Exit with 1 if something is."""
+    from mirage_hf.cli import doctor as checks
+
+    found = []
+    for finding in checks.findings():
+        show.plain(finding)
+        found.append(finding.status)
+    problems = found.count(checks.PROBLEM)
+    if problems:
+        are = "1 problem" if problems == 1 else f"{problems} problems"
+        show.plain(f"\n{are}: follow the arrows, then run `mirage-hf doctor` again")
+        raise typer.Exit(FAILURE)
+    limits = found.count(checks.LIMIT)
+    show.plain("\noptimize() works here" + (", with the limits above" if limits else ""))
 
 
 if __name__ == "__main__":

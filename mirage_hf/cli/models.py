@@ -13,8 +13,11 @@ import torch
 from mirage_hf import errors
 from mirage_hf.ops import table
 
-#: Part of a checkout, not of the installed package.
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "tests" / "assets" / "tiny_llama"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "tiny_llama"
+_IN_CHECKOUT = _PACKAGE.parent / "tests" / "assets" / "tiny_llama"
+#: The demo's model: inside the package once installed, and among the tests in a checkout.
+DEMO_MODEL = _INSTALLED if _INSTALLED.is_dir() else _IN_CHECKOUT
 
 #: The files in a model's folder that it is loaded from.
 FILES = (
@@ -80,13 +83,12 @@ def demo_model() -> str:
     """Return the folder of the demo's model.
 
     Raises:
-        MirageError: Only the package is installed, not a checkout.
+        MirageError: The installed package is incomplete.
     """
     if not DEMO_MODEL.is_dir():
         raise errors.MirageError(
-            "demo: its small model is part of the repository, not of the installed package; "
-            "run `make demo` in a checkout, or give a model: "
-            "mirage-hf demo --model FOLDER-OR-HUB-ID"
+            f"demo: its small model is missing, it should be in {DEMO_MODEL}; install the package "
+            "again, or give a model: mirage-hf demo --model FOLDER-OR-HUB-ID"
         )
     return str(DEMO_MODEL)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,11 @@ class Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as stock's `generate` does, through the pool if the call is covered."""
+        tuning = self.runner.tuning
+        with nullcontext() if tuning is None else tuning.call():
+            return self._generate(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         model = self._owner()
         stock = type(model).generate
         names = _positional_parameters(stock)

@@ -26,6 +26,7 @@ from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_prog
 from mirage_hf.decode.traced_step import TRACED, TracedStep, TracedSteps, why_no_traced_step
 from mirage_hf.errors import described
 from mirage_hf.layers.model_kernels import ModelKernels
+from mirage_hf.pipeline.background import BackgroundTuning
 
 #: What captured graphs depend on: `ModelFingerprint.graph_facts` and the masks.
 GraphKey = tuple[Any, Any]
@@ -71,6 +72,8 @@ class DecodeRunner:
         #: Why there are no kernels any more.
         self.no_kernels = ""
         self.mode, self.max_cache_len, self.depth = mode, max_cache_len, depth
+        #: What tunes kernels between calls, or None.
+        self.tuning: BackgroundTuning | None = None
         self.pool = CachePool()
         self.counts: Counter[str] = Counter()
         self.prefills: Counter[str] = Counter()
@@ -94,6 +97,15 @@ class DecodeRunner:
     def release(self) -> None:
         """Free the pool and its graphs. Calls under way keep theirs until they end."""
         self.pool.release()
+
+    def use_kernels(self, model_kernels: ModelKernels) -> None:
+        """Run other kernels for the same steps. No call is under way.
+
+        Graphs of the present kernels are freed, and later calls capture their own.
+        """
+        if self.model_kernels is not None:  # else its weights were replaced meanwhile
+            self.model_kernels = model_kernels
+            self.pool.release()
 
     def count(self, what: str, where: Counter[str] | None = None, by: int = 1) -> None:
         """Add to `counts`, or to another counter of this object."""

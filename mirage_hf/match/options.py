@@ -14,7 +14,7 @@ from mirage_hf.patterns import PATTERNS
 #: The values that options with a choice may have.
 CHOICES = {
     "backend": ("auto", "triton", "cpu"),
-    "tune": ("auto", "never", "full"),
+    "tune": ("auto", "never", "full", "background"),
     "on_unsupported": ("skip", "warn", "error"),
     "decode": ("graph", "eager"),
     "verify": (True, False),

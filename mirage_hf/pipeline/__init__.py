@@ -13,6 +13,7 @@
 - `instances`: results for one size of their symbolic dims.
 - `resolver`, `layer_choice`, `resize`: the kernel that `optimize()` runs, chosen for a layer, and
   cut to other sizes.
+- `background`, `background_tuner`: the same in another process, while a model is used.
 - `handwritten`: µGraphs that the user wrote.
 - `run_ugraph`, `torch_op`: run kernels, directly and inside compiled graphs.
 - `html_report`, `progress_bar`: show a search on a page and on a terminal.

@@ -6,11 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mirage_hf.errors import Rejected, ZooError, described
+from mirage_hf.errors import (
+    CodegenError,
+    Rejected,
+    SearchError,
+    VerificationError,
+    ZooError,
+    described,
+)
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome
 from mirage_hf.pipeline.outcome import Outcome, library_wins
 from mirage_hf.pipeline.request import Request
@@ -24,14 +33,87 @@ from mirage_hf.zoo.key import target_of
 from mirage_hf.zoo.store import zoo_path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockToMake:
-    """A block of a layer whose kernel is to be made. The fields are arguments of `resolve`."""
+    """A block of a layer whose kernel is to be made. Equal blocks are one object.
+
+    The fields are arguments of `resolve`, except for `for_long_caches`: attention that is made as
+    well if this block has a kernel.
+    """
 
     program: KernelGraph
     pattern: str
     like: KernelGraph | None = None
     next_may_launch_early: bool = False
+    for_long_caches: BlockToMake | None = None
+
+
+class LayerResolver:
+    """Finds the kernels of layers with the same options, each block once.
+
+    Attributes:
+        found: The kernel of each block, or why it has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        backend: str,
+        zoo: str | Path | Sequence[str | Path] | None = None,
+        tune: str = "auto",
+        progress: ProgressCallback | None = None,
+        total: int = 0,
+    ):
+        """Take the arguments of `resolve`, and the number of blocks for the progress report."""
+        self.device, self.zoo, self.progress, self.total = device, zoo, progress, total
+        self._options = dict(device=device, backend=backend, zoo=zoo, tune=tune, progress=progress)
+        self._finder = resolver.KernelFinder(device, backend, zoo, tune)
+        self._begun = 0
+        self.found: dict[BlockToMake, Resolved | Rejected] = {}
+
+    def _resolve(self, block: BlockToMake) -> None:
+        """Find the kernel of a block, or the reason why it has none."""
+        self._begun += 1
+        if self.progress is not None:
+            self.progress("kernel", (self._begun, self.total, block.pattern))
+        try:
+            self.found[block] = resolver.resolve(
+                block.program, **_options_of(block), **self._options
+            )
+        except (SearchError, VerificationError, CodegenError) as error:
+            self.found[block] = Rejected(f"no kernel: {error}")
+
+    def resolve_layer(self, blocks: Sequence[BlockToMake]) -> None:
+        """Find the kernels of blocks that run one after another."""
+        blocks = list(dict.fromkeys(blocks))
+        new = [block for block in blocks if block not in self.found]
+        with self._finder.searching((block.program, _options_of(block)) for block in new):
+            for block in new:
+                self._resolve(block)
+        available = {
+            block: kernel
+            for block in blocks
+            if not isinstance(kernel := self.found[block], Rejected)
+        }
+        for block in new:
+            if block in available and block.for_long_caches is not None:
+                self._resolve(block.for_long_caches)
+        if not new:
+            return
+        # The kernels that an earlier layer chose stay.
+        chain = [
+            kernel if block in new else replace(kernel, outcome=None)
+            for block, kernel in available.items()
+        ]
+        chosen = chosen_for_layer(chain, device=self.device, zoo=self.zoo)
+        self.found |= zip(available, chosen, strict=True)
+
+
+def _options_of(block: BlockToMake) -> dict[str, Any]:
+    """Return the options with which `resolve` is asked for a block."""
+    early = block.next_may_launch_early
+    return {"pattern": block.pattern, "like": block.like, "next_may_launch_early": early}
 
 
 def chosen_for_layer(
@@ -56,7 +138,8 @@ def chosen_for_layer(
     if isinstance(chosen, Rejected):
         return [_with_reason(r, chosen.reason) if r.outcome else r for r in layer]
     results = ZooResults(zoo_path(zoo))
-    gpu = torch.device(device)
+    device = torch.device(device)
+    gpu = device if device.type == "cuda" else None
     kernels = list(layer)
     for n, entry in chosen.items():
         before = layer[n]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mirage_hf.errors import Rejected
 from mirage_hf.gpus import current_gpu
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -31,8 +32,8 @@ from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of, target_of
 from mirage_hf.zoo.store import zoo_path
 
-#: Candidates that are kept for each kind of arithmetic if none is measured and estimates decide. With
-#: fewer, the kernels that are chosen are slower (docs/decisions/010-tuning.md).
+#: Candidates that are kept for each kind of arithmetic if estimates decide. With fewer, the kernels
+#: that are chosen are slower (docs/decisions/010-tuning.md).
 KEEP_UNTUNED = 4
 
 
@@ -81,6 +82,11 @@ class Resolved:
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """The pairs (output, input), by position, that may share memory in `run(inputs, out)`."""
         return self.entry.generate().in_place if self.runs_generated else ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the kernel was measured, or there is none."""
+        return not self.entry.ugraph.is_fused or bool(self.entry.timings)
 
     def _time(self, name: str) -> float | None:
         return next((t.median_us for t in self.entry.timings if t.name == name), None)
@@ -148,22 +154,30 @@ class KernelFinder:
         zoo: Further kernel zoos. Their kernels are proven again before they run.
         tune: "auto" measures kernels that were never measured, "never" trusts the cost model,
             "full" measures anew, and more candidates.
+        noting: Called with each program, its options, and the kernel that was found.
     """
 
     device: torch.device
     backend: str = "auto"
     zoo: str | Path | Sequence[str | Path] | None = None
     tune: str = "auto"
+    noting: Callable[[KernelGraph, Mapping[str, Any], Resolved], None] | None = None
 
     @property
     def gpu(self) -> torch.device | None:
         """The GPU that generated kernels run on. None if torch runs µGraphs."""
         return self.device if self.device.type == "cuda" and self.backend != "cpu" else None
 
+    @property
+    def measures(self) -> bool:
+        """Whether kernels are measured before one is chosen."""
+        return self.tune != "never" and can_measure(self.device, self.backend)
+
     def request(self, program: KernelGraph, **options: Any) -> Request:
         """Return the request for the kernel of a program. The options are those of `resolve`."""
         target = target_of(self.gpu) if self.gpu else "cpu"
-        return kernel_request(program, target=target, tune=self.tune, device=self.gpu, **options)
+        device = self.device if self.measures else None
+        return kernel_request(program, target=target, tune=self.tune, device=device, **options)
 
     def results(self) -> ZooResults:
         """Return where results are looked up and kept.
@@ -173,7 +187,7 @@ class KernelFinder:
         """
         return ZooResults(
             zoo_path(self.zoo),
-            must_be_timed=self.gpu is not None and self.tune != "never",
+            must_be_timed=self.measures,
             looks_up=self.tune != "full",
             device=self.gpu,
         )
@@ -186,9 +200,13 @@ class KernelFinder:
         result = find_outcome(self.request(program, **options), self.results(), progress)
         seconds = time.perf_counter() - started
         if isinstance(result, StoredEntry):
-            return resolved(result.entry, result.source, self.gpu, seconds)
-        entry = result.outcome.best_entry
-        return resolved(entry, SEARCHED, self.gpu, seconds, result.outcome, result.unkept)
+            kernel = resolved(result.entry, result.source, self.gpu, seconds)
+        else:
+            entry = result.outcome.best_entry
+            kernel = resolved(entry, SEARCHED, self.gpu, seconds, result.outcome, result.unkept)
+        if self.noting is not None:
+            self.noting(program, options, kernel)
+        return kernel
 
     def searching(
         self, wanted: Iterable[tuple[KernelGraph, Mapping[str, Any]]]
@@ -246,6 +264,33 @@ def resolve(
         like=like,
         next_may_launch_early=next_may_launch_early,
     )
+
+
+def look_up(
+    program: KernelGraph,
+    *,
+    device: torch.device | str,
+    backend: str = "auto",
+    zoo: str | Path | Sequence[str | Path] | None = None,
+    next_may_launch_early: bool = False,
+) -> Resolved | Rejected:
+    """Return the measured kernel of `program` that a zoo has, or why none is used.
+
+    Nothing is searched. The arguments are those of `resolve`.
+    """
+    started = time.perf_counter()
+    finder = KernelFinder(torch.device(device), backend, zoo)
+    request = finder.request(program, next_may_launch_early=next_may_launch_early)
+    stored = finder.results().load(request)
+    if isinstance(stored, StoredEntry):
+        seconds = time.perf_counter() - started
+        return resolved(stored.entry, stored.source, finder.gpu, seconds)
+    return stored if isinstance(stored, Rejected) else Rejected("it is not stored")
+
+
+def can_measure(device: torch.device, backend: str) -> bool:
+    """Return whether kernels for a device are measured there."""
+    return device.type == "cuda" and backend != "cpu"
 
 
 def resolved(

@@ -58,11 +58,9 @@ def obstacle(entry: Entry, runs_generated: bool, must_be_timed: bool) -> str:
     if not entry.ugraph.is_fused:
         same_search = entry.search.get("version") == versions.search_version()
         return "" if same_search else "another version of the search found nothing"
-    if not runs_generated:
-        return ""
     if must_be_timed and OURS not in {t.name for t in entry.timings}:
         return "it was never measured"
-    return text_differs(entry)
+    return text_differs(entry) if runs_generated else ""
 
 
 def text_differs(entry: Entry) -> str:
@@ -107,6 +105,8 @@ def accepted_here(
     """
     if store.is_trusted or not entry.ugraph.is_fused:
         return entry  # an entry without block graphs runs the program itself
+    if device is not None and device.type != "cuda":
+        device = None
     digest = _digest(entry, device is not None)
     with _proven_lock:
         if digest not in _proven:

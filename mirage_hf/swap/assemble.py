@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mirage_hf.errors import Rejected
@@ -83,6 +84,36 @@ def assemble_model_kernels(
             WatchedNumber(owner, name, comparable(value))
             for owner, name, value in _watched_numbers(causal, layers)
         ),
+    )
+
+
+def with_kernels(
+    kernels: ModelKernels,
+    causal: CausalMatch,
+    matches: Sequence[Match],
+    found: BlockKernels,
+) -> ModelKernels | Rejected:
+    """Return the kernels of a model with others for the same steps.
+
+    Args:
+        kernels: The present kernels. Those of prompts stay.
+        causal: The causal LM.
+        matches: The matched modules of the model.
+        found: The kernels of all parts, the new ones included.
+    """
+    by_name = {match.name: match for match in matches}
+    layers = [by_name[layer.name] for layer in kernels.layers]
+    for rows in kernels.rows:
+        if reason := _missing_kernel(causal, layers, rows, found):
+            return Rejected(f"{rows} rows: {reason}")
+    return replace(
+        kernels,
+        layers=tuple(
+            replace(layer, found={n: _kernels_by_role(match, n, found) for n in kernels.rows})
+            for layer, match in zip(kernels.layers, layers, strict=True)
+        ),
+        heads={n: _kernel(causal.head, n, found) for n in kernels.rows},
+        _obstacles={},
     )
 
 

@@ -7,7 +7,7 @@ the comparisons. The answer is the kernels or, as a string, the reason to run th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Binding:
     __slots__ = (
         "absences",
         "adapters",
+        "before_call",
         "calls",
         "children",
         "classes",
@@ -88,20 +89,27 @@ class Binding:
     fallbacks: Counter[str]
     #: Why no call runs kernels any more, or "".
     retired: str
+    #: Called before each call of the module. Kernels may be replaced then.
+    before_call: Callable[[], None] | None
     #: The name of what torch.compile needs (see `traced.share`), or "" once retired.
     traced: str
 
     def __init__(self, match: Match, resolved: Mapping[int, Mapping[str, Resolved]]):
         """Bind a match to its kernels, by number of rows and role."""
+        self.stock = type(match.module)
+        self.composition = match.compose()
+        self.before_call = None
+        self.calls, self.fallbacks, self.retired = 0, Counter(), ""
+        self._expect_input(match)
+        self._watch(match)
+        self.use(match, resolved)
+
+    def use(self, match: Match, resolved: Mapping[int, Mapping[str, Resolved]]) -> None:
+        """Run these kernels from the next call on, by number of rows and role."""
         self.kernels = {
             rows: {role: kernel.run for role, kernel in by_role.items()}
             for rows, by_role in resolved.items()
         }
-        self.stock = type(match.module)
-        self.composition = match.compose()
-        self.calls, self.fallbacks, self.retired = 0, Counter(), ""
-        self._expect_input(match)
-        self._watch(match)
         digests = tuple(
             (rows, tuple((role, kernel.digest) for role, kernel in by_role.items()))
             for rows, by_role in resolved.items()
@@ -148,6 +156,7 @@ class Binding:
         self.retired, self.composition, self.traced, self.kernels = reason, None, "", {}
         self.children = self.classes = self.weights = self.absences = ()
         self.dropouts = self.containers = self.numbers = self.adapters = ()
+        self.before_call = None
         return reason
 
     def choose(

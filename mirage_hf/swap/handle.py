@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from mirage_hf.pipeline.background import BackgroundTuning
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.ledger import Ledger, put_back, strays
 from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
@@ -32,19 +34,23 @@ class Handle:
         self._report, self._ledger, self._bindings = report, ledger, bindings
         #: The decode runner, or None for a model that does not generate.
         self.runner: Any = None
+        #: What tunes kernels while the model is used, or None.
+        self.tuning: BackgroundTuning | None = None
 
     @property
     def report(self) -> Report:
         """The report of optimize(), with the calls and fallbacks counted so far."""
         rows = tuple(self._counted(row) for row in self._report.rows)
+        tuning = self.tuning.status if self.tuning is not None else ""
         if self.runner is None:
-            return replace(self._report, rows=rows)
+            return replace(self._report, rows=rows, tuning=tuning)
         # Other threads may be counting, so copy first.
         prefills = {f"prefill: {what}": n for what, n in dict(self.runner.prefills).items()}
         selections = {f"selection: {what}": n for what, n in dict(self.runner.selections).items()}
         return replace(
             self._report,
             rows=rows,
+            tuning=tuning,
             decode=dict(self.runner.counts) | prefills | selections,
             pool_bytes=self.runner.bytes,
         )
@@ -56,6 +62,33 @@ class Handle:
         if row.status == SWAPPED and not self._ledger.holds(binding):
             row = replace(row, status=STOCK, reason=PUT_BACK)
         return replace(row, calls=binding.calls, fallbacks=dict(binding.fallbacks))
+
+    @property
+    def stored_rows(self) -> tuple[ReportRow, ...]:
+        """The rows of the report without counts."""
+        return self._report.rows
+
+    def replace_rows(self, rows: Iterable[ReportRow]) -> None:
+        """Put other rows into the report, after kernels were replaced."""
+        self._report = replace(self._report, rows=tuple(rows))
+
+    def binding(self, module: str) -> Binding | None:
+        """Return the binding of a swapped module, or None if the module is stock."""
+        binding = self._bindings.get(module)
+        return binding if binding is not None and self._ledger.holds(binding) else None
+
+    def let_tuner_see_forwards(self) -> None:
+        """Tell the tuner when a forward begins, which is when that of the first module does."""
+        first = next(iter(self._bindings.values()), None)
+        if first is not None and self.tuning is not None:
+            first.before_call = self.tuning.forward_begins
+
+    def stop_tuning(self) -> None:
+        """End the tuner, if there is one. What it has stored stays."""
+        if self.tuning is not None:
+            self.tuning.stop()
+            for binding in self._bindings.values():
+                binding.before_call = None
 
     def add_note(self, text: str) -> None:
         """Add a line to the report."""
@@ -96,6 +129,7 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         handle = module.__dict__.get(HANDLE_NAME)
         if isinstance(handle, Handle):
+            handle.stop_tuning()
             handle._ledger.undo()
         # A copy has None. Anything except None or a handle is the user's.
         if handle is None or isinstance(handle, Handle):

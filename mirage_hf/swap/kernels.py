@@ -2,120 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.effects import APPEND
 from mirage_hf.layers.part import Part
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
-from mirage_hf.pipeline import layer_choice, resolver, torch_op
+from mirage_hf.pipeline import torch_op
+from mirage_hf.pipeline.layer_choice import BlockToMake, LayerResolver
 from mirage_hf.pipeline.resolver import Resolved
 
 #: Maps (block, rows) to its kernel, or to `Rejected` with a reason.
 BlockKernels = Mapping[tuple[PatternBlock, int], Resolved | Rejected]
 
 
-@dataclass
-class _Resolver:
-    """Resolves blocks with the options of one optimize()."""
+class ModelBlocks:
+    """The distinct blocks of a model's layers, at each number of rows.
 
-    device: torch.device
-    backend: str
-    zoo: Any
-    tune: str
-    progress: Callable[..., Any] | None
-    #: The number of blocks, for the progress report.
-    total: int
-    begun: int = 0
-    found: dict[tuple[PatternBlock, int], Resolved | Rejected] = field(default_factory=dict)
+    Attributes:
+        layers: The blocks of each layer and number of rows, in the order in which they run.
+    """
 
-    def resolve(self, block: PatternBlock, rows: int) -> None:
-        """Find the kernel of a block, or the reason why it has none."""
-        self.begun += 1
-        if self.progress is not None:
-            self.progress("kernel", (self.begun, self.total, block.pattern.name))
-        try:
-            self.found[block, rows] = resolver.resolve(
-                block.program(rows),
-                device=self.device,
-                backend=self.backend,
-                zoo=self.zoo,
-                tune=self.tune,
-                pattern=block.pattern.name,
-                progress=self.progress,
-                like=block.searched(rows),
-                next_may_launch_early=block.pattern.next_may_launch_early,
-            )
-        except (SearchError, VerificationError, CodegenError) as error:
-            self.found[block, rows] = Rejected(f"no kernel: {error}")
+    def __init__(
+        self, layers: Sequence[tuple[Part, ...]], rows: Sequence[int], device: torch.device
+    ):
+        """List the blocks.
 
-    def resolve_layer(self, parts: Sequence[Part], rows: int) -> None:
-        """Find the kernels of parts that run one after another."""
-        blocks = list(dict.fromkeys(part.block for part in parts))
-        new = [block for block in blocks if (block, rows) not in self.found]
-        for block in new:
-            self.resolve(block, rows)
-        available = {
-            block: kernel
-            for block in blocks
-            if not isinstance(kernel := self.found[block, rows], Rejected)
-        }
-        for block in new:
-            if block in available and _is_tuned_for_long_caches(block, self.device):
-                self.resolve(for_long_caches(block), rows)
-        if not new:
-            return
-        # The kernels that an earlier layer chose stay.
-        chain = [
-            kernel if block in new else replace(kernel, outcome=None)
-            for block, kernel in available.items()
+        Args:
+            layers: The parts of each layer. The kernels of one layer are chosen together.
+            rows: The numbers of rows.
+            device: The device of the model.
+        """
+        self._is_on_gpu = device.type == "cuda"
+        self._keys: dict[tuple[PatternBlock, int], BlockToMake] = {}
+        self.layers = [
+            tuple(self._block(part.block, number) for part in parts)
+            for number in rows
+            for parts in layers
         ]
-        chosen = layer_choice.chosen_for_layer(chain, device=self.device, zoo=self.zoo)
-        for block, kernel in zip(available, chosen, strict=True):
-            self.found[block, rows] = kernel
+
+    def _block(self, block: PatternBlock, rows: int, *, may_be_cut: bool = True) -> BlockToMake:
+        """Return a block at a number of rows, the same object each time."""
+        key = block, rows
+        if key not in self._keys:
+            long = None
+            if may_be_cut and block.pattern.searched_at is not None and self._is_on_gpu:
+                long = self._block(for_long_caches(block), rows, may_be_cut=False)
+            self._keys[key] = BlockToMake(
+                block.program(rows),
+                block.pattern.name,
+                block.searched(rows),
+                block.pattern.next_may_launch_early,
+                long,
+            )
+        return self._keys[key]
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self._keys)
+
+    def by_key(self, found: Mapping[BlockToMake, Resolved | Rejected]) -> BlockKernels:
+        """Return kernels by the pattern's block and the number of rows."""
+        return {key: found[block] for key, block in self._keys.items() if block in found}
+
+    def keys_of(
+        self, kernels: Mapping[BlockToMake, Resolved]
+    ) -> dict[tuple[PatternBlock, int], Resolved]:
+        """Return the kernels of these blocks by key. Blocks of other programs are left out."""
+        return {key: kernels[block] for key, block in self._keys.items() if block in kernels}
+
+    def unmeasured_layers(
+        self, found: Mapping[BlockToMake, Resolved | Rejected]
+    ) -> list[tuple[BlockToMake, ...]]:
+        """Return the distinct layers that run a kernel which was never measured."""
+        unmeasured = {
+            block
+            for block, kernel in found.items()
+            if not isinstance(kernel, Rejected) and not kernel.is_measured
+        }
+        return [
+            layer
+            for layer in dict.fromkeys(self.layers)
+            if any({block, block.for_long_caches} & unmeasured for block in layer)
+        ]
 
 
 def find_kernels(
-    layers: Sequence[tuple[Part, ...]],
-    rows: Sequence[int],
+    blocks: ModelBlocks,
     *,
     device: torch.device,
     backend: str,
     zoo: Any,
     tune: str,
     progress: Callable[..., Any] | None,
-) -> BlockKernels:
-    """Resolve each distinct block of the parts at each number of rows.
+) -> dict[BlockToMake, Resolved | Rejected]:
+    """Resolve each block of a model.
 
     Args:
-        layers: The parts of each layer. The kernels of one layer are chosen together.
-        rows: The numbers of rows.
+        blocks: The blocks.
         device: The device of the model.
         backend: "triton" or "cpu".
         zoo: A kernel zoo besides the packaged one, or None.
         tune: As in `optimize`.
         progress: As in `optimize`, or None.
     """
-    blocks = dict.fromkeys(part.block for parts in layers for part in parts)
-    long = sum(_is_tuned_for_long_caches(block, device) for block in blocks)
-    total = len(rows) * (len(blocks) + long)
-    resolver = _Resolver(device, backend, zoo, tune, progress, total)
-    for number in rows:
-        for parts in layers:
-            resolver.resolve_layer(parts, number)
-    for kernel in resolver.found.values():
-        if not isinstance(kernel, Rejected) and not _appends(kernel):
-            torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
+    resolver = LayerResolver(
+        device=device,
+        backend=backend,
+        zoo=zoo,
+        tune=tune,
+        progress=progress,
+        total=len(blocks),
+    )
+    for layer in blocks.layers:
+        resolver.resolve_layer(layer)
+    register(resolver.found.values(), device)
     return resolver.found
 
 
-def _is_tuned_for_long_caches(block: PatternBlock, device: torch.device) -> bool:
-    return block.pattern.searched_at is not None and device.type == "cuda"
+def register(kernels: Iterable[Resolved | Rejected], device: torch.device) -> None:
+    """Let compiled graphs call kernels, also in place of earlier ones for the same programs."""
+    for kernel in kernels:
+        if not isinstance(kernel, Rejected) and not _appends(kernel):
+            torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
 
 
 def _appends(kernel: Resolved) -> bool:

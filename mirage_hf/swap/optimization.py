@@ -36,7 +36,7 @@ from mirage_hf.swap.plain_copies import take_hook
 from mirage_hf.swap.swap_report import PLANNED, STOCK, SWAPPED, Report, ReportRow
 
 #: How the report names the last norm and the head.
-_HEAD = "head"
+HEAD = "head"
 _SWAPPED_BACK = "swapped back after the check"
 _OWN_STEPS = (
     "steps of generate run the model's own forward, in a CUDA graph if it can be captured: "
@@ -137,12 +137,12 @@ class Optimization:
         notes: tuple[str, ...] = ()
         if isinstance(self.causal, CausalMatch):
             head = self.causal.head
-            report_rows += [_row(_HEAD, head, rows, PLANNED) for rows in self.batch_rows]
+            report_rows += [_row(HEAD, head, rows, PLANNED) for rows in self.batch_rows]
         elif report_rows:
             note = self.traced_note or _OWN_STEPS + self.causal.reason
             notes = (note,)
             report_rows = [
-                replace(row, status=STOCK, reason=note) if _runs_only_in_steps(row) else row
+                replace(row, status=STOCK, reason=note) if runs_only_in_steps(row) else row
                 for row in report_rows
             ]
         if any(row.status == PLANNED for row in report_rows):
@@ -211,29 +211,37 @@ class Optimization:
             The handle, or None if nothing is swapped in the end, and the report.
         """
         bindings: dict[str, Binding] = {}
-        report_rows: list[ReportRow] = []
         for match in self.matches:
-            if kernels := _fused_kernels(match, self.batch_rows, found):
+            if kernels := fused_kernels(match, self.batch_rows, found):
                 bindings[match.name] = self.ledger.swap(match, kernels)
-            report_rows += [
-                _resolved_row(match.name, part, rows, found[part.block, rows])
-                for part in match.parts
-                for rows in self.batch_rows
-            ]
+        report_rows = self.module_rows(found)
         if verify:
             report_rows = self._check_modules(bindings, report_rows)
         if not bindings and not self.traced_rows:
             return None, self._report(report_rows)
-        if isinstance(self.causal, CausalMatch):
-            head = self.causal.head
-            report_rows += [
-                _resolved_row(_HEAD, head, rows, found[head.block, rows])
-                for rows in self.batch_rows
-            ]
+        report_rows += self.head_rows(found)
         report_rows, notes = self._assemble_steps(found, report_rows, verify)
         report_rows += self.traced_rows
         report = self._report(report_rows, notes)
         return Handle(report, self.ledger, bindings), report
+
+    def module_rows(self, found: BlockKernels) -> list[ReportRow]:
+        """Return the report's rows of all parts of modules, not checked yet."""
+        return [
+            _resolved_row(match.name, part, rows, found[part.block, rows])
+            for match in self.matches
+            for part in match.parts
+            for rows in self.batch_rows
+        ]
+
+    def head_rows(self, found: BlockKernels) -> list[ReportRow]:
+        """Return the report's rows of the last norm and head, not checked yet."""
+        if not isinstance(self.causal, CausalMatch):
+            return []
+        head = self.causal.head
+        return [
+            _resolved_row(HEAD, head, rows, found[head.block, rows]) for rows in self.batch_rows
+        ]
 
     def _check_modules(
         self, bindings: dict[str, Binding], report_rows: Sequence[ReportRow]
@@ -249,7 +257,7 @@ class Optimization:
         for binding in bindings.values():
             binding.forget()  # the calls of the checks, also of those of enclosing layers
         return [
-            row if _runs_only_in_steps(row) else _checked_row(row, outcomes.get(row.module))
+            row if runs_only_in_steps(row) else checked_row(row, outcomes.get(row.module))
             for row in report_rows
         ]
 
@@ -277,8 +285,8 @@ class Optimization:
             notes = (why_idle, *notes)
         made = []
         for row in report_rows:
-            if _runs_only_in_steps(row):
-                row = _checked_row(row, outcomes.get((row.module, row.rows)))
+            if runs_only_in_steps(row):
+                row = checked_row(row, outcomes.get((row.module, row.rows)))
                 if row.status == SWAPPED and row.rows not in usable:
                     row = replace(row, status=STOCK, reason=row.reason or why_idle)
             made.append(row)
@@ -314,8 +322,8 @@ class Optimization:
                 outcomes[layer.name, rows] = outcome
             outcome = check_head(kernels, self.causal, rows)
             if isinstance(outcome, Rejected):
-                return _step_rejected(_HEAD, outcome)
-            outcomes[_HEAD, rows] = outcome
+                return _step_rejected(HEAD, outcome)
+            outcomes[HEAD, rows] = outcome
         return outcomes
 
     def undo(self) -> None:
@@ -343,15 +351,15 @@ def _why_nothing(report: Report) -> str:
     return "; ".join(reasons)[:_MOST_CHARACTERS]
 
 
-def _runs_only_in_steps(row: ReportRow) -> bool:
+def runs_only_in_steps(row: ReportRow) -> bool:
     """Return whether a row's kernels run only in steps of generate.
 
     Attention's kernels do, because they read our caches. The head's do, too.
     """
-    return row.module == _HEAD or row.pattern in IN_STEPS
+    return row.module == HEAD or row.pattern in IN_STEPS
 
 
-def _fused_kernels(
+def fused_kernels(
     match: Match, batch_rows: Sequence[int], found: BlockKernels
 ) -> dict[int, Mapping[str, Resolved]]:
     """Return the fused kernels of a match by number of rows and role.
@@ -421,7 +429,8 @@ def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportR
     return replace(row, status=SWAPPED, reason=resolved.reason, kernel=kernel)
 
 
-def _checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow:
+def checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow:
+    """Return a row with the outcome of its check, if it was checked."""
     if outcome is None or row.status != SWAPPED:
         return row
     if isinstance(outcome, Rejected):

@@ -64,6 +64,8 @@ class Report:
     rows: tuple[ReportRow, ...]
     #: Lines about the whole model.
     notes: tuple[str, ...] = ()
+    #: How far tuning in the background has got, and why it ended early if it did.
+    tuning: str = ""
     #: How steps, prefills and selections of generate ran so far, by what ran them.
     decode: Mapping[str, int] | None = None
     #: The device memory of generate's cache pool in bytes, also that kept between calls. The
@@ -88,6 +90,7 @@ class Report:
             "backend": self.backend,
             "rows": [asdict(row) for row in self.rows],
             "notes": list(self.notes),
+            "tuning": self.tuning,
             "fallbacks": self.fallbacks,
             "decode": dict(self.decode) if self.decode is not None else None,
             "pool_bytes": self.pool_bytes,
@@ -112,6 +115,8 @@ class Report:
             lines.append(f"generate: {_generate_count(what, count)}")
         if self.pool_bytes:
             lines.append(f"generate's cache pool: {self.pool_bytes / 2**20:.1f} MiB")
+        if self.tuning:
+            lines.append(self.tuning)
         return "\n".join([*lines, *self.notes])
 
 

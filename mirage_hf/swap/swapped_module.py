@@ -34,6 +34,8 @@ def swapped_class(stock: Any) -> Any:
         binding = state.get(BINDING_KEY)
         if binding is None:
             return stock.forward(self, *args, **kwargs)
+        if binding.before_call is not None:
+            binding.before_call()
         kernels = binding.choose(state, args, kwargs)
         if type(kernels) is str:
             binding.fallbacks[kernels] += 1

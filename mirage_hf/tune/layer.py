@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.tune import measure
 from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.measure import Timing
+from mirage_hf.tune.turns import undisturbed
 
 #: The most candidates of each program to try.
 MOST_CANDIDATES = 8
@@ -52,7 +54,8 @@ def choose_for_layer(
         runs = [[measure.run_of(c.generate()) for c in found] for found in tried]
 
         def time(at: Sequence[int], to_beat: float = math.inf) -> Timing:
-            return layer.time([run[k] for run, k in zip(runs, at, strict=True)], replays, to_beat)
+            chosen_runs = [run[k] for run, k in zip(runs, at, strict=True)]
+            return undisturbed(partial(layer.time, chosen_runs, replays, to_beat))
 
         chosen = (0,) * len(choices)
         best = time(chosen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mirage_hf.tune.candidates import MEASURED, ScheduledCandidate, TuneResult, 
 from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.tune.ranking import Schedules, rank_by_estimate
+from mirage_hf.tune.turns import undisturbed
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Verdict
 
@@ -160,7 +162,7 @@ class _Bench:
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.progress(n, len(candidates), "measuring")
             slow_us = SLOW * min(known_us, best_us)
-            done = self.try_one(candidates[n], programs[n], outcome, slow_us)
+            done = undisturbed(partial(self.try_one, candidates[n], programs[n], outcome, slow_us))
             tried.append(done)
             if done.is_library:
                 continue
@@ -217,7 +219,7 @@ class _Bench:
         for c in candidates:
             if c.status == MEASURED and (c in fast or c.is_library):
                 run = measure.run_of(c.generate())
-                c = replace(c, chain=self.chain.time(run, self.replays))
+                c = replace(c, chain=undisturbed(partial(self.chain.time, run, self.replays)))
             found.append(c)
         return found
 

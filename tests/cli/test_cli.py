@@ -382,12 +382,17 @@ def test_a_file_that_is_no_program_is_an_error_without_a_traceback(capture, tmp_
         )
 
 
-def test_the_demo_needs_a_checkout_or_a_model(capture, tmp_path, monkeypatch):
+def test_the_demo_needs_its_model(capture, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "DEMO_MODEL", tmp_path / "none")
     _, err = capture("demo", code=1)
-    assert "make demo" in err and "--model" in err
+    assert "its small model is missing" in err and "--model" in err
     _, err = capture("demo", "--model", models.DEMO_MODEL, "--dtype", "int32", code=1)
     assert "--dtype int32: models are run in float16, bfloat16 or float32" in err
+
+
+def test_a_command_does_not_tune_in_the_background(capture):
+    _, err = capture("optimize", models.DEMO_MODEL, "--tune", "background", code=2)
+    assert "use --tune auto" in err
 
 
 @pytest.mark.parametrize(
@@ -529,9 +534,6 @@ def test_zoo_lists_and_verifies(capture, tmp_path):
     assert "neither a folder nor a Hub repo" in err
 
 
-@pytest.mark.skipif(
-    not models.DEMO_MODEL.is_dir(), reason="the demo's model is part of the repository only"
-)
 def test_the_demo_runs_and_the_second_optimize_searches_nothing(capture, tmp_path):
     out, _ = capture("demo", "--tokens", 12, "--device", "cpu")
     for part in (
