@@ -74,7 +74,7 @@ class StepPlan:
     """
 
     def __init__(self, recording: Recording, rows: int):
-        recording = with_routers(with_short_convolutions(without_whole_writes(recording)))
+        recording = with_routers(with_short_convolutions(without_whole_writes(recording)), rows)
         self.recording, self.rows = recording, rows
         self.terms = Terms(recording, rows)
         self._before, self._effects = dependencies(recording), effects(recording)
