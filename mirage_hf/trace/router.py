@@ -42,6 +42,9 @@ from mirage_hf.trace.terms import SAME_TENSOR
 #: The op's name as nodes have it.
 ROUTE = "mirage_hf.route"
 
+#: The ops that choose by the greatest scores.
+CHOICES = ("aten.topk", "aten.max")
+
 #: The most elements that a tensor of a router has for each row.
 MOST_ELEMENTS = 2048
 
@@ -98,7 +101,7 @@ def with_routers(recording: Recording, rows: int) -> Recording:
     nodes = [*recording.nodes]
     names: dict[Value, Value] = {}
     for number, node in enumerate(recording.nodes):
-        if node.name != "aten.topk" or nodes[number] is not node:
+        if node.name not in CHOICES or nodes[number] is not node:
             continue
         found = finder.find(number)
         if found is not None:

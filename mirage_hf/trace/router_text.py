@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -553,8 +553,52 @@ def _reduction(function: str, neutral: str) -> Callable[[_Writer, Step], list[_T
 
 
 _writes("sum")(_reduction("sum", "0.0"))
-#: Of the greatest element only its value. A step that reads its index is not written.
-_writes("max", "amax")(_reduction("max", 'float("-inf")'))
+_writes("amax")(_reduction("max", 'float("-inf")'))
+
+
+@_writes("max")
+def _max(writer: _Writer, step: Step) -> list[_Tile]:
+    """Write the greatest element along the last dim, and its place."""
+    if len(step.args) < 2 or isinstance(step.args[1], Local):
+        raise UnwrittenError("another form of max")
+    given, dim, *keeps = step.args
+    found = _greatest(writer, writer.tensor(given), dim, 1)
+    if keeps == [True]:
+        return found
+    return [replace(tile, dims=tile.dims[:-1]) for tile in found]
+
+
+@_writes("abs")
+def _abs(writer: _Writer, step: Step) -> list[_Tile]:
+    (text,), axes, dims = writer.broadcast(step.args)
+    return [writer.result(f"tl.abs({text})", axes, dims, step.outputs[0])]
+
+
+@_writes("clamp")
+def _clamp(writer: _Writer, step: Step) -> list[_Tile]:
+    """Write bounds that are tensors or numbers. NaN stays NaN."""
+    bounds = dict(zip(("maximum", "minimum"), step.args[1:], strict=False))
+    given = [step.args[0], *(b for b in bounds.values() if b is not None)]
+    (x, *texts), axes, dims = writer.broadcast(given)
+    functions = [name for name, b in bounds.items() if b is not None]
+    for function, bound in zip(functions, texts, strict=True):
+        x = f"tl.{function}({x}, {bound}, propagate_nan=tl.PropagateNan.ALL)"
+    return [writer.result(x, axes, dims, step.outputs[0])]
+
+
+@_writes("cat")
+def _cat(writer: _Writer, step: Step) -> list[_Tile]:
+    """Write one element after the other as a new dim."""
+    parts, dim = (*step.args, 0)[:2]
+    tiles = [writer.tensor(x) for x in parts]
+    if any(_last(tile, dim) or tile.axes for tile in tiles) or len({t.kind for t in tiles}) > 1:
+        raise UnwrittenError("tensors that are joined along other dims")
+    axis = writer.new_axis(len(tiles))
+    axes = writer.axes_of([axis])
+    text = tiles[-1].text
+    for n, tile in enumerate(tiles[:-1]):
+        text = f"tl.where(i_{axis} == {n}, {tile.text}, {text})"
+    return [writer.result(text, axes, (*tiles[0].dims[:-1], (axis,)), step.outputs[0])]
 
 
 @_writes("topk")
@@ -565,10 +609,20 @@ def _topk(writer: _Writer, step: Step) -> list[_Tile]:
     the place counted down. So the greatest integer is that of the first of equal elements.
     """
     given, count, *how = step.args
-    x, (dim, is_largest) = writer.tensor(given), (*how, *(-1, True)[len(how) :])[:2]
-    along = _last(x, dim)
-    if not along or not is_largest or x.kind != "float" or step.kwargs:
+    dim, is_largest = (*how, *(-1, True)[len(how) :])[:2]
+    if not is_largest or step.kwargs:
         raise UnwrittenError("a top-k in another order")
+    return _greatest(writer, writer.tensor(given), dim, count)
+
+
+def _greatest(writer: _Writer, x: _Tile, dim: Any, count: int) -> list[_Tile]:
+    """Write the choice of the greatest elements along the last dim. One has no dim of its own."""
+    along = _last(x, dim)
+    if x.kind != "float":
+        raise UnwrittenError("a choice by integers")
+    if not along:  # there is one element
+        zero = writer.assign("tl.full([], 0, tl.int32)")
+        return [_Tile(x.text, x.axes, x.dims), _Tile(zero, (), x.dims, "int")]
     text, axes = writer.filled(x)
     rest = [a for a in axes if a not in along]
     place = writer.assign(writer.inside(writer.offset(along, axes), along, axes, "-1"))

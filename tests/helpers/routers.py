@@ -75,6 +75,24 @@ def ernie(scores: Tensor, sizes: Sizes) -> Routed:
     return weights.to(scores.dtype), index
 
 
+def phimoe(scores: Tensor, sizes: Sizes) -> Routed:
+    masked, weights, indices = scores, [], []
+    for _ in range(2):
+        most, index = masked.max(dim=-1, keepdim=True)
+        factor = scores.abs().clamp(min=most)
+        hidden = ((most - scores) / factor) > 0.02
+        chances = torch.softmax(masked.masked_fill(hidden, float("-inf")), dim=-1)
+        weights.append(chances.gather(dim=-1, index=index))
+        indices.append(index)
+        masked = torch.scatter(scores, -1, index, float("-inf"))
+    return torch.cat(weights, dim=-1), torch.cat(indices, dim=-1)
+
+
+def greatest(scores: Tensor, sizes: Sizes) -> Routed:
+    weights, index = scores.float().sigmoid().max(-1)
+    return weights, index
+
+
 def _mask_of_groups(best: Tensor, sizes: Sizes) -> Tensor:
     places = sizes.experts // sizes.groups
     index = torch.topk(best, k=sizes.kept, dim=-1, sorted=False)[1]
@@ -137,6 +155,8 @@ ROUTERS: dict[str, Callable[[Tensor, Sizes], Routed]] = {
         cohere,
         minimax,
         ernie,
+        phimoe,
+        greatest,
         deepseek_v3,
         deepseek_v2,
         deepseek_v4,

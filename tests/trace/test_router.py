@@ -169,7 +169,7 @@ def wrong_routes(name: str, count: int, device: str = "cpu") -> list[str]:
     rng, wrong = random.Random(name), []
     for n in range(count):
         rows = rng.randint(1, 5)
-        groups, places = rng.choice([(2, 3), (3, 8), (4, 4), (8, 16), (5, 7), (8, 32)])
+        groups, places = rng.choice([(1, 6), (2, 3), (3, 8), (4, 4), (8, 16), (5, 7), (8, 32)])
         experts = groups * places
         kept = rng.randint(1, groups)
         bias = normal(experts, seed=n)
