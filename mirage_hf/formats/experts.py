@@ -60,7 +60,9 @@ class CodedExperts:
     gate: Callable[[Tensor], Tensor]
 
 
-def coded_experts(module: nn.Module, dtype: torch.dtype) -> CodedExperts | Rejected | None:
+def coded_experts(
+    module: nn.Module, dtype: torch.dtype = torch.bfloat16
+) -> CodedExperts | Rejected | None:
     """Return how experts store their weights in codes.
 
     Args:
@@ -80,6 +82,15 @@ def coded_experts(module: nn.Module, dtype: torch.dtype) -> CodedExperts | Rejec
         return reader(module, dtype)
     except _UnreadError as error:
         return Rejected(f"{type(module).__name__}: {error}")
+
+
+def replaced_forward(module: nn.Module) -> bool:
+    """Return whether a library replaced the forward of a mixture by one for its own kernels.
+
+    The forward of its class calls the router and the experts.
+    """
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "__func__", forward) in _MXFP4_FORWARDS
 
 
 class _UnreadError(Exception):
@@ -182,5 +193,13 @@ def _in_plain_order(name: str, wrapped: Any) -> Tensor:
         raise _UnreadError(f"{name} is not stored output by output")
     return data  # type: ignore[no-any-return]
 
+
+try:
+    from transformers.integrations import mxfp4 as _library
+except ImportError:
+    _library = None  # type: ignore[assignment]
+
+#: What transformers puts in the place of the forward of mixtures with `Mxfp4GptOssExperts`.
+_MXFP4_FORWARDS = [f for f in (getattr(_library, "mlp_forward", None),) if f is not None]
 
 _READERS: dict[str, Callable[[Any, torch.dtype], CodedExperts]] = {_FP8: _fp8, _MXFP4: _mxfp4}

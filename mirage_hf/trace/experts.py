@@ -12,9 +12,10 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -107,6 +108,10 @@ def _fake(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], n
     return torch.empty_like(x)
 
 
+#: Runs the program that decodes a weight on its inputs.
+Decoder = Callable[[list[Tensor]], list[Tensor]]
+
+
 @dataclass(frozen=True, eq=False)
 class Linear:
     """A linear of each expert.
@@ -133,16 +138,22 @@ class Linear:
         """The tensors that it reads."""
         return [*self.tensors] if self.bias is None else [*self.tensors, self.bias]
 
-    def decoded(self, expert: int) -> Tensor:
-        """Return the weight of one expert (outputs, inputs), decoded op by op."""
+    def decoded(self, expert: int, decoders: Mapping[Coding, Decoder]) -> Tensor:
+        """Return the weight of one expert (outputs, inputs).
+
+        Args:
+            expert: The number of the expert.
+            decoders: Runs decoding programs. Others run op by op.
+        """
         if self.coding is None:
             weight = self.tensors[0][expert]
             return weight.T if self.is_transposed else weight
-        graph = new_kernel_graph()
-        inputs, weight = self.coding.write(graph)
-        graph.mark_output(graph.permute(weight, (1, 0)))
         views = [_viewed(x, s)[expert] for x, s in zip(self.tensors, self.stacked, strict=True)]
-        assert len(inputs) == len(views)
+        if self.coding in decoders:
+            return decoders[self.coding](views)[0]
+        graph = new_kernel_graph()
+        _, weight = self.coding.write(graph)
+        graph.mark_output(graph.permute(weight, (1, 0)))
         return run_kernel_graph(graph, views)[0]
 
     @property
@@ -246,7 +257,13 @@ def _unknown_features(module: nn.Module) -> list[str]:
     return [name for name in said if name.startswith("has_") and name not in _FEATURES]
 
 
-def run_decoded(form: ExpertsForm, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def run_decoded(
+    form: ExpertsForm,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    decoders: Mapping[Coding, Decoder] = MappingProxyType({}),
+) -> Tensor:
     """Compute the sum of the chosen experts of each token, times their weights.
 
     The weights of one expert at a time are decoded. While a CUDA graph is captured, no index can be
@@ -257,6 +274,7 @@ def run_decoded(form: ExpertsForm, x: Tensor, index: Tensor, weights: Tensor) ->
         x: (tokens, width).
         index: (tokens, chosen).
         weights: (tokens, chosen).
+        decoders: Runs decoding programs, by coding. Others run op by op.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -264,16 +282,17 @@ def run_decoded(form: ExpertsForm, x: Tensor, index: Tensor, weights: Tensor) ->
     for expert in experts if is_captured else index.unique().tolist():
         if expert not in experts:  # such as those of other ranks
             continue
-        chosen = (index == expert) * weights
-        tokens: Any = slice(None) if is_captured else (index == expert).any(-1).nonzero()[:, 0]
-        y = form.gate(_applied(form.first, expert, x[tokens]))
-        y = _applied(form.second, expert, y.to(x.dtype)) * chosen[tokens].sum(-1, keepdim=True)
+        is_chosen = index == expert
+        weight = (is_chosen * weights).sum(-1, keepdim=True)
+        tokens: Any = slice(None) if is_captured else is_chosen.any(-1).nonzero()[:, 0]
+        y = form.gate(_applied(form.first, expert, x[tokens], decoders))
+        y = _applied(form.second, expert, y.to(x.dtype), decoders) * weight[tokens]
         out[tokens] += y.float()
     return out.to(x.dtype)
 
 
-def _applied(linear: Linear, expert: int, x: Tensor) -> Tensor:
-    y = F.linear(x, linear.decoded(expert))
+def _applied(linear: Linear, expert: int, x: Tensor, decoders: Mapping[Coding, Decoder]) -> Tensor:
+    y = F.linear(x, linear.decoded(expert, decoders))
     return y if linear.bias is None else y + linear.bias[expert]
 
 
