@@ -19,12 +19,11 @@ from transformers import (
 import mirage_hf as mi
 from mirage_hf.errors import OptimizeError
 from mirage_hf.formats.experts import CodedExperts, coded_experts
-from scripts.coded_models import with_codes
+from mirage_hf.trace.experts import ExpertsForm, form_of
+from scripts.coded_models import coded_bytes, put_mxfp4, with_codes
 from tests.decode.test_coded_models import generated, snapshot
 from tests.helpers.coded_experts import (
     decoded_fp8,
-    fill_fp8,
-    put_mxfp4,
     with_names,
 )
 
@@ -54,19 +53,16 @@ def fp8_model() -> tuple[Any, Any]:
     config = Qwen3MoeConfig(
         **SIZES, num_experts=4, moe_intermediate_size=WIDTH, norm_topk_prob=True
     )
-    model = with_codes(Qwen3MoeForCausalLM(config).eval(), "fp8")
+    plain = Qwen3MoeForCausalLM(config).eval()
+    model = with_codes(copy.deepcopy(plain), "fp8")
     twin = copy.deepcopy(model)
     for n, layer in enumerate(model.model.layers):
-        plain = twin.model.layers[n].mlp.experts
-        experts = with_names(
-            library.FP8Experts(layer.mlp.experts.config, block_size=(WIDTH, WIDTH))
-        )
+        assert type(layer.mlp.experts) is library.FP8Experts
+        experts = plain.model.layers[n].mlp.experts
         for name in ("gate_up_proj", "down_proj"):
-            fill_fp8(experts, name)
-            scale = getattr(experts, f"{name}_scale_inv")
-            scale.data *= 0.1
-            getattr(plain, name).data = decoded_fp8(experts, name, WIDTH).float()
-        layer.mlp.experts = experts.eval()
+            decoded = decoded_fp8(with_names(layer.mlp.experts), name, WIDTH)
+            getattr(experts, name).data = decoded.float()
+        twin.model.layers[n].mlp.experts = experts
     return model, twin
 
 
@@ -141,3 +137,25 @@ def test_another_order_of_codes_is_an_error_with_its_name() -> None:
         layer.mlp.experts.gate_up_proj.storage.layout = HopperMXValueLayout()
     with pytest.raises(OptimizeError, match=r"HopperMXValueLayout.*dequantize=True"):
         mi.optimize(model)
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("fp8", 0.04), ("mxfp4", 0.2)])
+def test_benchmarks_give_experts_codes_near_their_weights(kind: str, allowed: float) -> None:
+    pytest.importorskip(f"transformers.integrations.{'finegrained_fp8' if kind == 'fp8' else kind}")
+    if kind == "fp8":
+        config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=WIDTH)
+        model: Any = Qwen3MoeForCausalLM(config).eval()
+    else:
+        model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, intermediate_size=64))
+    plain = [form_of(layer.mlp.experts) for layer in model.model.layers]
+    before = coded_bytes(model), coded_bytes(model, 16)
+    with_codes(model, kind)
+    for form, layer in zip(plain, model.model.layers, strict=True):
+        coded = form_of(layer.mlp.experts, torch.float32)
+        assert isinstance(coded, ExpertsForm) and isinstance(form, ExpertsForm) and coded.is_coded
+        for a, b in ((form.first, coded.first), (form.second, coded.second)):
+            for expert in range(4):
+                x, y = a.decoded(expert, {}), b.decoded(expert, {})
+                assert (x - y).norm() < allowed * x.norm()
+    after = coded_bytes(model), coded_bytes(model, 16)
+    assert after[0] < before[0] and after[0] < after[1] < before[1]

@@ -8,7 +8,6 @@ bytes of an output next to each other.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from scripts.coded_models import put_mxfp4
+
 EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 64, 96
-
-
-class StridedLayout:
-    """The name of `triton_kernels` for tensors in their plain order."""
 
 
 def fp8(block: int = 32, seed: int = 0) -> tuple[Any, Any]:
@@ -89,19 +86,6 @@ def mxfp4(seed: int = 0) -> tuple[Any, Any]:
         getattr(coded, f"{name}_bias").data = bias
         put_mxfp4(coded, name, blocks, scales)
     return coded.requires_grad_(False), plain
-
-
-def put_mxfp4(module: Any, name: str, blocks: Tensor, scales: Tensor) -> None:
-    """Put codes and scales of a checkpoint where the library's loader puts them."""
-    del module._parameters[name]
-    module.__dict__[name] = _wrapped(blocks.flatten(2).transpose(-2, -1))
-    config = SimpleNamespace(weight_scale=_wrapped(scales.transpose(-2, -1)))
-    setattr(module, f"{name}_precision_config", config)
-
-
-def _wrapped(data: Tensor) -> Any:
-    storage = SimpleNamespace(data=data, layout=StridedLayout())
-    return SimpleNamespace(storage=storage, shape=data.shape)
 
 
 CODED = {"FP8Experts": fp8, "Mxfp4GptOssExperts": mxfp4}
