@@ -62,6 +62,7 @@ def fp8_model() -> tuple[Any, Any]:
         for name in ("gate_up_proj", "down_proj"):
             decoded = decoded_fp8(with_names(layer.mlp.experts), name, WIDTH)
             getattr(experts, name).data = decoded.float()
+        experts.config = twin.config
         twin.model.layers[n].mlp.experts = experts
     return model, twin
 
