@@ -84,17 +84,18 @@ library.define(
 _recording = threading.local()
 _lock = threading.Lock()
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_forms: weakref.WeakValueDictionary[int, ExpertsForm] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def _run(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Any:
     module = _modules.get(number)
-    assert module is not None, "the experts of a recorded step are gone"
     was_active, _recording.active = getattr(_recording, "active", False), False
     try:
-        form = form_of(module, x.dtype)
-        if isinstance(form, ExpertsForm) and form.is_coded:
+        form = _form_named(number, x.dtype)
+        if isinstance(form, ExpertsForm) and (form.is_coded or module is None):
             return run_decoded(form, x, index, weights)
+        assert module is not None, "the experts of a recorded step are gone"
         return EXPERTS_FUNCTIONS[_STOCK](module, x, index, weights)
     finally:
         _recording.active = was_active
@@ -188,11 +189,14 @@ class ExpertsForm:
         first: The first linear: gate and up, or up alone.
         second: The linear that follows the function.
         gate: The function between the two linears.
+        scales_inputs: Whether the weights of a token's experts scale their inputs, and not their
+            results.
     """
 
     first: Linear
     second: Linear
     gate: Callable[[Tensor], Tensor]
+    scales_inputs: bool = False
 
     @property
     def is_coded(self) -> bool:
@@ -203,6 +207,21 @@ class ExpertsForm:
     def parameters(self) -> list[Tensor]:
         """The tensors that the experts read."""
         return self.first.parameters + self.second.parameters
+
+
+def number_of_form(form: ExpertsForm) -> int:
+    """Return a number by which nodes name experts that no module has. The caller keeps them."""
+    number = next(_numbers)
+    _forms[number] = form
+    return number
+
+
+def _form_named(number: int, dtype: torch.dtype) -> ExpertsForm | Rejected:
+    """Return the experts that a node names."""
+    if number in _forms:
+        return _forms[number]
+    module = _modules.get(number)
+    return _OTHER_FORM if module is None else form_of(module, dtype)
 
 
 _OTHER_FORM = Rejected("experts whose weights are of another form")
@@ -285,9 +304,12 @@ def run_decoded(
         is_chosen = index == expert
         weight = (is_chosen * weights).sum(-1, keepdim=True)
         tokens: Any = slice(None) if is_captured else is_chosen.any(-1).nonzero()[:, 0]
-        y = form.gate(_applied(form.first, expert, x[tokens], decoders))
-        y = _applied(form.second, expert, y.to(x.dtype), decoders) * weight[tokens]
-        out[tokens] += y.float()
+        given = x[tokens]
+        if form.scales_inputs:
+            given = (given * weight[tokens]).to(x.dtype)
+        y = form.gate(_applied(form.first, expert, given, decoders))
+        y = _applied(form.second, expert, y.to(x.dtype), decoders)
+        out[tokens] += (y if form.scales_inputs else y * weight[tokens]).float()
     return out.to(x.dtype)
 
 
@@ -429,8 +451,7 @@ class _Writer:
         self.recording, self.number, self.added = recording, number, added
         node = recording.nodes[number]
         self.x, self.index, self.weights, self.parameters, name = node.args
-        module = _modules.get(name)
-        form = None if module is None else form_of(module, recording.meta(self.x).dtype)
+        form = _form_named(name, recording.meta(self.x).dtype)
         if not isinstance(form, ExpertsForm):
             raise TraceError("the experts are gone, or have other weights now")
         self.form = form
@@ -459,6 +480,8 @@ class _Writer:
         self._begin()
         linear = self.form.first
         x = self._given(self.x, (self.rows, 1, 1, self.width), self.dtype)
+        if self.form.scales_inputs:
+            x = as_dtype(self.graph, self._weighed(x), self.dtype)
         h = gate(self.form, self.dtype, self.graph, self._first(x, linear))
         h = as_dtype(self.graph, h, self.dtype)
         self.graph.mark_output(h)
@@ -469,9 +492,7 @@ class _Writer:
         graph, rows, meta, linear = self.graph, self.rows, self.recording.meta, self.form.second
         h = self._given(between, (rows, self.chosen, 1, linear.columns), self.dtype)
         y = self._with_bias(self._product(h, linear, slice(None)), linear, slice(None))
-        dims = rows, self.chosen, 1, 1
-        weights = self._given(self.weights, dims, meta(self.weights).dtype)
-        out = graph.reduction(graph.mul(*self._alike(y, weights)), 1)
+        out = graph.reduction(y if self.form.scales_inputs else self._weighed(y), 1)
         for _, other in self.added:
             addend = self._given(other, (rows, 1, 1, self.width), meta(other).dtype)
             out = graph.add(*self._alike(addend, out))
@@ -480,6 +501,11 @@ class _Writer:
         nodes = (self.number, *(n for n, _ in self.added))
         shape = tuple(fixed_shape(meta(value)) or ())
         return self._region(nodes, value, (rows, self.width), shape, linear)
+
+    def _weighed(self, x: DTensor) -> DTensor:
+        """Return a tensor of each chosen expert times its weight."""
+        dims, dtype = (self.rows, self.chosen, 1, 1), self.recording.meta(self.weights).dtype
+        return self.graph.mul(*self._alike(x, self._given(self.weights, dims, dtype)))
 
     def _region(
         self,

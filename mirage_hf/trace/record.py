@@ -145,6 +145,8 @@ class Recording:
     reach: float = math.inf
     #: The linears in codes that nodes name.
     coded: tuple[CodedLinear, ...] = ()
+    #: The experts that nodes name and no module has.
+    forms: tuple[Any, ...] = ()
 
     @property
     def held_tensors(self) -> list[Tensor]:
