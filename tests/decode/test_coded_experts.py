@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -49,6 +50,8 @@ SIZES: dict[str, Any] = dict(
 def fp8_model() -> tuple[Any, Any]:
     """Return a model of FP8Linear and FP8Experts, and its twin with decoded experts."""
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(PreTrainedModel, "get_experts_implementation"):
+        pytest.skip("this transformers runs experts of float32 in another way")
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         **SIZES, num_experts=4, moe_intermediate_size=WIDTH, norm_topk_prob=True
