@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mirage_hf.codegen import compile as compiler
@@ -21,6 +22,7 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.trace.experts import ExpertsForm, experts_as_one_node, form_of, run_decoded
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import record
+from scripts.coded_models import put_mxfp4
 from tests.helpers import coded_experts, coded_modules, triton_interpreter
 from tests.helpers.coded_experts import CODED
 from tests.helpers.traced_functions import results_of, runs
@@ -129,6 +131,47 @@ def test_one_kernel_is_found_and_proven(name: str, part: int) -> None:
     (block,) = (op.block for op in best.kernels.ops if op.block is not None)
     taken = [i for i in block.inputs if i.taken is not None]
     assert len(taken) >= 2  # codes and scales
+
+
+def of_real_sizes(name: str) -> tuple[Any, int, int]:
+    """Return the experts of a layer of a model on the meta device, their width and choices."""
+    if name == "FP8Experts":
+        library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+        config: Any = Qwen3MoeConfig(
+            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+        )
+        with torch.device("meta"):
+            module = coded_experts.with_names(library.FP8Experts(config, block_size=(128, 128)))
+        return module.requires_grad_(False), 2048, 8
+    library = pytest.importorskip("transformers.integrations.mxfp4")
+    config = GptOssConfig(hidden_size=2880, intermediate_size=2880, num_local_experts=32)
+    with torch.device("meta"):
+        module = library.Mxfp4GptOssExperts(config)
+        for linear in ("gate_up_proj", "down_proj"):
+            blocks = getattr(module, linear).data
+            put_mxfp4(module, linear, blocks, torch.empty(blocks.shape[:-1], dtype=torch.uint8))
+    return module.requires_grad_(False), 2880, 4
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_kernels_of_models_compile_for_a_gpu(name: str, tokens: int) -> None:
+    """Qwen3-30B-A3B in float8 blocks, and gpt-oss-20b in MXFP4."""
+    pytest.importorskip("triton")
+    module, width, chosen = of_real_sizes(name)
+    with torch.device("meta"):
+        inputs = {
+            "x": torch.empty(tokens, width, dtype=torch.bfloat16),
+            "index": torch.empty(tokens, chosen, dtype=torch.long),
+            "weights": torch.empty(tokens, chosen, dtype=torch.bfloat16),
+        }
+    plan = plan_of(module, inputs)
+    assert len(plan.regions) == 2
+    for region in plan.regions:
+        best = search(region.graph, SearchOptions(threads=1))[0][0].ugraph
+        assert best.num_kernels == 1
+        (kernel,) = compiler.ahead_of_time(triton.generate(best), 90)
+        assert kernel.asm["cubin"]
 
 
 def errors_of_kernels(name: str, count: int) -> list[Any]:
