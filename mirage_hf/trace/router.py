@@ -27,15 +27,8 @@ from mirage_hf.trace.record import (
     readers_of,
     renamed,
 )
-from mirage_hf.trace.router_text import (
-    Form,
-    Local,
-    Router,
-    Step,
-    UnwrittenError,
-    can_be_step,
-    router_text,
-)
+from mirage_hf.trace.router_text import can_be_step, router_text
+from mirage_hf.trace.router_tiles import Form, Local, Router, Step, UnwrittenError
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import SAME_TENSOR
 
