@@ -63,6 +63,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, Static
 from transformers.generation.streamers import BaseStreamer
 
 from mirage_hf.attention_interface import AttentionReport, attention_report
+from mirage_hf.trace.experts import ExpertsForm, form_of
 from scripts.benching import (
     BYTES_PER_SECOND,
     Budget,
@@ -246,7 +247,9 @@ def allocated_bytes(device: torch.device) -> int:
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second model over the same weights."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    forms = (form_of(module) for module in model.modules())
+    codes = [x for form in forms if isinstance(form, ExpertsForm) for x in form.parameters]
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *codes)})
 
 
 # -- the peers: each is set up once and then called. A call makes `new` tokens. -------------------
@@ -575,7 +578,7 @@ def bench(name: str, batch: int, prompt: int, args: argparse.Namespace) -> dict[
     if args.weights:
         model = with_codes(twin(bare), args.weights)
     prompts = prompts_of(model, batch, prompt, args)
-    floor = coded_bytes(model) if args.weights else floor_bytes(model, batch)
+    floor = coded_bytes(model, batch) if args.weights else floor_bytes(model, batch)
     cached = cache_bytes(model, [n + args.new // 2 for n in prompts.lengths])
     peers = [p for p in args.peers if p != "liger" or find_spec("liger_kernel") is not None]
     row: dict[str, Any] = {
@@ -783,7 +786,7 @@ def main() -> None:
         "--weights",
         default="",
         choices=("", *FORMATS),
-        help="the linears of the layers hold codes of this format",
+        help="the linears of the layers, or their experts, hold codes of this format",
     )
     parser.add_argument(
         "--images",

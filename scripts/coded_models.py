@@ -4,7 +4,11 @@ The formats:
 
     int4   compressed-tensors "pack-quantized": groups of 128 columns, symmetric
     int8   torchao Int8WeightOnlyConfig: a scale for each row
-    fp8    transformers' FP8Linear: a scale for each block of 128 by 128
+    fp8    transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128. What such
+           blocks do not divide stays as it is.
+    mxfp4  transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a power of
+           two each. Only experts have codes. They are in the plain order of `triton_kernels`, and
+           not in the one that it makes for a kind of GPU.
 
 `with_int4_products` gives linears torch's own int4 product instead, as gpt-fast does.
 """
@@ -12,10 +16,16 @@ The formats:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from mirage_hf.formats import held_tensors
+from mirage_hf.formats.compressed_tensors_fp4 import E2M1
+from mirage_hf.trace.experts import ExpertsForm, form_of
 
 #: Columns of a group of int4 codes, and the side of a block of float8 codes.
 GROUP, BLOCK = 128, 128
@@ -77,17 +87,111 @@ def _fp8(model: PreTrainedModel) -> None:
 
     for parent, name, linear in list(linears(model)):
         n, k = linear.weight.shape
+        if n % BLOCK or k % BLOCK:
+            continue
         with linear.weight.device:
             coded = FP8Linear(k, n, block_size=(BLOCK, BLOCK))
-        blocks = linear.weight.float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
-        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
-        codes = (blocks / scales).to(torch.float8_e4m3fn)
-        coded.weight = nn.Parameter(codes.view(n, k), requires_grad=False)
-        coded.weight_scale_inv.data = scales[:, 0, :, 0].contiguous()
+        codes, scales = _in_blocks(linear.weight)
+        coded.weight = nn.Parameter(codes, requires_grad=False)
+        coded.weight_scale_inv.data = scales
+        setattr(parent, name, coded.eval())
+    for parent, name, experts in list(_experts(model)):
+        weights = experts.gate_up_proj, experts.down_proj
+        if not experts.has_bias and not any(n % BLOCK for w in weights for n in w.shape[1:]):
+            setattr(parent, name, _fp8_experts(experts))
+
+
+def _in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float8 codes of a weight (n, k), and the scales of its blocks."""
+    n, k = weight.shape
+    blocks = weight.float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    codes = (blocks / scales).to(torch.float8_e4m3fn)
+    return codes.view(n, k), scales[:, 0, :, 0].contiguous()
+
+
+def _experts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the experts of a model's layers: the parent, the name in it, and the experts."""
+    for parent in model.get_decoder().modules():
+        for name, child in list(parent.named_children()):
+            if isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+                yield parent, name, child
+
+
+def _fp8_experts(experts: Any) -> nn.Module:
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    with torch.device("meta"):
+        coded: Any = FP8Experts(experts.config, block_size=(BLOCK, BLOCK))
+    for name in ("gate_up_proj", "down_proj"):
+        both = [_in_blocks(weight) for weight in getattr(experts, name)]
+        codes, scales = (torch.stack(x) for x in zip(*both, strict=True))
+        setattr(coded, name, nn.Parameter(codes, requires_grad=False))
+        setattr(coded, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+    coded.has_gate, coded.has_bias, coded.is_transposed = True, False, False
+    return coded.eval()
+
+
+class StridedLayout:
+    """The name of `triton_kernels` for tensors in their plain order."""
+
+
+def put_mxfp4(experts: Any, name: str, blocks: Tensor, scales: Tensor) -> None:
+    """Put codes and scales of a checkpoint where transformers' loader puts them.
+
+    Args:
+        experts: `Mxfp4GptOssExperts`.
+        name: The linear.
+        blocks: The bytes (experts, outputs, groups, bytes of a group).
+        scales: The exponents (experts, outputs, groups) plus 127.
+    """
+    experts._parameters.pop(name, None)
+    experts.__dict__[name] = _wrapped(blocks.flatten(2).transpose(-2, -1))
+    config = SimpleNamespace(weight_scale=_wrapped(scales.transpose(-2, -1)))
+    setattr(experts, f"{name}_precision_config", config)
+
+
+def _wrapped(data: Tensor) -> Any:
+    storage = SimpleNamespace(data=data, layout=StridedLayout())
+    return SimpleNamespace(storage=storage, shape=data.shape)
+
+
+def _mxfp4(model: PreTrainedModel) -> None:
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    for parent, name, experts in list(_experts(model)):
+        with torch.device("meta"):
+            coded: Any = Mxfp4GptOssExperts(model.config)
+        for linear in ("gate_up_proj", "down_proj"):
+            both = [_in_groups(weight.T) for weight in getattr(experts, linear)]
+            put_mxfp4(coded, linear, *(torch.stack(x) for x in zip(*both, strict=True)))
+            bias = getattr(experts, f"{linear}_bias").detach().float()
+            setattr(coded, f"{linear}_bias", nn.Parameter(bias, requires_grad=False))
         setattr(parent, name, coded.eval())
 
 
-_FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {"int4": _int4, "int8": _int8, "fp8": _fp8}
+def _in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 4-bit floats of a weight (n, k), two in a byte, and the exponents of its groups."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-120)
+    exponents = largest.log2().floor() - 2  # the largest code is 6
+    numbers = torch.tensor(E2M1, device=weight.device)
+    between = (numbers[1:8] + numbers[:7]) / 2
+    scaled = groups / exponents.exp2()
+    codes = torch.bucketize(scaled.abs(), between) + 8 * (scaled < 0)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs.to(torch.uint8), (exponents[..., 0] + 127).to(torch.uint8)
+
+
+_FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
+    "int4": _int4,
+    "int8": _int8,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+}
+
+#: The formats of linears.
+LINEAR_FORMATS = ("int4", "int8", "fp8")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)
@@ -130,18 +234,25 @@ def product_bytes(model: PreTrainedModel) -> int:
     return sum(b.nbytes for m in products for b in m.buffers())
 
 
-def coded_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes that a step reads of a model with weights in codes: all but the table."""
-    from mirage_hf.formats import held_tensors
+def coded_bytes(model: PreTrainedModel, rows: int = 1) -> int:
+    """Return the bytes that a step reads of a model with weights in codes: all but the table.
 
+    Of experts, as many as `rows` tokens choose on average if each chooses at random.
+    """
     head = model.get_output_embeddings().weight
     table = model.get_input_embeddings().weight
-    seen: dict[int, int] = {head.data_ptr(): head.nbytes}
+    chosen = getattr(model.config, "num_experts_per_tok", None) or 0
+    seen: dict[int, float] = {head.data_ptr(): head.nbytes}
     for module in model.get_decoder().modules():
+        form = form_of(module)
         held = held_tensors(module) or tuple(
             p for p in module._parameters.values() if p is not None
         )
+        if isinstance(form, ExpertsForm):
+            for t in form.parameters:
+                seen[t.data_ptr()] = t.nbytes * (1 - (1 - chosen / len(t)) ** rows)
+            continue
         for t in held:
             if t is not table and t.numel() > 2:
                 seen[t.data_ptr()] = t.nbytes
-    return sum(seen.values())
+    return round(sum(seen.values()))

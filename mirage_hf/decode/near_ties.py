@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mirage_hf.trace.router import after_choice, before_choice
+from mirage_hf.trace.router import route
 
 _TOP_K, _ROUTE = torch.ops.aten.topk.default, torch.ops.mirage_hf.route.default
 
@@ -55,15 +55,13 @@ class TakeChoices(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an op."""
+        if func is _ROUTE:
+            with self:  # each top-k of its steps comes here
+                return route(*args)
         result = func(*args, **(kwargs or {}))
-        if func not in (_TOP_K, _ROUTE) or (places := next(self.places, None)) is None:
+        if func is not _TOP_K or (places := next(self.places, None)) is None:
             return result
-        if func is _TOP_K:
-            return self._near(result, places, args, kwargs or {})
-        scores, chosen, first, then, dtype = args
-        scores = before_choice(scores, first)
-        weights, index = self._near(torch.topk(scores, chosen, -1), places, (scores,), {})
-        return after_choice(weights, then).to(dtype), index
+        return self._near(result, places, args, kwargs or {})
 
     def _near(
         self,

@@ -40,7 +40,7 @@ from mirage_hf.swap.optimization import resolved_row
 from mirage_hf.swap.swap_report import STOCK, ReportRow
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.coded_linear import coded_linears
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, linears_of
+from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, ExpertsForm, form_of
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan
 from mirage_hf.trace.record import Held, Recording, TraceError, Value
@@ -110,7 +110,7 @@ def wants_experts(model: nn.Module, layers: Iterable[Match]) -> bool:
     for layer in layers:
         if layer.adapters or (layer.layout is not None and layer.layout.latent is not None):
             return False
-    return any(map(linears_of, model.modules()))
+    return any(isinstance(form_of(module), ExpertsForm) for module in model.modules())
 
 
 class _Tracer:

@@ -20,8 +20,11 @@ from mirage_hf.pipeline import resolver
 from mirage_hf.trace.experts import (
     EXPERTS_FUNCTIONS,
     MOST_TOKENS,
+    REGISTRIES,
+    ExpertsForm,
     experts_as_one_node,
-    linears_of,
+    form_of,
+    run_decoded,
 )
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import FakeOnceMode, record
@@ -30,10 +33,21 @@ _log = logging.getLogger("mirage_hf")
 
 #: The name of the implementation.
 NAME = "mirage"
-#: What runs experts of some sizes.
-_Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Finds the kernel of a program.
 Resolve = Callable[..., resolver.Resolved]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What runs experts for some sizes.
+
+    Attributes:
+        run: Takes the inputs, the chosen experts and their weights.
+        experts: How many experts there are.
+    """
+
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -93,8 +107,8 @@ class Experts:
 
     def register(self, name: str) -> None:
         """Make models run this function for `experts_implementation=name`, if there are such."""
-        if EXPERTS_FUNCTIONS is not None:
-            EXPERTS_FUNCTIONS.register(name, self.forward)
+        for registry in REGISTRIES:
+            registry.register(name, self.forward)
 
     def report(self) -> ExpertsReport:
         """Return what ran so far."""
@@ -114,11 +128,14 @@ class Experts:
         if not reason:
             run = self._find(module, x, index, weights)
             if not isinstance(run, str):
-                self._by_kernels[_title(module, x, index)] += 1
-                return run(x, index, weights)
+                self._by_kernels[_title(module, x, index, run.experts)] += 1
+                return run.run(x, index, weights)
             reason = run
         if not is_compiling:
             self._by_torch[reason] += 1
+        form = form_of(module, x.dtype)
+        if isinstance(form, ExpertsForm) and form.is_coded:
+            return run_decoded(form, x, index, weights)
         # as stock's generate chooses for its steps
         is_small = x.device.type != "cpu" and len(x) <= MOST_TOKENS
         return EXPERTS_FUNCTIONS["batched_mm" if is_small else "grouped_mm"](
@@ -146,10 +163,10 @@ class Experts:
 
     def _find(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> _Run | str:
         """Return what runs a module's experts. Kernels are found at the first call of each size."""
-        linears = linears_of(module)
-        if linears is None:
-            return "experts whose weights are of another form"
-        parameters = [getattr(module, name) for linear in linears for name in linear.names]
+        form = form_of(module, x.dtype)
+        if not isinstance(form, ExpertsForm):
+            return form.reason
+        parameters = form.parameters
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return "gradients"
         where = tuple(p.data_ptr() for p in parameters)
@@ -162,10 +179,14 @@ class Experts:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return "no kernel was found before the CUDA graph was captured"
             with self._lock:
-                known[key] = self._make(module, x, index, weights)
+                made = self._make(module, x, index, weights)
+                experts = len(form.first.tensors[0])
+                known[key] = made if isinstance(made, str) else _Run(made, experts)
         return known[key]
 
-    def _make(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> _Run | str:
+    def _make(
+        self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | str:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 plan = _plan_of(module, x, index, weights)
@@ -224,6 +245,5 @@ def _plan_of(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> St
         return StepPlan(record(call, inputs, mode), len(x))
 
 
-def _title(module: Any, x: Tensor, index: Tensor) -> str:
-    chosen, experts = index.shape[1], len(module.down_proj)
-    return f"{len(x)} tokens × {chosen} of {experts} {type(module).__name__}"
+def _title(module: nn.Module, x: Tensor, index: Tensor, experts: int) -> str:
+    return f"{len(x)} tokens × {index.shape[1]} of {experts} {type(module).__name__}"

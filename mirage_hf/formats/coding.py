@@ -307,33 +307,47 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
     for role in first.roles:
         same = [each[role] for each in inputs]
         if role != "order":
-            same = [_as(graph, x, first.computes) for x in same]
+            same = [as_dtype(graph, x, first.computes) for x in same]
         whole[role] = same[0] if len(same) == 1 else graph.concat(same, 0)
-    if first.order:
+    shape = sum(coding.rows for coding in codings), first.columns
+    w = write_decoded(first, graph, whole, shape)
+    return [x for each in inputs for x in each.values()], graph.permute(w, (1, 0))
+
+
+def write_decoded(
+    coding: Coding, graph: KernelGraph, tensors: Mapping[str, DTensor], shape: tuple[int, ...]
+) -> DTensor:
+    """Add the ops that decode a weight.
+
+    Args:
+        coding: The coding.
+        graph: The program.
+        tensors: The inputs by role, as floats. Dims may come before those of the coding.
+        shape: The shape of the weight: the dims that come before, rows, columns.
+    """
+    whole = {**tensors}
+    if coding.order:
         for role in whole.keys() & {"scales", "zeros"}:
             whole[role] = graph.take(whole[role], whole["order"], -1)
-    w, scales = (_value(graph, whole, x, getattr(first, x)) for x in ("codes", "scales"))
-    if first.table:
-        w = graph.apply("lookup", [w], {"values": first.table})
-    if first.zeros:
+    w, scales = (_value(graph, whole, x, getattr(coding, x)) for x in ("codes", "scales"))
+    if coding.table:
+        w = graph.apply("lookup", [w], {"values": coding.table})
+    if coding.zeros:
         w = graph.sub(w, whole["zeros"])
-    if first.zero:
-        w = graph.sub(w, first.zero)
-    if first.divisors:
+    if coding.zero:
+        w = graph.sub(w, coding.zero)
+    if coding.divisors:
         scales = graph.div(scales, whole["divisors"])
-    if first.factors:
+    if coding.factors:
         scales = graph.mul(scales, whole["factors"])
     w = graph.mul(w, scales)
-    if first.shifts:
+    if coding.shifts:
         w = graph.add(w, whole["shifts"])
-    if first.minima:
-        minima = _value(graph, whole, "minima", first.minima)
+    if coding.minima:
+        minima = _value(graph, whole, "minima", coding.minima)
         w = graph.sub(w, graph.mul(minima, whole["minimum factors"]))
-    w = _as(graph, w, first.dtype)
-    shape = sum(coding.rows for coding in codings), first.columns
-    if w.dims != shape:
-        w = graph.reshape(w, shape)
-    return [x for each in inputs for x in each.values()], graph.permute(w, (1, 0))
+    w = as_dtype(graph, w, coding.dtype)
+    return w if w.dims == shape else graph.reshape(w, shape)
 
 
 def _value(
@@ -390,7 +404,7 @@ def words_of(dtype: torch.dtype) -> int:
     return CODES_PER_WORD if coded.is_packed(dtype) else 4 // dtype.itemsize
 
 
-def _as(graph: KernelGraph, x: DTensor, dtype: torch.dtype) -> DTensor:
+def as_dtype(graph: KernelGraph, x: DTensor, dtype: torch.dtype) -> DTensor:
     """Return x in a dtype. No op is added if it has that dtype."""
     assert dtype not in CODE_DTYPES
     return x if x.dtype is dtype else graph.cast(x, dtype)

@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 
 from mirage_hf.errors import OptimizeError, Rejected
 from mirage_hf.formats import CodedWeight, coded_weight
+from mirage_hf.formats.experts import CodedExperts, coded_experts
 
 #: The most integers of a parameter that only notes sizes, as containers of codes do. It may lie on
 #: any device.
@@ -78,11 +79,14 @@ def _check_quantized(model: nn.Module, name: str) -> None:
     """Check that the weights of a model are plain, or codes that kernels can read.
 
     Raises:
-        OptimizeError: No linear of a quantized model has codes that kernels can read. Or another
-            module has weights that are not floating-point numbers.
+        OptimizeError: No linear and no experts of a quantized model have codes that kernels can
+            read. Or another module has weights that are not floating-point numbers.
     """
-    readings = {path: coded_weight(module) for path, module in model.named_modules()}
-    if any(isinstance(weight, CodedWeight) for weight in readings.values()):
+    readings = {
+        path: coded_weight(module) or coded_experts(module)
+        for path, module in model.named_modules()
+    }
+    if any(isinstance(x, (CodedWeight, CodedExperts)) for x in readings.values()):
         return
     way_out = (
         "kernels read float16, bfloat16 and float32 weights, and codes of the formats in "

@@ -81,7 +81,9 @@ def take(x: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
     at = index.clamp(0, size - 1).to(torch.int64).flatten()
     taken = x.index_select(dim, at).unflatten(dim, index.shape)
     outside = ~inside.view(*index.shape, *[1] * (x.dim() - 1 - dim))
-    return taken.masked_fill_(outside, 0)
+    stored = taken.view(torch.uint8) if taken.element_size() == 1 else taken
+    stored.masked_fill_(outside, 0)  # torch fills no tensor of some dtypes of codes
+    return taken
 
 
 def within(x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, dim: int) -> torch.Tensor:

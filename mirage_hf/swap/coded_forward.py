@@ -1,14 +1,15 @@
-"""Forwards of linears whose weights are codes, for prompts and other calls without a kernel.
+"""Forwards of linears and experts in codes, for prompts and other calls without a kernel.
 
 Some libraries decode all weights of a model at its first forward, or need kernels that must be
 fetched. While such a model is optimized, each of its linears decodes its own weight by a kernel,
-and multiplies with torch's product. The decoded weight lives as long as the call.
+and multiplies with torch's product. Experts do so one after the other. A decoded weight lives as
+long as its product.
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mirage_hf.errors import Rejected
 from mirage_hf.formats import (
     CodedWeight,
     Coding,
@@ -29,6 +31,7 @@ from mirage_hf.formats import (
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.trace.experts import as_node, form_of, run_decoded
 
 #: The entry of a module's dictionary that holds its binding.
 CODES_KEY = "_mirage_hf_codes"
@@ -52,27 +55,77 @@ def decoding_program(coding: Coding) -> KernelGraph:
     return graph
 
 
-@dataclass(eq=False)
-class CodedBinding:
+@dataclass(eq=False, kw_only=True)
+class Binding:
+    """How a module with weights in codes runs while its model is optimized.
+
+    Attributes:
+        own: The forward on the instance that ours hides, None if there is none.
+        models: How many optimized models have the module.
+    """
+
+    own: Any = None
+    models: int = 0
+
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module makes of its inputs, with the weights that it has now."""
+        raise NotImplementedError
+
+    def put_back(self, module: nn.Module) -> None:
+        """Give a module its library's forward."""
+        if module.__dict__.get(CODES_KEY) is not self:
+            return
+        del module.__dict__[CODES_KEY]
+        if self.own is not None:
+            module.__dict__.setdefault("forward", self.own)
+        stock = stock_class(module)
+        if type(module) is decoding_class(stock):
+            module.__class__ = stock
+
+
+@dataclass(eq=False, kw_only=True)
+class ExpertsBinding(Binding):
+    """How experts run while their model is optimized.
+
+    Attributes:
+        decoders: Runs the decoding programs, by coding.
+    """
+
+    decoders: Mapping[Coding, Run]
+
+    def run(  # type: ignore[override]
+        self, module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """Return the sum of the chosen experts: as one node of a recorded step, or decoded."""
+        node = as_node(module, x, top_k_index, top_k_weights)
+        if node is not None:
+            return node  # type: ignore[no-any-return]
+        form = form_of(module, x.dtype)
+        if isinstance(form, Rejected) or not form.is_coded:  # such as experts of another dtype
+            self.put_back(module)
+            return module.forward(x, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return run_decoded(form, x, top_k_index, top_k_weights, self.decoders)
+
+
+@dataclass(eq=False, kw_only=True)
+class CodedBinding(Binding):
     """How a linear runs while its model is optimized.
 
     Attributes:
         weight: Its codes.
         decode: Runs its decoding program.
-        own: The forward on the instance that ours hides, None if there is none.
-        models: How many optimized models have the linear.
     """
 
     weight: CodedWeight
     decode: Run
-    own: Any = None
-    models: int = 0
 
     def __post_init__(self) -> None:
         self._made_for = _reading(self.weight)
         self._facts: tuple[Any, ...] = ()
 
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+    def run(  # type: ignore[override]
+        self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Return what the linear makes of `x`, with the weight that it has now."""
         facts = _facts(module)
         if facts != self._facts:
@@ -109,17 +162,6 @@ class CodedBinding:
         allowed = _ROUNDED if weight.quantizes_activations else _CLOSE
         return found if found > allowed else None  # not NaN, which weights may hold
 
-    def put_back(self, module: nn.Module) -> None:
-        """Give a linear its library's forward."""
-        if module.__dict__.get(CODES_KEY) is not self:
-            return
-        del module.__dict__[CODES_KEY]
-        if self.own is not None:
-            module.__dict__.setdefault("forward", self.own)
-        stock = stock_class(module)
-        if type(module) is decoding_class(stock):
-            module.__class__ = stock
-
 
 def _reading(weight: CodedWeight) -> tuple[Coding, torch.device]:
     """Return what the kernel that decodes a weight depends on."""
@@ -138,10 +180,10 @@ def _writes(t: Tensor) -> int:
     return 0 if t.is_floating_point() or t.is_inference() else t._version
 
 
-def bind_codes(module: nn.Module, binding: CodedBinding) -> Callable[[], None]:
-    """Let a linear decode its own weight. Return what puts it back.
+def bind_codes(module: nn.Module, binding: Binding) -> Callable[[], None]:
+    """Let a module decode its own weights. Return what puts it back.
 
-    A linear of two optimized models keeps the binding of the first until both are put back.
+    A module of two optimized models keeps the binding of the first until both are put back.
     """
     binding = module.__dict__.setdefault(CODES_KEY, binding)
     if not binding.models:
@@ -158,6 +200,12 @@ def bind_codes(module: nn.Module, binding: CodedBinding) -> Callable[[], None]:
     return undo
 
 
+def use_class_forward(module: nn.Module) -> Callable[[], None]:
+    """Let a mixture run the forward of its class. Return what puts its library's back."""
+    library = module.__dict__.pop("forward")
+    return lambda: module.__dict__.__setitem__("forward", library)
+
+
 @cache
 def decoding_class(stock: Any) -> Any:
     """Return the subclass of `stock` whose forward decodes the weight. There is one for each.
@@ -166,11 +214,11 @@ def decoding_class(stock: Any) -> Any:
     """
 
     @wraps(stock.forward)
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         binding = self.__dict__.get(CODES_KEY)
         if binding is None:
-            return stock.forward(self, x, *args, **kwargs)
-        return binding.run(self, x)
+            return stock.forward(self, *args, **kwargs)
+        return binding.run(self, *args, **kwargs)
 
     def reduce_as_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
         make, args, state, *rest = super(decoding, self).__reduce_ex__(protocol)

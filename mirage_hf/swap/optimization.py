@@ -19,6 +19,7 @@ from mirage_hf.errors import (
 )
 from mirage_hf.experts_interface import Resolve, experts_by_kernels
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
+from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, adapter_role
 from mirage_hf.match.matches import CausalMatch, Match, Matches
@@ -27,7 +28,14 @@ from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.assemble import assemble_model_kernels
 from mirage_hf.swap.check import Checked, check, check_head, check_step
-from mirage_hf.swap.coded_forward import CodedBinding, Run, bind_codes, decoding_program
+from mirage_hf.swap.coded_forward import (
+    CodedBinding,
+    ExpertsBinding,
+    Run,
+    bind_codes,
+    decoding_program,
+    use_class_forward,
+)
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
@@ -80,7 +88,7 @@ class Optimization:
         return [*(match.parts for match in self.matches), *head]
 
     def bind_codes(self, resolve: Callable[..., Resolved]) -> None:
-        """Let each linear whose weight is codes decode its own weight in calls without a kernel.
+        """Let each module whose weights are codes decode its own in calls without a kernel.
 
         Args:
             resolve: Finds the kernel of a program, as `resolver.resolve`.
@@ -91,7 +99,8 @@ class Optimization:
         """
         found: dict[Coding, Run] = {}
         dtype = dtype_of(self.model)
-        weights = [(path, m, coded_weight(m, dtype)) for path, m in self.model.named_modules()]
+        modules = [*self.model.named_modules()]
+        weights = [(path, m, coded_weight(m, dtype)) for path, m in modules]
         for module, name in decoding_hooks(self.model):
             self.ledger.undos.append(take_hook(module, name))
         for path, module, weight in weights:
@@ -100,11 +109,8 @@ class Optimization:
             coding = weight.coding
             is_first = coding not in found
             if is_first:
-                try:
-                    found[coding] = resolve(decoding_program(coding), pattern="decoding").run
-                except (SearchError, VerificationError, CodegenError) as error:
-                    raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None
-            binding = CodedBinding(weight, found[coding])
+                found[coding] = _decoder(path, coding, resolve)
+            binding = CodedBinding(weight=weight, decode=found[coding])
             difference = binding.difference(module) if is_first else None
             if difference is not None:
                 raise OptimizeError(
@@ -113,6 +119,16 @@ class Optimization:
                     "of a version that is read wrongly"
                 )
             self.ledger.undos.append(bind_codes(module, binding))
+        for path, module in modules:
+            experts = coded_experts(module, dtype)
+            if isinstance(experts, CodedExperts):
+                for coding in (experts.first.coding, experts.second.coding):
+                    if coding not in found:
+                        found[coding] = _decoder(path, coding, resolve)
+                self.ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=found)))
+            parts = (coded_experts(child, dtype) for child in module.children())
+            if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
+                self.ledger.undos.append(use_class_forward(module))
 
     def add_traced(self, report_rows: Sequence[ReportRow], note: str) -> None:
         """Add the rows of traced steps, or why there are none."""
@@ -436,3 +452,15 @@ def checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow
     if isinstance(outcome, Rejected):
         return replace(row, status=STOCK, reason=f"{_SWAPPED_BACK}: {outcome.reason}")
     return replace(row, error=outcome.error, stock_error=outcome.stock_error)
+
+
+def _decoder(path: str, coding: Coding, resolve: Callable[..., Resolved]) -> Run:
+    """Return what runs the program that decodes a weight.
+
+    Raises:
+        OptimizeError: It cannot be decoded.
+    """
+    try:
+        return resolve(decoding_program(coding), pattern="decoding").run
+    except (SearchError, VerificationError, CodegenError) as error:
+        raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None

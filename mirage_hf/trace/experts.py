@@ -2,6 +2,8 @@
 
 While a step is recorded, transformers' "batched_mm" experts call the op `mirage_hf::experts` in
 place of copying the weights of the chosen experts. Run as it is, the op runs stock's function.
+Experts whose weights are codes run `run_decoded` instead, because their library may have to fetch
+kernels.
 """
 
 from __future__ import annotations
@@ -10,15 +12,21 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from mirage_hf.errors import GraphError
+from mirage_hf.errors import GraphError, Rejected
+from mirage_hf.formats.coding import Coding, Stored, as_dtype, write_decoded
+from mirage_hf.formats.experts import CodedStack, coded_experts
+from mirage_hf.graph import coded
+from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.record import (
@@ -40,9 +48,17 @@ try:
     from transformers.integrations import moe
 except ImportError:  # this version has no registry of experts
     moe = None
+try:
+    from transformers.integrations import finegrained_fp8
+except ImportError:
+    finegrained_fp8 = None
 
 #: transformers' registry of experts, None in versions without one.
 EXPERTS_FUNCTIONS: Any = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+#: The one of experts in float8.
+_FP8_FUNCTIONS: Any = getattr(finegrained_fp8, "ALL_FP8_EXPERTS_FUNCTIONS", None)
+#: All that there are.
+REGISTRIES = tuple(x for x in (EXPERTS_FUNCTIONS, _FP8_FUNCTIONS) if x is not None)
 
 #: The op's name as nodes have it.
 EXPERTS = "mirage_hf.experts"
@@ -68,14 +84,18 @@ library.define(
 _recording = threading.local()
 _lock = threading.Lock()
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_forms: weakref.WeakValueDictionary[int, ExpertsForm] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def _run(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Any:
     module = _modules.get(number)
-    assert module is not None, "the experts of a recorded step are gone"
     was_active, _recording.active = getattr(_recording, "active", False), False
     try:
+        form = _form_named(number, x.dtype)
+        if isinstance(form, ExpertsForm) and (form.is_coded or module is None):
+            return run_decoded(form, x, index, weights)
+        assert module is not None, "the experts of a recorded step are gone"
         return EXPERTS_FUNCTIONS[_STOCK](module, x, index, weights)
     finally:
         _recording.active = was_active
@@ -89,41 +109,165 @@ def _fake(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], n
     return torch.empty_like(x)
 
 
-@dataclass(frozen=True)
+#: Runs the program that decodes a weight on its inputs.
+Decoder = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
 class Linear:
     """A linear of each expert.
 
     Attributes:
-        weight: The name of its weights: (experts, outputs, inputs), or transposed.
-        bias: The name of its biases (experts, outputs), None without any.
+        tensors: What holds its weights, for all experts: one tensor (experts, outputs, inputs), or
+            those of a container.
+        bias: Its biases (experts, outputs), None without any.
+        rows: Its outputs.
+        columns: Its inputs.
+        is_transposed: Whether the tensor is (experts, inputs, outputs).
+        coding: How the codes of one expert become its weight. None if the weights are plain.
     """
 
-    weight: str
-    bias: str | None
+    tensors: tuple[Tensor, ...]
+    bias: Tensor | None
+    rows: int
+    columns: int
+    is_transposed: bool = False
+    coding: Coding | None = None
 
     @property
-    def names(self) -> list[str]:
-        """The names of its parameters."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+    def parameters(self) -> list[Tensor]:
+        """The tensors that it reads."""
+        return [*self.tensors] if self.bias is None else [*self.tensors, self.bias]
+
+    def decoded(self, expert: int, decoders: Mapping[Coding, Decoder]) -> Tensor:
+        """Return the weight of one expert (outputs, inputs).
+
+        Args:
+            expert: The number of the expert.
+            decoders: Runs decoding programs. Others run op by op.
+        """
+        if self.coding is None:
+            weight = self.tensors[0][expert]
+            return weight.T if self.is_transposed else weight
+        views = [_viewed(x, s)[expert] for x, s in zip(self.tensors, self.stacked, strict=True)]
+        if self.coding in decoders:
+            return decoders[self.coding](views)[0]
+        graph = new_kernel_graph()
+        _, weight = self.coding.write(graph)
+        graph.mark_output(graph.permute(weight, (1, 0)))
+        return run_kernel_graph(graph, views)[0]
+
+    @property
+    def stacked(self) -> list[Stored]:
+        """The inputs of programs for all experts: those of the coding, after a dim of experts."""
+        assert self.coding is not None
+        stacks = []
+        for stored, held in zip(self.coding.stored, self.tensors, strict=True):
+            elements = held[0].numel() * held.element_size() * 8 // _bits_of(stored.dtype)
+            dims, strides = (len(held), *stored.dims), (elements, *stored.strides)
+            stacks.append(Stored(dims, strides, stored.dtype))
+        return stacks
 
 
-def linears_of(module: nn.Module) -> tuple[Linear, Linear] | None:
-    """Return the linears of each expert of a module, None if they are not of a known form."""
+def _bits_of(dtype: torch.dtype) -> int:
+    return 4 if coded.is_packed(dtype) else 8 * dtype.itemsize
+
+
+def _viewed(x: Tensor, stored: Stored) -> Tensor:
+    """Return a tensor of a container as a program reads it."""
+    given = new_kernel_graph().new_input(stored.dims, stored.dtype, stored.strides)
+    wanted = coded.storage(given)
+    flat = x.detach().as_strided((x.numel(),), (1,)).view(wanted.dtype)
+    return flat.as_strided(wanted.dims, wanted.strides)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsForm:
+    """What the experts of a module compute.
+
+    Attributes:
+        first: The first linear: gate and up, or up alone.
+        second: The linear that follows the function.
+        gate: The function between the two linears.
+        scales_inputs: Whether the weights of a token's experts scale their inputs, and not their
+            results.
+    """
+
+    first: Linear
+    second: Linear
+    gate: Callable[[Tensor], Tensor]
+    scales_inputs: bool = False
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the weights are codes."""
+        return self.first.coding is not None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The tensors that the experts read."""
+        return self.first.parameters + self.second.parameters
+
+
+def number_of_form(form: ExpertsForm) -> int:
+    """Return a number by which nodes name experts that no module has. The caller keeps them."""
+    number = next(_numbers)
+    _forms[number] = form
+    return number
+
+
+def _form_named(number: int, dtype: torch.dtype) -> ExpertsForm | Rejected:
+    """Return the experts that a node names."""
+    if number in _forms:
+        return _forms[number]
+    module = _modules.get(number)
+    return _OTHER_FORM if module is None else form_of(module, dtype)
+
+
+_OTHER_FORM = Rejected("experts whose weights are of another form")
+
+
+def form_of(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExpertsForm | Rejected:
+    """Return what the experts of a module compute, or why it is not known.
+
+    Args:
+        module: Any module.
+        dtype: The dtype of the activations. Only experts in codes need it.
+    """
+    found = coded_experts(module, dtype)
+    if isinstance(found, Rejected):
+        return found
+    if found is not None:
+        return ExpertsForm(_of_codes(found.first), _of_codes(found.second), found.gate)
     flags = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
-    if not all(isinstance(flag, bool) for flag in flags):
-        return None
-    if _unknown_features(module):
-        return None
-    first = "gate_up_proj" if flags[0] else "up_proj"
-    linears = [Linear(name, f"{name}_bias" if flags[1] else None) for name in (first, "down_proj")]
-    for linear in linears:
-        for name, dims in zip(linear.names, (3, 2), strict=False):
-            x = module._parameters.get(name)
-            if x is None or x.dim() != dims or not x.is_contiguous():
-                return None
-            if type(x) is not nn.Parameter or x.dtype not in COMPUTE_DTYPES:
-                return None
-    return linears[0], linears[1]
+    if not all(isinstance(flag, bool) for flag in flags) or _unknown_features(module):
+        return _OTHER_FORM
+    has_gate, has_bias, is_transposed = flags
+    linears = []
+    for name in ("gate_up_proj" if has_gate else "up_proj", "down_proj"):
+        held = [module._parameters.get(n) for n in (name, f"{name}_bias")[: 1 + bool(has_bias)]]
+        if not all(map(_is_plain, held, (3, 2))):
+            return _OTHER_FORM
+        weight, *bias = held
+        assert weight is not None
+        rows, columns = reversed(weight.shape[1:]) if is_transposed else weight.shape[1:]
+        linears.append(
+            Linear((weight,), bias[0] if bias else None, rows, columns, bool(is_transposed))
+        )
+    gate: Any = module._apply_gate if has_gate else module.act_fn
+    return ExpertsForm(linears[0], linears[1], gate)
+
+
+def _of_codes(stack: CodedStack) -> Linear:
+    coding = stack.coding
+    return Linear(stack.tensors, stack.bias, coding.rows, coding.columns, coding=coding)
+
+
+def _is_plain(x: Any, dims: int) -> bool:
+    """Return whether a parameter is plain weights of so many dims, stored row by row."""
+    if type(x) is not nn.Parameter or x.dim() != dims or not x.is_contiguous():
+        return False
+    return x.dtype in COMPUTE_DTYPES
 
 
 def _unknown_features(module: nn.Module) -> list[str]:
@@ -132,43 +276,85 @@ def _unknown_features(module: nn.Module) -> list[str]:
     return [name for name in said if name.startswith("has_") and name not in _FEATURES]
 
 
-def _parameters(module: nn.Module, linears: Sequence[Linear]) -> list[Tensor]:
-    return [getattr(module, name) for linear in linears for name in linear.names]
+def run_decoded(
+    form: ExpertsForm,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    decoders: Mapping[Coding, Decoder] = MappingProxyType({}),
+) -> Tensor:
+    """Compute the sum of the chosen experts of each token, times their weights.
+
+    The weights of one expert at a time are decoded. While a CUDA graph is captured, no index can be
+    read on the host, so every expert is decoded, and those that a token did not choose weigh 0.
+
+    Args:
+        form: The experts.
+        x: (tokens, width).
+        index: (tokens, chosen).
+        weights: (tokens, chosen).
+        decoders: Runs decoding programs, by coding. Others run op by op.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    experts = range(len(form.first.tensors[0]))
+    for expert in experts if is_captured else index.unique().tolist():
+        if expert not in experts:  # such as those of other ranks
+            continue
+        is_chosen = index == expert
+        weight = (is_chosen * weights).sum(-1, keepdim=True)
+        tokens: Any = slice(None) if is_captured else is_chosen.any(-1).nonzero()[:, 0]
+        given = x[tokens]
+        if form.scales_inputs:
+            given = (given * weight[tokens]).to(x.dtype)
+        y = form.gate(_applied(form.first, expert, given, decoders))
+        y = _applied(form.second, expert, y.to(x.dtype), decoders)
+        out[tokens] += (y if form.scales_inputs else y * weight[tokens]).float()
+    return out.to(x.dtype)
+
+
+def _applied(linear: Linear, expert: int, x: Tensor, decoders: Mapping[Coding, Decoder]) -> Tensor:
+    y = F.linear(x, linear.decoded(expert, decoders))
+    return y if linear.bias is None else y + linear.bias[expert]
 
 
 def _one_node(stock: Any) -> Any:
     def experts(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Any:
         """Call the op while this thread records a step, else what was registered before."""
-        linears = linears_of(module) if getattr(_recording, "active", False) else None
-        if linears is None or x.dim() != 2:
-            return stock(module, x, index, weights)
-        number = _recording.numbers.setdefault(id(module), next(_numbers))
-        _modules[number] = module
-        parameters = _parameters(module, linears)
-        return torch.ops.mirage_hf.experts(x, index, weights, parameters, number)
+        node = as_node(module, x, index, weights)
+        return stock(module, x, index, weights) if node is None else node
 
     return experts
+
+
+def as_node(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
+    """Call the op if this thread records a step, and the experts have a known form. Else None."""
+    if not getattr(_recording, "active", False) or x.dim() != 2:
+        return None
+    form = form_of(module, x.dtype)
+    if isinstance(form, Rejected):
+        return None
+    number = _recording.numbers.setdefault(id(module), next(_numbers))
+    _modules[number] = module
+    return torch.ops.mirage_hf.experts(x, index, weights, form.parameters, number)
 
 
 @contextmanager
 def experts_as_one_node() -> Iterator[None]:
     """Let this thread's calls of "batched_mm" experts be one op each."""
-    if EXPERTS_FUNCTIONS is None:
-        yield
-        return
-    with _lock:  # one recording at a time, or the functions would be put back in a wrong order
-        own = EXPERTS_FUNCTIONS._local_mapping
-        stock, was_own = EXPERTS_FUNCTIONS[_STOCK], _STOCK in own
-        own[_STOCK] = _one_node(stock)
+    with _lock, ExitStack() as undos:  # one at a time, or functions would be put back in disorder
+        for registry in REGISTRIES:
+            own = registry._local_mapping
+            if _STOCK in own:
+                undos.callback(own.__setitem__, _STOCK, own[_STOCK])
+            else:
+                undos.callback(own.pop, _STOCK)
+            own[_STOCK] = _one_node(registry[_STOCK])
         _recording.active, _recording.numbers = True, {}
         try:
             yield
         finally:
             _recording.active, _recording.numbers = False, {}
-            if was_own:
-                own[_STOCK] = stock
-            else:
-                del own[_STOCK]
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -181,13 +367,16 @@ class Part(Operand):
     Attributes:
         dim: The dim of the columns.
         columns: Which they are.
+        stored: How a program reads a tensor of a container. None for plain parameters.
     """
 
     dim: int = 0
     columns: slice = field(default_factory=lambda: slice(None))
+    stored: Stored | None = None
 
     def of(self, x: Tensor) -> Tensor:
         """Return the program's input."""
+        x = x if self.stored is None else _viewed(x, self.stored)
         return x[(slice(None),) * self.dim + (self.columns,)]
 
 
@@ -262,14 +451,11 @@ class _Writer:
         self.recording, self.number, self.added = recording, number, added
         node = recording.nodes[number]
         self.x, self.index, self.weights, self.parameters, name = node.args
-        module = _modules.get(name)
-        linears = None if module is None else linears_of(module)
-        if module is None or linears is None:
+        form = _form_named(name, recording.meta(self.x).dtype)
+        if not isinstance(form, ExpertsForm):
             raise TraceError("the experts are gone, or have other weights now")
-        self.module, self.linears = module, linears
-        self.held = dict(
-            zip([n for linear in linears for n in linear.names], self.parameters, strict=True)
-        )
+        self.form = form
+        self.held = {id(x): held for x, held in zip(form.parameters, self.parameters, strict=True)}
         self.rows, self.width = recording.meta(self.x).shape
         self.chosen = recording.meta(self.index).shape[-1]
         self.dtype = recording.meta(self.x).dtype
@@ -281,9 +467,8 @@ class _Writer:
             GraphError: Its shapes or dtypes do not fit.
             TraceError: The function between the two linears is of another form.
         """
-        first, second = self.linears
         between = Value(self.number, 1)  # a result that the recorded node does not have
-        return [self._first_program(first, between), self._second_program(second, between)]
+        return [self._first_program(between), self._second_program(between)]
 
     def _begin(self) -> None:
         """Begin a program."""
@@ -291,33 +476,36 @@ class _Writer:
         self.inputs: list[Operand] = []
         self.e = self._given(self.index, (self.rows, self.chosen), torch.int64)
 
-    def _first_program(self, linear: Linear, between: Value) -> Region:
+    def _first_program(self, between: Value) -> Region:
         self._begin()
+        linear = self.form.first
         x = self._given(self.x, (self.rows, 1, 1, self.width), self.dtype)
-        weight = self.held[linear.weight].tensor
-        h = gate(self.module, weight, self.graph, self._first(x, linear))
+        if self.form.scales_inputs:
+            x = as_dtype(self.graph, self._weighed(x), self.dtype)
+        h = gate(self.form, self.dtype, self.graph, self._first(x, linear))
+        h = as_dtype(self.graph, h, self.dtype)
         self.graph.mark_output(h)
         return self._region((self.number,), between, h.dims, h.dims, linear)
 
-    def _second_program(self, linear: Linear, between: Value) -> Region:
+    def _second_program(self, between: Value) -> Region:
         self._begin()
-        graph, rows, meta = self.graph, self.rows, self.recording.meta
-        weight = self.held[linear.weight].tensor
-        inner = weight.shape[3 - self._outputs_dim]
-        h = self._given(between, (rows, self.chosen, 1, inner), weight.dtype)
-        chosen = self._chosen(linear.weight, self._outputs_dim, slice(None))
-        y = self._with_bias(self._product(h, chosen), linear.bias, slice(None))
-        dims = rows, self.chosen, 1, 1
-        weights = self._given(self.weights, dims, meta(self.weights).dtype)
-        out = graph.reduction(graph.mul(*self._alike(y, weights)), 1)
+        graph, rows, meta, linear = self.graph, self.rows, self.recording.meta, self.form.second
+        h = self._given(between, (rows, self.chosen, 1, linear.columns), self.dtype)
+        y = self._with_bias(self._product(h, linear, slice(None)), linear, slice(None))
+        out = graph.reduction(y if self.form.scales_inputs else self._weighed(y), 1)
         for _, other in self.added:
             addend = self._given(other, (rows, 1, 1, self.width), meta(other).dtype)
             out = graph.add(*self._alike(addend, out))
-        graph.mark_output(out if out.dtype == self.dtype else graph.cast(out, self.dtype))
+        graph.mark_output(as_dtype(graph, out, self.dtype))
         value = Value(self.added[-1][0]) if self.added else Value(self.number)
         nodes = (self.number, *(n for n, _ in self.added))
         shape = tuple(fixed_shape(meta(value)) or ())
         return self._region(nodes, value, (rows, self.width), shape, linear)
+
+    def _weighed(self, x: DTensor) -> DTensor:
+        """Return a tensor of each chosen expert times its weight."""
+        dims, dtype = (self.rows, self.chosen, 1, 1), self.recording.meta(self.weights).dtype
+        return self.graph.mul(*self._alike(x, self._given(self.weights, dims, dtype)))
 
     def _region(
         self,
@@ -328,46 +516,74 @@ class _Writer:
         linear: Linear,
     ) -> Region:
         result = Result(value, sizes, tuple(range(len(sizes))), sizes, sizes, shape)
-        whole = sum(self.held[name].tensor.nbytes for name in linear.names)
-        experts = len(self.held[linear.weight].tensor)
+        whole = sum(x.nbytes for x in linear.parameters)
+        experts = len(linear.tensors[0])
         reads = whole * min(self.rows * self.chosen, experts) // experts
         return Region(None, nodes, self.graph, self.inputs, [result], reads=reads)
 
-    @property
-    def _outputs_dim(self) -> int:
-        """The dim of weights that has the outputs."""
-        return 2 if self.module.is_transposed else 1
-
     def _first(self, x: DTensor, linear: Linear) -> Callable[[slice], DTensor]:
         """Return what gives some columns of the first linear's result."""
+        return lambda part: self._with_bias(self._product(x, linear, part), linear, part)
 
-        def columns(part: slice) -> DTensor:
-            weight = self._chosen(linear.weight, self._outputs_dim, part)
-            return self._with_bias(self._product(x, weight), linear.bias, part)
-
-        return columns
-
-    def _product(self, x: DTensor, weight: DTensor) -> DTensor:
-        """Return products (rows, chosen, 1, outputs) with the chosen weights."""
-        if self._outputs_dim == 1:
+    def _product(self, x: DTensor, linear: Linear, part: slice) -> DTensor:
+        """Return products (rows, chosen, 1, outputs) with some outputs of the chosen weights."""
+        if linear.coding is not None:
+            weight = self._decoded(linear, linear.coding, part)
+        else:
+            dim = 2 if linear.is_transposed else 1
+            weight = self._chosen(linear.tensors[0], dim, part)
+        if not linear.is_transposed:
             weight = self.graph.permute(weight, (0, 1, 3, 2))
         return self.graph.matmul(x, weight)
 
-    def _with_bias(self, y: DTensor, bias: str | None, part: slice) -> DTensor:
-        if bias is None:
-            return y
-        chosen = self._chosen(bias, 1, part)
-        return self.graph.add(
-            y, self.graph.reshape(chosen, (self.rows, self.chosen, 1, y.dims[-1]))
-        )
+    def _decoded(self, linear: Linear, coding: Coding, part: slice) -> DTensor:
+        """Return some rows of the chosen weights, decoded after they are chosen.
 
-    def _chosen(self, name: str, dim: int, part: slice) -> DTensor:
-        """Return the chosen experts' part of a parameter."""
-        held = self.held[name]
-        operand = Part(held, (), (), (), dim=dim, columns=part)
-        given = operand.of(held.tensor.detach())
-        x = self.graph.new_input(given.shape, given.dtype, strides=given.stride(), constant=True)
+        Raises:
+            TraceError: These rows are not whole blocks of the codes.
+        """
+        rows = range(linear.rows)[part]
+        tensors = {}
+        for role, tensor, stored in zip(coding.roles, linear.tensors, linear.stacked, strict=True):
+            block = linear.rows // stored.dims[1]
+            blocks = slice(None)
+            if stored.dims[1] > 1:
+                if block > 1 and (rows.step != 1 or rows.start % block or len(rows) % block):
+                    raise TraceError("experts whose gate takes parts of blocks of codes")
+                blocks = slice(rows.start // block, -(-rows.stop // block), rows.step)
+            x = self._chosen(tensor, 1, blocks, stored)
+            tensors[role] = x
+        shape = (self.rows, self.chosen, len(rows), linear.columns)
+        return write_decoded(coding, self.graph, tensors, shape)
+
+    def _with_bias(self, y: DTensor, linear: Linear, part: slice) -> DTensor:
+        if linear.bias is None:
+            return y
+        chosen = self._chosen(linear.bias, 1, part)
+        bias = self.graph.reshape(chosen, (self.rows, self.chosen, 1, y.dims[-1]))
+        return self.graph.add(*self._alike(y, bias))
+
+    def _chosen(
+        self, tensor: Tensor, dim: int, part: slice, stored: Stored | None = None
+    ) -> DTensor:
+        """Return the chosen experts' part of a parameter, codes as floats."""
+        held = self.held[id(tensor)]
+        operand = Part(held, (), (), (), dim=dim, columns=part, stored=stored)
+        if stored is None:
+            given = operand.of(held.tensor.detach())
+            x = self.graph.new_input(
+                given.shape, given.dtype, strides=given.stride(), constant=True
+            )
+        else:
+            dims, strides = [*stored.dims], [*stored.strides]
+            dims[dim] = len(range(dims[dim])[part])
+            strides[dim] *= part.step or 1
+            x = self.graph.new_input(dims, stored.dtype, strides=strides, constant=True)
         self.inputs.append(operand)
+        if stored is not None:
+            coding = self.form.first.coding
+            assert coding is not None
+            x = as_dtype(self.graph, x, coding.computes)
         return self.graph.take(x, self.e)
 
     def _given(self, source: Any, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
@@ -384,26 +600,28 @@ class _Writer:
 
 
 def gate(
-    module: Any, weight: Tensor, graph: KernelGraph, columns: Callable[[slice], DTensor]
+    form: ExpertsForm,
+    dtype: torch.dtype,
+    graph: KernelGraph,
+    columns: Callable[[slice], DTensor],
 ) -> DTensor:
     """Write the function between the two linears of experts.
 
     Args:
-        module: The experts.
-        weight: The weights of the first linear.
+        form: The experts.
+        dtype: The dtype of the activations.
         graph: The program.
         columns: Gives columns of the first linear's result.
 
     Raises:
         TraceError: The function is of another form.
     """
-    function = module._apply_gate if module.has_gate else module.act_fn
-    width = weight.shape[2 if module.is_transposed else 1]
+    width = form.first.rows
     mode = FakeOnceMode()
     try:
         with mode:
-            x = torch.empty(1, width, dtype=weight.dtype, device=weight.device)
-        recording = record(lambda: function(x), {"x": x}, mode)
+            x = torch.empty(1, width, dtype=dtype, device=form.first.tensors[0].device)
+        recording = record(lambda: form.gate(x), {"x": x}, mode)
     finally:
         mode.close()
     made: dict[Any, Any] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
+from mirage_hf.trace.dense_experts import with_chosen_experts
 from mirage_hf.trace.experts import find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
@@ -74,7 +75,8 @@ class StepPlan:
     """
 
     def __init__(self, recording: Recording, rows: int):
-        recording = with_routers(with_short_convolutions(without_whole_writes(recording)))
+        recording = with_short_convolutions(without_whole_writes(recording))
+        recording = with_routers(with_chosen_experts(recording, rows), rows)
         self.recording, self.rows = recording, rows
         self.terms = Terms(recording, rows)
         self._before, self._effects = dependencies(recording), effects(recording)

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import TracebackType
 from typing import Any
@@ -145,6 +145,8 @@ class Recording:
     reach: float = math.inf
     #: The linears in codes that nodes name.
     coded: tuple[CodedLinear, ...] = ()
+    #: The experts that nodes name and no module has.
+    forms: tuple[Any, ...] = ()
 
     @property
     def held_tensors(self) -> list[Tensor]:
@@ -178,6 +180,22 @@ def readers_of(nodes: Sequence[Node]) -> Readers:
             if not isinstance(x, Held):
                 readers.setdefault(x, []).append(number)
     return readers
+
+
+def renamed(node: Node, names: Mapping[Value, Value]) -> Node:
+    """Return a node that reads other values."""
+    if not any(x in names for x in node.operands if isinstance(x, Value)):
+        return node
+
+    def named(x: Any) -> Any:
+        if isinstance(x, Value):
+            return names.get(x, x)
+        if isinstance(x, (tuple, list)):
+            return type(x)([named(each) for each in x])
+        return x
+
+    kwargs = {name: named(x) for name, x in node.kwargs.items()}
+    return replace(node, args=named(node.args), kwargs=kwargs)
 
 
 def record(

@@ -10,11 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from mirage_hf.trace.record import Input, Meta, Node, Recording, Value
+from mirage_hf.trace.record import Input, Meta, Node, Recording, Value, renamed
 from mirage_hf.trace.sizes import fixed_shape
 
 #: Ops that make a tensor and read none.
@@ -53,7 +52,7 @@ def without_whole_writes(recording: Recording) -> Recording:
         names = dict.fromkeys(views, Value(number))
         for later in readers[buffer.storage]:
             if later > number:
-                nodes[later] = _renamed(nodes[later], names)
+                nodes[later] = renamed(nodes[later], names)
     return replace(recording, nodes=nodes)
 
 
@@ -123,19 +122,3 @@ def _count(meta: Meta) -> int:
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
-
-
-def _renamed(node: Node, names: dict[Value, Value]) -> Node:
-    """Return a node that reads other values."""
-    if not any(x in names for x in node.operands if isinstance(x, Value)):
-        return node
-
-    def renamed(x: Any) -> Any:
-        if isinstance(x, Value):
-            return names.get(x, x)
-        if isinstance(x, (tuple, list)):
-            return type(x)([renamed(each) for each in x])
-        return x
-
-    kwargs = {name: renamed(x) for name, x in node.kwargs.items()}
-    return replace(node, args=renamed(node.args), kwargs=kwargs)

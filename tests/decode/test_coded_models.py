@@ -20,7 +20,7 @@ from mirage_hf.errors import OptimizeError
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.swap.coded_forward import decoding_program
-from scripts.coded_models import FORMATS, linears, with_codes
+from scripts.coded_models import LINEAR_FORMATS, linears, with_codes
 from tests.helpers import gguf_reference
 
 pytestmark = pytest.mark.models
@@ -30,7 +30,7 @@ FLOATS = ("nvfp4", "mxfp4")
 #: Types of GGUF's blocks in models, by GGUF's number.
 BLOCKS = {"q8_0": 8, "q6_k": 14}
 OTHERS = ("gptq", "gptq act-order", "awq", "hqq", "nf4", "fp4", "nf4 nested")
-KINDS = (*FORMATS, *OTHERS, *FLOATS, *BLOCKS)
+KINDS = (*LINEAR_FORMATS, *OTHERS, *FLOATS, *BLOCKS)
 NEW = 12
 
 
@@ -259,7 +259,7 @@ def test_no_library_decodes_the_whole_model_at_its_first_forward() -> None:
     assert len(model._forward_pre_hooks) == 1
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", LINEAR_FORMATS)
 def test_a_stock_model_is_explained_and_left_as_it_is(kind: str) -> None:
     model = coded(kind)
     before = list(snapshot(model))

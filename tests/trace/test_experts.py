@@ -14,7 +14,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, experts_as_one_node, linears_of
+from mirage_hf.trace.experts import (
+    EXPERTS,
+    MOST_TOKENS,
+    ExpertsForm,
+    experts_as_one_node,
+    form_of,
+)
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from tests.helpers.traced_functions import outputs_of, recorded, results_of, runs
 
@@ -141,7 +147,7 @@ def test_bytes_are_those_of_chosen_experts() -> None:
 def test_experts_of_other_forms_run_stocks_code(change: Any, is_known: bool) -> None:
     experts = built("gate and up")
     change(experts)
-    assert (linears_of(experts) is not None) == is_known
+    assert isinstance(form_of(experts), ExpertsForm) == is_known
 
 
 def test_a_gate_of_another_form_has_no_program() -> None:
@@ -178,8 +184,8 @@ def test_many_tokens_run_stocks_products() -> None:
 def test_experts_with_an_unknown_feature_run_stocks_function() -> None:
     """Such as the norm after each expert of Muse Spark."""
     experts = built("gate and up")
-    assert linears_of(experts) is not None
+    assert isinstance(form_of(experts), ExpertsForm)
     experts.has_post_expert_norm = False
-    assert linears_of(experts) is not None
+    assert isinstance(form_of(experts), ExpertsForm)
     experts.has_post_expert_norm = True
-    assert linears_of(experts) is None
+    assert not isinstance(form_of(experts), ExpertsForm)

@@ -1,0 +1,205 @@
+"""Read how the experts of a mixture store their weights in codes, without copying them.
+
+`FP8Experts` of transformers has float8 codes with a float32 scale for each block of each expert.
+`Mxfp4GptOssExperts` has 4-bit floats (e2m1) in groups of 32 inputs with a power of two each. Its
+library may store them in an order of its own for each kind of GPU. Only the plain order is read:
+the codes of the inputs of an output, and then the next output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf import errors
+from mirage_hf.errors import Rejected
+from mirage_hf.formats import containers
+from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.formats.compressed_tensors_fp4 import E2M1
+from mirage_hf.formats.containers import uneven, wrong_tensor
+
+_FP8 = "transformers.integrations.finegrained_fp8.FP8Experts"
+_MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
+
+#: Inputs of a group of `Mxfp4GptOssExperts`.
+_GROUP = 32
+
+
+@dataclass(frozen=True, eq=False)
+class CodedStack:
+    """A linear of each expert, in codes.
+
+    Attributes:
+        coding: How the codes of one expert become its weight.
+        tensors: For each input of `coding` the tensor of the container that holds it for all
+            experts, in the order of memory.
+        bias: The biases (experts, outputs), None without any.
+    """
+
+    coding: Coding
+    tensors: tuple[Tensor, ...]
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CodedExperts:
+    """The linears of experts, in codes.
+
+    Attributes:
+        first: The first linear: gate and up, or up alone.
+        second: The linear that follows their function.
+        gate: The function between the two linears.
+    """
+
+    first: CodedStack
+    second: CodedStack
+    gate: Callable[[Tensor], Tensor]
+
+
+def coded_experts(
+    module: nn.Module, dtype: torch.dtype = torch.bfloat16
+) -> CodedExperts | Rejected | None:
+    """Return how experts store their weights in codes.
+
+    Args:
+        module: The module of all experts of a layer.
+        dtype: The dtype of the activations.
+
+    Returns:
+        The weights, or why they cannot be read. None if the module has no coded experts that we
+        know.
+    """
+    kinds = {containers.qualified_name(module)}
+    kinds |= {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+    reader = next((read for name, read in _READERS.items() if name in kinds), None)
+    if reader is None:
+        return None
+    try:
+        return reader(module, dtype)
+    except _UnreadError as error:
+        return Rejected(f"{type(module).__name__}: {error}")
+
+
+def replaced_forward(module: nn.Module) -> bool:
+    """Return whether a library replaced the forward of a mixture by one for its own kernels.
+
+    The forward of its class calls the router and the experts.
+    """
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "__func__", forward) in _MXFP4_FORWARDS
+
+
+class _UnreadError(Exception):
+    """Codes of experts that are not read, and why."""
+
+
+def _check(why: str | None) -> None:
+    if why:
+        raise _UnreadError(why)
+
+
+def _fp8(module: Any, dtype: torch.dtype) -> CodedExperts:
+    if getattr(module, "has_bias", False):
+        raise _UnreadError("its experts have biases")
+    if module.block_size is None:
+        raise _UnreadError("its scales are not for blocks")
+    # transformers ≥ 5.10 says whether there is a gate
+    has_gate = getattr(module, "has_gate", True)
+    first = "gate_up_proj" if has_gate else "up_proj"
+    stacks = [_fp8_linear(module, name, dtype) for name in (first, "down_proj")]
+    return CodedExperts(stacks[0], stacks[1], module._apply_gate if has_gate else module.act_fn)
+
+
+def _fp8_linear(module: Any, name: str, dtype: torch.dtype) -> CodedStack:
+    weight, scale = getattr(module, name, None), getattr(module, f"{name}_scale_inv", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 3:
+        raise _UnreadError(f"{name} is missing or of another form")
+    experts, rows, columns = weight.shape
+    height, width = module.block_size
+    _check(uneven("outputs", rows, height) or uneven("inputs", columns, width))
+    split = Split(rows, columns, height, width)
+    shape = (experts, rows // height, columns // width)
+    _check(
+        wrong_tensor(name, weight, (experts, rows, columns), (torch.float8_e4m3fn,))
+        or wrong_tensor("its scale", scale, shape, (torch.float32,))
+        or containers.other_device(weight, scale)
+    )
+    assert scale is not None
+    codes, scales = split.codes(torch.float8_e4m3fn), split.per_block(torch.float32)
+    return CodedStack(Coding(rows, columns, dtype, codes, scales), (weight, scale))
+
+
+def _mxfp4(module: Any, dtype: torch.dtype) -> CodedExperts:
+    alpha, limit = module.alpha, module.limit
+
+    def gate(x: Tensor) -> Tensor:
+        """Compute the function of the library's `swiglu` between the two linears."""
+        gates, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(min=-limit, max=limit)
+        return (up + 1) * (gates * torch.sigmoid(gates * alpha))
+
+    stacks = [_mxfp4_linear(module, name, dtype) for name in ("gate_up_proj", "down_proj")]
+    return CodedExperts(stacks[0], stacks[1], gate)
+
+
+def _mxfp4_linear(module: Any, name: str, dtype: torch.dtype) -> CodedStack:
+    config, bias = getattr(module, f"{name}_precision_config"), getattr(module, f"{name}_bias")
+    if config is None:
+        raise _UnreadError(f"{name} has no scales")
+    codes = _in_plain_order(name, getattr(module, name))
+    scales = _in_plain_order("its scales", config.weight_scale)
+    experts, packed, rows = codes.shape
+    columns = 2 * packed
+    _check(uneven("inputs", columns, _GROUP))
+    shape = (experts, columns // _GROUP, rows)
+    if tuple(scales.shape) != shape:
+        raise _UnreadError(f"its scales have shape {errors.shape(scales.shape)}")
+    _check(
+        wrong_tensor("its biases", bias, (experts, rows), (torch.float32, dtype))
+        or containers.other_device(codes, scales, bias)
+    )
+    split = Split(rows, columns, group=_GROUP)
+    coding = Coding(
+        rows,
+        columns,
+        dtype,
+        split.codes(torch.uint4),
+        split.per_row(torch.float8_e8m0fnu),
+        table=E2M1,
+    )
+    return CodedStack(coding, (codes, scales), bias)
+
+
+def _in_plain_order(name: str, wrapped: Any) -> Tensor:
+    """Return the bytes of a tensor of `triton_kernels`: (experts, bytes of the inputs, outputs).
+
+    The bytes of one output are next to each other.
+    """
+    storage: Any = getattr(wrapped, "storage", None)
+    layout = type(getattr(storage, "layout", None)).__name__
+    if layout != "StridedLayout":
+        raise _UnreadError(
+            f"{name} is in the order {layout} of its library; load the model with "
+            "Mxfp4Config(dequantize=True)"
+        )
+    data = storage.data
+    if type(data) not in containers.PLAIN_TENSORS or data.dim() != 3:
+        raise _UnreadError(f"{name} is of another form")
+    _, width, rows = data.shape
+    if data.dtype is not torch.uint8 or data.stride() != (width * rows, 1, width):
+        raise _UnreadError(f"{name} is not stored output by output")
+    return data  # type: ignore[no-any-return]
+
+
+try:
+    from transformers.integrations import mxfp4 as _library
+except ImportError:
+    _library = None  # type: ignore[assignment]
+
+#: What transformers puts in the place of the forward of mixtures with `Mxfp4GptOssExperts`.
+_MXFP4_FORWARDS = [f for f in (getattr(_library, "mlp_forward", None),) if f is not None]
+
+_READERS: dict[str, Callable[[Any, torch.dtype], CodedExperts]] = {_FP8: _fp8, _MXFP4: _mxfp4}

@@ -1,0 +1,110 @@
+"""Experts in codes, and the same experts with decoded weights.
+
+`FP8Experts` is the library's own class, filled with random codes. `Mxfp4GptOssExperts` is, too, but
+its library makes its tensors on a GPU only. So these are built in the plain order, as the sources
+of transformers and of `triton_kernels` have it: (experts, bytes of the inputs, outputs), with the
+bytes of an output next to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from scripts.coded_models import put_mxfp4
+
+EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 64, 96
+
+
+def fp8(block: int = 32, seed: int = 0) -> tuple[Any, Any]:
+    """Return `FP8Experts`, and stock's experts with their weights decoded to float64."""
+    library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    config = Qwen3MoeConfig(
+        hidden_size=WIDTH,
+        moe_intermediate_size=INNER,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    config._experts_implementation = "batched_mm"
+    torch.manual_seed(seed)
+    coded = with_names(library.FP8Experts(config, block_size=(block, block)))
+    plain = Qwen3MoeExperts(config).double().requires_grad_(False)
+    for name in ("gate_up_proj", "down_proj"):
+        fill_fp8(coded, name)
+        getattr(plain, name).data = decoded_fp8(coded, name, block)
+    return coded.requires_grad_(False), plain
+
+
+def with_names(module: Any) -> Any:
+    """Set what transformers sets while it loads a model."""
+    module.has_gate, module.has_bias, module.is_transposed = True, False, False
+    if not hasattr(module, "_apply_gate"):
+        pytest.skip("this transformers names the function of experts in another way")
+    return module
+
+
+def fill_fp8(module: Any, name: str) -> None:
+    weight, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
+    weight.data = torch.randn(weight.shape).to(torch.float8_e4m3fn)
+    scale.data = torch.rand(scale.shape) + 0.1
+
+
+def decoded_fp8(module: Any, name: str, block: int) -> Tensor:
+    scale = getattr(module, f"{name}_scale_inv").double()
+    for dim in (1, 2):
+        scale = scale.repeat_interleave(block, dim)
+    return (getattr(module, name).double() * scale).detach()
+
+
+def mxfp4(seed: int = 0) -> tuple[Any, Any]:
+    """Return `Mxfp4GptOssExperts`, and stock's experts with their weights decoded to float64."""
+    library = pytest.importorskip("transformers.integrations.mxfp4")
+    config = GptOssConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    config._experts_implementation = "batched_mm"
+    torch.manual_seed(seed)
+    coded: Any = library.Mxfp4GptOssExperts(config)
+    plain: Any = GptOssExperts(config).double().requires_grad_(False)
+    for name in ("gate_up_proj", "down_proj"):
+        blocks = torch.randint(0, 256, getattr(coded, name).shape, dtype=torch.uint8)
+        scales = torch.randint(120, 128, blocks.shape[:-1], dtype=torch.uint8)
+        bias = torch.randn(blocks.shape[:2])
+        decode = library.convert_moe_packed_tensors
+        # bfloat16 holds each product of a code and a power of two
+        getattr(plain, name).data = decode(blocks, scales).double()
+        getattr(plain, f"{name}_bias").data = bias.double()
+        getattr(coded, f"{name}_bias").data = bias
+        put_mxfp4(coded, name, blocks, scales)
+    return coded.requires_grad_(False), plain
+
+
+CODED = {"FP8Experts": fp8, "Mxfp4GptOssExperts": mxfp4}
+
+
+def routing(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs (tokens, width), the chosen experts, and their weights, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
+    index = torch.rand(tokens, EXPERTS, generator=generator).topk(CHOSEN)[1]
+    weights = torch.rand(tokens, CHOSEN, generator=generator, dtype=torch.float64)
+    return x, index, weights
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a container of experts."""
+    found = [*module._parameters.values()]
+    for name in ("gate_up_proj", "down_proj"):
+        wrapped, config = (module.__dict__.get(n) for n in (name, f"{name}_precision_config"))
+        if wrapped is not None:
+            found += [wrapped.storage.data, config.weight_scale.storage.data]
+    return [x for x in found if x is not None]

@@ -1,0 +1,283 @@
+"""Chosen experts in codes: their programs read the codes, and compute what decoded experts do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
+from mirage_hf.errors import Rejected
+from mirage_hf.experts_interface import Experts
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.trace.experts import ExpertsForm, experts_as_one_node, form_of, run_decoded
+from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.record import record
+from scripts.coded_models import put_mxfp4
+from tests.helpers import coded_experts, coded_modules, triton_interpreter
+from tests.helpers.coded_experts import CODED
+from tests.helpers.traced_functions import results_of, runs
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def exact(plain: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return what decoded experts compute in float64."""
+    with torch.no_grad():
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](plain, x.double(), index, weights.double())
+
+
+def given(tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    x, index, weights = coded_experts.routing(tokens)
+    return {"x": x.to(dtype), "index": index, "weights": weights.to(dtype)}
+
+
+def plan_of(module: Any, inputs: dict[str, Tensor]) -> StepPlan:
+    def function(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](module, x, index, weights)
+
+    given = inputs | {"out.0": inputs["x"].clone()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = {name: mode.from_tensor(x) for name, x in given.items()}
+
+    def step() -> None:  # stock's own function may need kernels that must be fetched
+        fakes["out.0"].copy_(function(*(fakes[name] for name in inputs)))
+
+    with experts_as_one_node():
+        return StepPlan(record(step, fakes, mode), len(inputs["x"]))
+
+
+def far(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
+    """Return the largest error in units of what is allowed."""
+    allowed = 8 * torch.finfo(dtype).eps * wanted.abs().max()
+    return float((found.double() - wanted).abs().max() / allowed)
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_two_programs_compute_what_decoded_experts_do(
+    name: str, dtype: torch.dtype, tokens: int
+) -> None:
+    module, plain = CODED[name]()
+    inputs = given(tokens, dtype)
+    plan = plan_of(module, inputs)
+    found = [region for region in plan.regions if region.kind == "experts"]
+    assert len(found) == 2
+    form = form_of(module, dtype)
+    assert isinstance(form, ExpertsForm)
+    whole = sum(x.nbytes for x in form.parameters)
+    chosen = min(tokens * coded_experts.CHOSEN, coded_experts.EXPERTS)
+    assert sum(region.reads for region in found) <= whole * chosen // coded_experts.EXPERTS
+    held = {x.data_ptr() for x in coded_experts.parameters_of(module)}
+    assert all(x.data_ptr() in held for x in form.parameters)
+    plan.schedule({}, regions={region: RegionRun(runs(region.graph)) for region in found})
+    assert sum(u.region is not None for u in plan.units) == 2
+    wanted = exact(plain, *inputs.values())
+    (ours,) = results_of(plan, inputs, (wanted.to(dtype),))
+    assert far(ours, wanted, dtype) < 1
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.dtype) -> None:
+    module, plain = CODED[name]()
+    inputs = given(5, dtype)
+    inputs["index"][1] = inputs["index"][0, :1]  # one expert twice
+    form = form_of(module, dtype)
+    assert isinstance(form, ExpertsForm)
+    wanted = exact(plain, *inputs.values())
+    assert far(run_decoded(form, *inputs.values()), wanted, dtype) < 1
+    plan = plan_of(module, inputs)
+    plan.schedule({})
+    assert far(results_of(plan, inputs, (wanted.to(dtype),))[0], wanted, dtype) < 1
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_experts_by_name_run_kernels(name: str) -> None:
+    module, plain = CODED[name]()
+    ours = Experts(backend="cpu")
+    inputs = given(2, torch.float32)
+    found = ours.forward(module, *inputs.values())
+    assert far(found, exact(plain, *inputs.values()), torch.float32) < 1
+    assert sum(ours.report().by_kernels.values()) == 1 and not ours.report().by_torch
+    many = given(40, torch.float32)
+    found = ours.forward(module, *many.values())
+    assert far(found, exact(plain, *many.values()), torch.float32) < 1
+    assert list(ours.report().by_torch) == ["more than 16 tokens"]
+
+
+def programs(name: str, dtype: torch.dtype, tokens: int = 2) -> list[Any]:
+    module, _ = CODED[name]()
+    plan = plan_of(module, given(tokens, dtype))
+    return [region.graph for region in plan.regions if region.kind == "experts"]
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("part", [0, 1])
+def test_one_kernel_is_found_and_proven(name: str, part: int) -> None:
+    program = programs(name, torch.float16)[part]
+    assert coded_modules.proven_as_one_kernel(program)
+    best = search(program, SearchOptions(threads=1))[0][0].ugraph
+    (block,) = (op.block for op in best.kernels.ops if op.block is not None)
+    taken = [i for i in block.inputs if i.taken is not None]
+    assert len(taken) >= 2  # codes and scales
+
+
+def of_real_sizes(name: str) -> tuple[Any, int, int]:
+    """Return the experts of a layer of a model on the meta device, their width and choices."""
+    if name == "FP8Experts":
+        library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+        config: Any = Qwen3MoeConfig(
+            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+        )
+        with torch.device("meta"):
+            module = coded_experts.with_names(library.FP8Experts(config, block_size=(128, 128)))
+        return module.requires_grad_(False), 2048, 8
+    library = pytest.importorskip("transformers.integrations.mxfp4")
+    config = GptOssConfig(hidden_size=2880, intermediate_size=2880, num_local_experts=32)
+    with torch.device("meta"):
+        module = library.Mxfp4GptOssExperts(config)
+        for linear in ("gate_up_proj", "down_proj"):
+            blocks = getattr(module, linear).data
+            put_mxfp4(module, linear, blocks, torch.empty(blocks.shape[:-1], dtype=torch.uint8))
+    return module.requires_grad_(False), 2880, 4
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_kernels_of_models_compile_for_a_gpu(name: str, tokens: int) -> None:
+    """Qwen3-30B-A3B in float8 blocks, and gpt-oss-20b in MXFP4."""
+    pytest.importorskip("triton")
+    module, width, chosen = of_real_sizes(name)
+    with torch.device("meta"):
+        inputs = {
+            "x": torch.empty(tokens, width, dtype=torch.bfloat16),
+            "index": torch.empty(tokens, chosen, dtype=torch.long),
+            "weights": torch.empty(tokens, chosen, dtype=torch.bfloat16),
+        }
+    plan = plan_of(module, inputs)
+    assert len(plan.regions) == 2
+    for region in plan.regions:
+        best = search(region.graph, SearchOptions(threads=1))[0][0].ugraph
+        assert best.num_kernels == 1
+        (kernel,) = compiler.ahead_of_time(triton.generate(best), 90)
+        assert kernel.asm["cubin"]
+
+
+def errors_of_kernels(name: str, count: int) -> list[Any]:
+    """Return the errors of the first kernels of each program, beside those of torch."""
+    errors = []
+    for dtype in DTYPES:
+        module, _ = CODED[name]()
+        inputs = given(2, dtype)
+        plan = plan_of(module, inputs)
+        for n, region in enumerate(r for r in plan.regions if r.kind == "experts"):
+            graph = region.graph
+            operands = []
+            for operand, tensor in zip(region.inputs, graph.inputs, strict=True):
+                source = getattr(operand.source, "tensor", None)
+                if source is None and operand.is_between:
+                    x = torch.randn(tensor.dims).to(tensor.dtype)
+                elif source is None:
+                    x = operand.of(inputs[operand.source.name])
+                else:
+                    x = operand.of(source.detach())
+                operands.append(x)
+            (want,) = run_kernel_graph(graph, operands, torch.float64)
+            (eager,) = run_kernel_graph(graph, operands)
+            torchs = float((eager - want).abs().max())
+            allowed = 2 * torchs + 8 * torch.finfo(dtype).eps * float(want.abs().max())
+            for candidate in search(graph, SearchOptions(threads=1))[0][:count]:
+                program = triton.generate(candidate.ugraph)
+                (y,) = compiler.load(program.source, program.digest).run(operands)
+                error = float((y - want).abs().max())
+                errors.append([f"{name} {dtype} {n}", error, allowed])
+    return errors
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_kernels_are_as_close_to_float64_as_torch(name: str) -> None:
+    pytest.importorskip("triton")
+    code = (
+        "from tests.trace import test_coded_experts as t; import json; "
+        f"print(json.dumps(t.errors_of_kernels({name!r}, 2)))"
+    )
+    found = triton_interpreter.run(code)
+    assert len(found) == 8
+    assert all(error <= allowed for _, error, allowed in found), json.dumps(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CODED)
+def test_experts_by_name_run_kernels_on_a_gpu(name: str) -> None:
+    module, plain = CODED[name]()
+    if name != "FP8Experts":
+        pytest.skip("its tensors are made by its library on a GPU")
+    ours = Experts()
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = given(3, dtype)
+        found = ours.forward(module.cuda(), *(x.cuda() for x in inputs.values()))
+        assert far(found.cpu(), exact(plain, *inputs.values()), dtype) < 1
+    assert not ours.report().by_torch
+
+
+def other_order(module: Any) -> None:
+    class HopperMXValueLayout:
+        pass
+
+    module.gate_up_proj.storage.layout = HopperMXValueLayout()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("FP8Experts", lambda m: setattr(m, "block_size", None), "its scales are not for blocks"),
+        ("FP8Experts", lambda m: setattr(m, "block_size", (80, 80)), "blocks of 80 do not divide"),
+        ("FP8Experts", lambda m: setattr(m, "has_bias", True), "its experts have biases"),
+        ("FP8Experts", lambda m: setattr(m, "gate_up_proj_scale_inv", None), "scale is missing"),
+        ("FP8Experts", lambda m: m.double(), "holds float64"),
+        ("FP8Experts", lambda m: setattr(m, "down_proj", None), "down_proj is missing"),
+        ("Mxfp4GptOssExperts", other_order, "order HopperMXValueLayout of its library"),
+        (
+            "Mxfp4GptOssExperts",
+            lambda m: setattr(m, "down_proj_precision_config", None),
+            "down_proj has no scales",
+        ),
+    ],
+)
+def test_damaged_containers_are_refused(name: str, change: Any, why: str) -> None:
+    module, _ = CODED[name]()
+    change(module)
+    found = form_of(module)
+    assert isinstance(found, Rejected) and why in found.reason, found
+
+
+def test_parts_of_blocks_have_no_program() -> None:
+    """Scales are for blocks of 32 outputs, and gate would begin at output 16."""
+    module, _ = CODED["FP8Experts"]()
+    module._apply_gate = lambda x: x[..., 16:112] * x[..., :96]
+    plan = plan_of(module, given(2, torch.float32))
+    assert not [region for region in plan.regions if region.kind == "experts"]
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_containers_stay_as_they_are(name: str) -> None:
+    module, _ = CODED[name]()
+    before = [x.clone() for x in coded_experts.parameters_of(module)]
+    inputs = given(2, torch.float32)
+    Experts(backend="cpu").forward(module, *inputs.values())
+    after = coded_experts.parameters_of(module)
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(before, after, strict=True)
+    )
