@@ -18,6 +18,7 @@ from torch import nn
 from mirage_hf import decode as decoding
 from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError
+from mirage_hf.layers.part import StepShape
 from mirage_hf.match.eligible import (
     check_model,
     chosen_backend,
@@ -25,7 +26,7 @@ from mirage_hf.match.eligible import (
     single_device,
 )
 from mirage_hf.match.matcher import match
-from mirage_hf.match.options import check_options
+from mirage_hf.match.options import check_draft_tokens, check_options
 from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.progress_bar import bar_unless
 from mirage_hf.swap.handle import Handle, attach, detach
@@ -55,6 +56,7 @@ def optimize(
     model: Model,
     patterns: Iterable[str] | None = None,
     batch_sizes: Sequence[int] = (1,),
+    draft_tokens: Sequence[int] = (),
     backend: str = "auto",
     zoo: Any = None,
     tune: str = "auto",
@@ -82,6 +84,9 @@ def optimize(
         model: The model, or a part of one, on one device.
         patterns: The names of the blocks to look for. None: all.
         batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
+        draft_tokens: The numbers of drafted tokens, from 1 to 15, that a step of generate verifies
+            at once. For each of them kernels are made that take one token more of each sequence.
+            Without them calls with drafts (`prompt_lookup_num_tokens`) run stock.
         backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
         zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
         tune: What is measured on a GPU when kernels are made. "auto" measures the results of a
@@ -127,6 +132,7 @@ def optimize(
         verify=verify,
         dry_run=dry_run,
     )
+    drafts = check_draft_tokens(draft_tokens)
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
@@ -136,7 +142,8 @@ def optimize(
             _restore_stock(model)
         inner = generating(model)
         matches = match(model, names, inner)
-        optimization = Optimization(model, backend, rows, matches)
+        shapes = _step_shapes(rows, drafts, inner)
+        optimization = Optimization(model, backend, shapes, matches)
         optimization.report_rejected(on_unsupported)
         wants_trace = inner is not None and patterns is None
         # Experts of known models are called by name in steps. A whole trace joins their kernels
@@ -151,7 +158,7 @@ def optimize(
         with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
             kernels = find_kernels(
                 optimization.wanted,
-                rows,
+                shapes,
                 device=device,
                 backend=backend,
                 zoo=zoo,
@@ -185,6 +192,18 @@ def optimize(
         finally:
             _release_cached_memory(device)
     return model
+
+
+def _step_shapes(
+    batch_sizes: Sequence[int], draft_tokens: Sequence[int], inner: Any
+) -> list[StepShape]:
+    """Return the shapes of steps to make kernels for. Without a model that generates: one token."""
+    shapes = [StepShape(batch) for batch in batch_sizes]
+    if inner is not None:
+        windowed = decoding.has_windows(inner)
+        tokens = [1 + drafts for drafts in draft_tokens]
+        shapes += [StepShape(batch, n, windowed) for batch in batch_sizes for n in tokens]
+    return shapes
 
 
 def _release_cached_memory(device: torch.device) -> None:

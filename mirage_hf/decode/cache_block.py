@@ -62,6 +62,8 @@ class CacheBlock:
     choosers: dict[Any, Any] = field(default_factory=dict)
     #: Chooses tokens from logits of this size (sampler.py).
     sampler: Any = None
+    #: The state of drafts, by tokens of a step (drafts.py).
+    drafts: dict[int, Any] = field(default_factory=dict)
     #: How many prompts there were that a captured prefill could serve, by shape.
     prompts: Counter[Any] = field(default_factory=Counter)
     #: Layers that the last prompt wrote. A model may have lost some that its config still counts.
@@ -91,7 +93,7 @@ class CacheBlock:
         """
         tensors = [*self.slabs, *self.states.values(), *self.sources.values(), self.logits]
         tensors += vars(self.control).values()
-        for owner in (self.history, self.sampler):
+        for owner in (self.history, self.sampler, *list(self.drafts.values())):
             if owner is not None:
                 tensors += vars(owner).values()
         for chooser in list(self.choosers.values()):
@@ -281,6 +283,7 @@ class CacheBlock:
         self.drop_graphs()
         self.choosers.clear()
         self.history = self.sampler = None
+        self.drafts.clear()
         self.keys.clear()
         self.values.clear()
         self.indexer_keys.clear()

@@ -104,7 +104,6 @@ def _is_on(value: Any) -> bool:
 OPTIONS = (
     RoutingRule("num_beams", lambda v: v not in (None, 1), "beam search (num_beams={})"),
     RoutingRule("use_cache", lambda v: v is False, "use_cache=False"),
-    RoutingRule("prompt_lookup_num_tokens", _is_given, "prompt lookup"),
     RoutingRule("assistant_early_exit", _is_given, "assisted decoding (early exit)"),
     RoutingRule("use_mtp", _is_on, "assisted decoding (MTP)"),
     RoutingRule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
@@ -135,6 +134,13 @@ ARGUMENTS = (
     RoutingRule("trust_remote_code", _is_on, "trust_remote_code"),
     RoutingRule("logits_to_keep", lambda v: isinstance(v, Tensor), "logits_to_keep as a tensor"),
 )
+
+
+def is_covered_mode(config: GenerationConfig) -> bool:
+    """Return whether a generation config asks for a way of decoding that may be covered."""
+    mode = config.get_generation_mode()
+    looks_up = config.prompt_lookup_num_tokens is not None
+    return mode in COVERED_MODES or (mode is GenerationMode.ASSISTED_GENERATION and looks_up)
 
 
 def rejected_arguments(arguments: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.graph.effects import APPEND
-from mirage_hf.layers.part import Part
+from mirage_hf.layers.part import Part, StepShape, block_at
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import layer_choice, resolver, torch_op
@@ -54,35 +54,33 @@ class _Resolver:
         except (SearchError, VerificationError, CodegenError) as error:
             self.found[block, rows] = Rejected(f"no kernel: {error}")
 
-    def resolve_layer(self, parts: Sequence[Part], rows: int) -> None:
+    def resolve_layer(self, parts: Sequence[Part], shape: StepShape) -> None:
         """Find the kernels of parts that run one after another."""
-        blocks = list(dict.fromkeys(part.block for part in parts))
-        new = [block for block in blocks if (block, rows) not in self.found]
-        for block in new:
-            self.resolve(block, rows)
+        wanted = _blocks_of(parts, shape)
+        new = [each for each in wanted if each not in self.found]
+        for each in new:
+            self.resolve(*each)
         available = {
-            block: kernel
-            for block in blocks
-            if not isinstance(kernel := self.found[block, rows], Rejected)
+            each: kernel for each in wanted if not isinstance(kernel := self.found[each], Rejected)
         }
-        for block in new:
-            if block in available and _is_tuned_for_long_caches(block, self.device):
+        for block, rows in new:
+            if (block, rows) in available and _is_tuned_for_long_caches(block, self.device):
                 self.resolve(for_long_caches(block), rows)
         if not new:
             return
         # The kernels that an earlier layer chose stay.
         chain = [
-            kernel if block in new else replace(kernel, outcome=None)
-            for block, kernel in available.items()
+            kernel if each in new else replace(kernel, outcome=None)
+            for each, kernel in available.items()
         ]
         chosen = layer_choice.chosen_for_layer(chain, device=self.device, zoo=self.zoo)
-        for block, kernel in zip(available, chosen, strict=True):
-            self.found[block, rows] = kernel
+        for each, kernel in zip(available, chosen, strict=True):
+            self.found[each] = kernel
 
 
 def find_kernels(
     layers: Sequence[tuple[Part, ...]],
-    rows: Sequence[int],
+    shapes: Sequence[StepShape],
     *,
     device: torch.device,
     backend: str,
@@ -90,28 +88,33 @@ def find_kernels(
     tune: str,
     progress: Callable[..., Any] | None,
 ) -> BlockKernels:
-    """Resolve each distinct block of the parts at each number of rows.
+    """Resolve each distinct block of the parts for steps of each shape.
 
     Args:
         layers: The parts of each layer. The kernels of one layer are chosen together.
-        rows: The numbers of rows.
+        shapes: The shapes of steps.
         device: The device of the model.
         backend: "triton" or "cpu".
         zoo: A kernel zoo besides the packaged one, or None.
         tune: As in `optimize`.
         progress: As in `optimize`, or None.
     """
-    blocks = dict.fromkeys(part.block for parts in layers for part in parts)
-    long = sum(_is_tuned_for_long_caches(block, device) for block in blocks)
-    total = len(rows) * (len(blocks) + long)
-    resolver = _Resolver(device, backend, zoo, tune, progress, total)
-    for number in rows:
+    wanted = {each for shape in shapes for parts in layers for each in _blocks_of(parts, shape)}
+    long = sum(_is_tuned_for_long_caches(block, device) for block, _ in wanted)
+    resolver = _Resolver(device, backend, zoo, tune, progress, total=len(wanted) + long)
+    for shape in shapes:
         for parts in layers:
-            resolver.resolve_layer(parts, number)
+            resolver.resolve_layer(parts, shape)
     for kernel in resolver.found.values():
         if not isinstance(kernel, Rejected) and not _appends(kernel):
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
     return resolver.found
+
+
+def _blocks_of(parts: Sequence[Part], shape: StepShape) -> list[tuple[PatternBlock, int]]:
+    """Return each distinct block of parts in steps of a shape, with its rows."""
+    at = (block_at(part.block, shape) for part in parts)
+    return list(dict.fromkeys(each for each in at if not isinstance(each, Rejected)))
 
 
 def _is_tuned_for_long_caches(block: PatternBlock, device: torch.device) -> bool:

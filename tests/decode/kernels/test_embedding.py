@@ -161,8 +161,8 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def dtypes(x: torch.dtype, table: torch.dtype) -> list[torch.dtype]:
-    state, tables = [torch.int64] * 4, [table, table]
-    return [*state, x, *tables, x, *tables, *[torch.int32] * 2, torch.uint8, *[torch.int32] * 6]
+    state, tables = [torch.int64] * 5, [table, table]
+    return [*state, x, *tables, x, *tables, *[torch.int32] * 2, torch.uint8, *[torch.int32] * 8]
 
 
 @pytest.mark.parametrize(
