@@ -117,8 +117,14 @@ def wrong_choices(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) ->
             c, logits = random_control(rng, batch, vocab), random_logits(rng, batch, vocab, dtype)
             want, stock, before = by_hand(c, logits), to(c, CPU), logits.clone()
             choose_greedily(stock, logits)
+            alone = sampler.greatest_tokens(logits).tolist()
+            hand = [greatest(row) for row in logits.tolist()]
             sampler.argmax(c, logits)
-            found = differing(c, want) + [f"stock's {name}" for name in differing(stock, want)]
+            found = (
+                ["alone"] * (alone != hand)
+                + differing(c, want)
+                + [f"stock's {name}" for name in differing(stock, want)]
+            )
             found += ["logits"] * (
                 not torch.equal(before.view(torch.uint8), logits.view(torch.uint8))
             ) + ["counter"] * int(sampler.counter)
