@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +73,13 @@ class DraftPlan:
 
     Attributes:
         shape: The shape of its steps.
-        source: Where drafts come from.
+        source: Where drafts come from. None: from an assistant.
+        assistant: The assistant (assistants.py), if there is one.
     """
 
     shape: StepShape
-    source: DraftSource
+    source: DraftSource | None
+    assistant: Any = None
 
 
 def drafts_of(block: CacheBlock, tokens: int) -> Drafts:
@@ -104,6 +107,8 @@ class Verifier(Chooser):
     ):
         super().__init__(("verified", source.key, drafts.tokens.shape[1]))
         self.chooser, self.source, self.drafts, self.history = chooser, source, drafts, history
+        #: What the host has read: steps of a row with drafts, and drafts made and taken.
+        self.counts: Counter[str] = Counter()
 
     @property
     def keys(self) -> tuple[tuple[Any, ...], ...]:
@@ -148,4 +153,9 @@ class Verifier(Chooser):
 
     def read(self, report: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Return the new tokens of each row in a report, and 1 for each row that goes on."""
+        for *_, verified, taken, _ in report:
+            if verified:
+                self.counts["steps of a row"] += 1
+                self.counts["drafted"] += verified
+                self.counts["taken"] += taken - 1
         return [row[: row[-2]] for row in report], [row[-1] for row in report]

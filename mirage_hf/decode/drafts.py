@@ -26,8 +26,8 @@ class Drafts:
         tokens: (batch, tokens): the token chosen last, which is not in the cache yet, then drafts.
         count: (batch, 1): how many drafts a row has. Those after them are never taken.
         ahead: (batch, 1): tokens of a row since its first one.
-        report: (batch, tokens + 2): the tokens that a step found, how many of them the row takes,
-            and whether it goes on. The host reads it.
+        report: (batch, tokens + 3): the tokens that a step found, how many drafts it verified, how
+            many of the tokens the row takes, and whether it goes on. The host reads it.
         logits: (batch · tokens, vocabulary), in the model's dtype: those of the last step.
         sampler: Chooses a token for each row of `logits` (sampler.py).
         none_ended: (batch, tokens) bool, all False.
@@ -61,7 +61,7 @@ class Drafts:
                 tokens=integers(batch, tokens),
                 count=integers(batch, 1),
                 ahead=integers(batch, 1),
-                report=integers(batch, tokens + 2),
+                report=integers(batch, tokens + 3),
                 logits=logits.new_zeros(rows, logits.shape[1]),
                 sampler=sampler,
                 none_ended=torch.zeros(batch, tokens, dtype=torch.bool, device=device),
@@ -78,6 +78,7 @@ class Drafts:
         self.count.zero_()
         self.tokens[:, :1].copy_(control.ids)
         self.report[:, 0].copy_(control.report[0])
+        self.report[:, -3].zero_()
         self.report[:, -2].fill_(1)
         self.report[:, -1].copy_(control.report[1])
         history.ids.index_copy_(1, history.prompt, control.ids)

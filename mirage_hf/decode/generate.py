@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import (
     held_tokens,
     put_back_unless_covered,
@@ -36,6 +37,7 @@ from mirage_hf.decode.cache_exchange import (
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
+from mirage_hf.decode.draft_sources import DraftSource
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.rings import bucket
@@ -70,7 +72,12 @@ class Finished:
 
 
 def generate(
-    runner: DecodeRunner, inputs: CallInputs, *, streamer: Any, cache_is_users: bool
+    runner: DecodeRunner,
+    inputs: CallInputs,
+    *,
+    streamer: Any,
+    cache_is_users: bool,
+    assistant: Any = None,
 ) -> Any:
     """Do what stock's decoding method would do, from prefill to output.
 
@@ -79,6 +86,7 @@ def generate(
         inputs: What stock's decoding method would get.
         streamer: Gets every token, if there is one. Stock's generate has given it the prompt.
         cache_is_users: Whether the user passed the cache.
+        assistant: The model that drafts, if there is one.
 
     Returns:
         Sequences, or the output object that the config asks for.
@@ -89,7 +97,7 @@ def generate(
     plan_with = partial(
         plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
     )
-    traced, drafts = runner.traced, runner.plan_drafts(inputs)
+    traced, drafts = runner.traced, runner.plan_drafts(inputs, assistant)
     expected = runner.expected_fingerprint(inputs.model)
     if traced is None:
         plan = plan_with(expected=expected, drafts=drafts)
@@ -274,7 +282,7 @@ def decode(session: Session, streamer: Any) -> Tensor:
     """Choose tokens until every row has ended, and return the sequences."""
     runner, selection = session.runner, session.plan.selection
     # as stock does: mixtures of experts have a form for few tokens
-    model, rows = session.inputs.model, len(session.inputs.input_ids)
+    model, rows = session.inputs.model, session.block.batch * session.plan.tokens
     with model._optimize_model_for_decode(), experts_by_kernels(model, rows):
         if session.inputs.config.do_sample:
             session.seed = draw_seed()
@@ -294,6 +302,7 @@ def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tenso
     nothing, unless a clock of the host ended the call.
     """
     plan, input_ids = session.plan, session.inputs.input_ids
+    session.source = draft_source(session)
     session.choose_on_device(selection)
     session.make_step()
     if not selection.is_plain or plan.drafts is not None:
@@ -329,6 +338,20 @@ def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tenso
     sequences = torch.cat([input_ids, tokens.columns().to(input_ids.device)], dim=-1)
     _warn_of_length(session.inputs.criteria, sequences)
     return sequences
+
+
+def draft_source(session: Session) -> DraftSource | None:
+    """Return where the drafts of a call come from. An assistant's prompt is filled in here."""
+    plan = session.plan.drafts
+    if plan is None or plan.assistant is None:
+        return None if plan is None else plan.source
+    return plan.assistant.source_on(session.block, plan.shape.tokens, _prefill_assistant)
+
+
+def _prefill_assistant(
+    runner: DecodeRunner, inputs: CallInputs, plan: CallPlan, block: CacheBlock
+) -> None:
+    prefill(Session(runner, inputs, plan, block))
 
 
 def decode_with_host(session: Session, streamer: Any) -> Tensor:

@@ -106,6 +106,8 @@ OPTIONS = (
     RoutingRule("use_cache", lambda v: v is False, "use_cache=False"),
     RoutingRule("assistant_early_exit", _is_given, "assisted decoding (early exit)"),
     RoutingRule("use_mtp", _is_on, "assisted decoding (MTP)"),
+    RoutingRule("speculation_type", _is_given, "assisted decoding ({})"),
+    RoutingRule("assistant_ensemble_weight", _is_given, "assisted decoding (ensemble)"),
     RoutingRule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
     RoutingRule("dola_layers", _is_given, "DoLa decoding"),
     RoutingRule("constraints", _is_given, "constrained beam search"),
@@ -126,7 +128,6 @@ OPTIONS = (
 #: Rules for generate's own arguments.
 ARGUMENTS = (
     RoutingRule("custom_generate", _is_given, "custom_generate"),
-    RoutingRule("assistant_model", _is_given, "assisted decoding"),
     RoutingRule("assistant_tokenizer", _is_given, "assisted decoding"),
     RoutingRule("negative_prompt_ids", _is_given, "negative_prompt_ids"),
     RoutingRule("negative_prompt_attention_mask", _is_given, "negative_prompt_attention_mask"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirage_hf.decode.assistants import Assistant
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_pool import CachePool
 from mirage_hf.decode.call_plan import CallInputs, CallPlan
@@ -54,6 +55,8 @@ class DecodeRunner:
         prefills: Prefills that were replayed ("captured", "captured, by kernels"), or run by
             kernels without a graph ("called, by kernels"). Also the reasons against kernels. All
             other prefills ran HF's forward.
+        drafts: What became of drafts: the steps of a row that had some, and how many drafts were
+            made and taken.
         selections: Where tokens were chosen, for calls that want more than the greatest logit: "on
             the device" or "by the host: <why>".
     """
@@ -78,6 +81,7 @@ class DecodeRunner:
         self.counts: Counter[str] = Counter()
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
+        self.drafts: Counter[str] = Counter()
         self.counters = AttemptCounters()
         self.prompts = Prefills(partial(self.counters.count, self.prefills))
         self.unread = UnreadInputs()
@@ -160,8 +164,10 @@ class DecodeRunner:
             return f"a text longer than {traced.most_slots:.0f} tokens, beyond a table of the model"
         return CHANGED if plan.fingerprint.graph_facts != self.traced_for else ""
 
-    def plan_drafts(self, inputs: CallInputs) -> DraftPlan | None:
+    def plan_drafts(self, inputs: CallInputs, assistant: Any = None) -> DraftPlan | None:
         """Return how a call drafts, None if it does not.
+
+        As in stock, prompt lookup comes before an assistant.
 
         Raises:
             NotCoveredError: It wants drafts, and there are no steps that verify them.
@@ -169,23 +175,39 @@ class DecodeRunner:
         config, batch = inputs.config, len(inputs.input_ids)
         most = config.prompt_lookup_num_tokens
         if most is None:
-            return None
+            return None if assistant is None else self._plan_assistant(inputs, assistant)
         longest = config.max_matching_ngram_size
         longest = 2 if longest is None else longest
-        if most < 1 or longest < 1 or getattr(config, "assistant_ensemble_weight", None):
+        if most < 1 or longest < 1:
             raise NotCoveredError("prompt lookup with options that stock rejects")
-        if batch > 1 and config.return_dict_in_generate:
-            raise NotCoveredError("prompt lookup for several rows with outputs besides tokens")
+        shape = self._draft_shape(inputs, batch, most, "prompt lookup")
+        return DraftPlan(shape, PromptLookup(most, longest))
+
+    def _plan_assistant(self, inputs: CallInputs, model: Any) -> DraftPlan:
+        """Return how an assistant drafts for a call."""
+        assistant = Assistant.of(model, inputs)
+        batch = len(inputs.input_ids)
+        shape = self._draft_shape(inputs, batch, assistant.most, "assisted decoding")
+        return DraftPlan(shape, None, assistant)
+
+    def _draft_shape(self, inputs: CallInputs, batch: int, most: int, what: str) -> StepShape:
+        """Return the shape of steps that verify about so many drafts.
+
+        Raises:
+            NotCoveredError: There are no such steps.
+        """
+        if batch > 1 and inputs.config.return_dict_in_generate:
+            raise NotCoveredError(f"{what} for several rows with outputs besides tokens")
         if self.model_kernels is None:
             why = "are traced" if self.traced is not None else "are not all by kernels"
-            raise NotCoveredError(f"prompt lookup: steps {why}, and take one token")
+            raise NotCoveredError(f"{what}: steps {why}, and take one token")
         shape = self.model_kernels.shape_for(batch, 1 + most)
         if shape is None:
             raise NotCoveredError(
-                f"prompt lookup: no kernels for steps of several tokens of {batch} rows; "
+                f"{what}: no kernels for steps of several tokens of {batch} rows; "
                 "optimize(draft_tokens=…) makes them"
             )
-        return DraftPlan(shape, PromptLookup(most, longest))
+        return shape
 
     def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
         """Return the model's kernels if they serve a call."""
@@ -294,8 +316,6 @@ class DecodeRunner:
         model_kernels, traced = self.model_kernels, self.traced
         by_kernels = "all by kernels"
         shape = StepShape(block.batch) if plan.drafts is None else plan.drafts.shape
-        if shape.tokens > 1:
-            by_kernels = f"{by_kernels}, up to {shape.tokens - 1} drafts"
         why_forward = self.no_kernels or why_no_step_program(
             model_kernels, plan, block, self.made_for, shape
         )

@@ -14,7 +14,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import write_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan
 from mirage_hf.decode.choosing import Chooser
-from mirage_hf.decode.draft_sources import Verifier, drafts_of
+from mirage_hf.decode.draft_sources import DraftSource, Verifier, drafts_of
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.rings import bucket, rings_of
@@ -85,6 +85,8 @@ class Session:
         block: Memory of the call.
         graph_key: What graphs depend on.
         returns_cache: Whether the caller will hold the cache.
+        drafts: State of the drafts, if the call drafts.
+        source: Where they come from.
         slot: The slot that the next step writes if every step so far found a row alive, and took
             all drafts. Before the end of the prefill any slot may have been written.
         cached: Tokens that stock's cache would hold now.
@@ -109,6 +111,7 @@ class Session:
             self.record.scores = [] if config.output_scores else None
             self.record.logits = [] if config.output_logits else None
         self.drafts: Drafts | None = None
+        self.source: DraftSource | None = None
         self._chooser: Chooser | None = None
         self._outgrown: list[CacheBlock] = []
         self._run_step: Callable[[], None]
@@ -143,8 +146,9 @@ class Session:
             steps = min(plan.budget, numbers.shape[1])
             block.own_history().set_numbers(uniforms(self.seed, block.batch, steps))
         if plan.drafts is not None:
+            assert self.source is not None
             self.drafts = drafts_of(block, plan.tokens)
-            chooser = Verifier(chooser, plan.drafts.source, self.drafts, block.own_history())
+            chooser = Verifier(chooser, self.source, self.drafts, block.own_history())
         self._chooser = chooser
 
     def choose(self) -> None:
@@ -247,11 +251,13 @@ class Session:
         The old block is given back at the end: its report may still be read.
         """
         old, before = self.block, self._chooser
+        # an assistant's memory has room for the whole call, and stays with the call
         capacity = bucket(min(2 * old.capacity, self.plan.room))
         self.block = self.runner.pool.lease(
             old.batch, capacity, old.windows, old.device, old.axes, old.source_slots
         )
         self._outgrown.append(old)
+        self.block.take_assistant(old)
         self.block.continue_from(old, old.capacity)
         drafts = self.drafts
         if isinstance(self.plan.selection, Selection):
@@ -260,6 +266,8 @@ class Session:
             self.block.own_history().continue_from(before.history)
         if drafts is not None and self.drafts is not None:
             self.drafts.continue_from(drafts)
+            assert isinstance(before, Verifier) and isinstance(self._chooser, Verifier)
+            self._chooser.counts = before.counts
         self.make_step(is_counted=True)
 
     # -- the end
@@ -288,6 +296,9 @@ class Session:
 
     def end(self) -> None:
         """Give the memory back. What is enqueued on it runs before its next use."""
+        if isinstance(self._chooser, Verifier):
+            for what, count in self._chooser.counts.items():
+                self.runner.count(what, self.runner.drafts, by=count)
         for block in self._outgrown:
             self.runner.pool.give_back(block, block.capacity)
         used = min(self.slot + self.plan.tokens, self.block.capacity)

@@ -130,6 +130,10 @@ class StepProgram(Step):
         new_first = torch.zeros_like(number) if window is None else (number - window + 1).clamp_(0)
         return TokenBounds(first, last, new_first, number + 1, self.shape.windowed)
 
+    def feed(self) -> None:
+        """Feed the tokens, append their keys and values, and leave the logits."""
+        self._forward()
+
     def _forward(self) -> None:
         buffers, block, model_kernels = self._ready_buffers(), self.block, self.model_kernels
         embedded, by_kernel = buffers.embedded, buffers.sampler.by_kernels

@@ -56,7 +56,8 @@ def accept(
     drafts.tokens[:, :1].copy_(torch.where(alive, last, drafts.tokens[:, :1]))
     drafts.ahead.add_(taken)
     control.alive.copy_(goes_on[:, 0])
-    drafts.report.copy_(torch.cat([picked, taken, goes_on.long()], dim=1))
+    verified = drafts.count.masked_fill(~alive, 0)
+    drafts.report.copy_(torch.cat([picked, verified, taken, goes_on.long()], dim=1))
 
 
 def look_up(

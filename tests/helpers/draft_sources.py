@@ -50,8 +50,8 @@ def drafting(model: Any, source: DraftSource) -> Iterator[None]:
     runner = model.generate.runner
     plan_drafts = type(runner).plan_drafts
 
-    def plan(inputs: Any) -> Any:
-        planned = plan_drafts(runner, inputs)
+    def plan(inputs: Any, assistant: Any) -> Any:
+        planned = plan_drafts(runner, inputs, assistant)
         return None if planned is None else replace(planned, source=source)
 
     runner.plan_drafts = plan

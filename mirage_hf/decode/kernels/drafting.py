@@ -76,10 +76,11 @@ def accept_kernel(
     tl.store(tokens_ptr + row * TOKENS, tl.where(alive, last, first))
     tl.store(ahead_ptr + row, ahead + taken)
     tl.store(alive_ptr + row, goes_on.to(tl.uint8))
-    report = report_ptr + row * (TOKENS + 2)
+    report = report_ptr + row * (TOKENS + 3)
     tl.store(report + n, picked, mask=inside)
-    tl.store(report + TOKENS, taken)
-    tl.store(report + TOKENS + 1, goes_on.to(tl.int64))
+    tl.store(report + TOKENS, tl.where(alive, count, 0))
+    tl.store(report + TOKENS + 1, taken)
+    tl.store(report + TOKENS + 2, goes_on.to(tl.int64))
 
 
 @triton.jit
