@@ -3,8 +3,9 @@
 1. `generate` plans the call, or leaves it to stock, and tries it until an attempt succeeds.
 2. `attempt` leases memory, and runs the rest on it.
 3. `prefill` fills the memory with the prompt's keys, values and logits.
-4. `decode_ahead` lets the device choose tokens, and reads them while later steps run;
-   `decode_with_host` lets HF's own objects choose, one token at a time.
+4. `decode_ahead` lets the device choose tokens, and reads them while later steps run. If the call
+   drafts, a step verifies several tokens of a row (draft_sources.py). `decode_with_host` lets HF's
+   own objects choose, one token at a time.
 5. `finish` makes the output.
 
 The other files of this folder are helpers of these functions:
@@ -297,6 +298,8 @@ def decode(session: Session, streamer: Any) -> Tensor:
 
 def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tensor:
     """Let the device choose tokens, and read them while later steps run.
+
+    A step gives each row a token, or several if it verifies drafts.
 
     Steps that were enqueued after the last token are dropped. They find no row alive and write
     nothing, unless a clock of the host ended the call.

@@ -9,8 +9,8 @@ import torch
 
 from mirage_hf.api import optimize
 from mirage_hf.errors import OptimizeError
+from scripts.scripted_drafts import drafting
 from tests.decode.test_sampling import bound, chi_square
-from tests.helpers.draft_sources import Scripted, drafting
 from tests.helpers.generate_comparison import (
     PAD,
     Recorder,
@@ -92,7 +92,7 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(family: str) -> None:
         want = stock.generate(**given)
         batch, tokens = want.shape[0], 256
         for name, script in scripts(want).items():
-            with drafting(ours, Scripted(script, name)):
+            with drafting(script, name):
                 got, steps = counted_steps(ours, {**given, **LOOKUP})
             assert got.tolist() == want.tolist(), name
             if name == "good":
@@ -126,7 +126,7 @@ def test_calls_end_at_stop_tokens_and_lengths() -> None:
     stock, ours = pair()
     given = {"input_ids": prompt(3, 9), "do_sample": False, "pad_token_id": PAD}
     tokens = stock.generate(**given, max_new_tokens=40)
-    with drafting(ours, Scripted(tokens)):
+    with drafting(tokens):
         for stop in tokens[0, 12:34:3].tolist():
             for eos in (stop, [stop, int(tokens[1, 20])]):
                 ends = {**given, "max_new_tokens": 40, "eos_token_id": eos}
@@ -147,7 +147,7 @@ def test_stop_strings_end_a_row_in_the_middle_of_a_step() -> None:
     given |= {"tokenizer": tokenizer(), "pad_token_id": PAD, "eos_token_id": 98}
     tokens = stock.generate(**given)
     texts = tokenizer().batch_decode(tokens[:, 9:])
-    with drafting(ours, Scripted(tokens)):
+    with drafting(tokens):
         for first in range(2, 20, 3):
             strings = {"stop_strings": [texts[0][first : first + 3], texts[1][first + 1 :][:2]]}
             assert_same(
@@ -161,7 +161,7 @@ def test_streamers_get_the_tokens_in_bursts() -> None:
     given = {"input_ids": prompt(1, 9), "do_sample": False, "max_new_tokens": 40}
     tokens = stock.generate(**given)
     streamer = Recorder()
-    with drafting(ours, Scripted(tokens)):
+    with drafting(tokens):
         ours.generate(**given, **LOOKUP, streamer=streamer)
     puts = [event[2] for event in streamer.events if event[0] == "put"]
     assert puts[0] == prompt(1, 9).tolist() and streamer.events[-1] == ("end",)
@@ -175,7 +175,7 @@ def test_outputs_and_the_cache_are_those_of_plain_decoding(family: str, name: st
     stock, ours = pair(family)
     given = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 40, "repetition_penalty": 1.2}
     want = stock.generate(**given)
-    with drafting(ours, Scripted(scripts(want.sequences)[name], name)):
+    with drafting(scripts(want.sequences)[name], name):
         assert_same(want, ours.generate(**given, **LOOKUP))
     assert verified(ours)
 
@@ -197,7 +197,7 @@ def test_processors_see_the_text_at_each_place() -> None:
     given |= {"pad_token_id": PAD, **PROCESSORS}
     want = stock.generate(**given)
     for name, script in scripts(want).items():
-        with drafting(ours, Scripted(script, name)):
+        with drafting(script, name):
             assert_same(want, ours.generate(**given, **LOOKUP))
     assert verified(ours)
 
@@ -210,7 +210,7 @@ def test_samples_are_those_of_plain_decoding() -> None:
         with our_numbers():
             want = generated(stock, given, seed)
         for name, script in scripts(want).items():
-            with drafting(ours, Scripted(script, name)):
+            with drafting(script, name):
                 got = generated(ours, {**given, **LOOKUP}, seed)
                 assert got.tolist() == want.tolist(), name
     assert verified(ours)
@@ -235,7 +235,7 @@ def test_samples_have_plain_probabilities(quality: str) -> None:
     given |= {"top_k": 0, "max_new_tokens": 2, "prompt_lookup_num_tokens": 1}
     counts = torch.zeros(VOCAB, dtype=torch.float64)
     torch.manual_seed(3)
-    with drafting(ours, Scripted(script, quality)):
+    with drafting(script, quality):
         for _ in range(draws // batch):
             counts += torch.bincount(ours.generate(**given)[:, -1], minlength=VOCAB)
     assert ours.mirage.report.decode[VERIFIES] == draws // batch
@@ -251,7 +251,7 @@ def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) ->
     given = {"input_ids": prompt(3, 240), "do_sample": False, "max_new_tokens": 300}
     want = stock.generate(**given)
     for name, script in scripts(want).items():
-        with drafting(ours, Scripted(script, name)):
+        with drafting(script, name):
             assert ours.generate(**given, **LOOKUP).tolist() == want.tolist(), name
     assert verified(ours)
 
