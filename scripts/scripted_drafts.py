@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode import generate
+from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.draft_sources import DraftSource
 from mirage_hf.decode.drafts import Drafts
@@ -35,9 +36,11 @@ class Scripted(DraftSource):
         """What identifies the source."""
         return "scripted", self.name, self.inner.key
 
-    def draft(self, control: Control, drafts: Drafts, history: TokenHistory) -> None:
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
         """Draft for every row."""
-        self.inner.draft(control, drafts, history)
+        self.inner.draft(control, drafts, history, chooser)
         places = drafts.text_length(history) + drafts.number[:-1]
         known = places < self.script.shape[1]
         tokens = self.script.gather(1, places.clamp_max(self.script.shape[1] - 1))

@@ -8,6 +8,7 @@ from typing import Any
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
+from mirage_hf.decode.choosing import NOTHING, Chooser
 from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.draft_sources import DraftSource, drafts_of
 from mirage_hf.decode.drafts import Drafts
@@ -116,7 +117,10 @@ class Assistant:
 
 @dataclass(frozen=True, eq=False)
 class AssistantDrafts(DraftSource):
-    """Drafts the greatest logits of an assistant.
+    """Drafts what an assistant would choose in place of the model.
+
+    It chooses by the same processors, and samples by the random numbers that the model takes at
+    these places. If both have the same probabilities, they choose the same tokens.
 
     Its cache follows the accepted text, because each step writes from the row's own length on. The
     token drafted last is fed, too, so that its keys are there if it is taken.
@@ -136,16 +140,20 @@ class AssistantDrafts(DraftSource):
         """What identifies the source."""
         return "assistant", self.most
 
-    def draft(self, control: Control, drafts: Drafts, history: TokenHistory) -> None:
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
         """Draft for every row."""
         cursor = self.cursor
         cursor.tokens.copy_(drafts.tokens[:, :1])
         cursor.ahead.copy_(drafts.ahead)
         for number in range(1, self.most + 1):
             self.program.feed()
-            token = cursor.sampler.greatest_tokens(cursor.logits)
-            cursor.tokens.copy_(token[:, None])
-            drafts.tokens[:, number].copy_(token)
+            token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
+            token = token.masked_fill(token == NOTHING, 0)
+            history.ids.scatter_(1, cursor.text_length(history), token)
+            cursor.tokens.copy_(token)
             cursor.ahead.add_(1)
+            drafts.tokens[:, number : number + 1].copy_(token)
         self.program.feed()
         drafts.count.fill_(self.most)

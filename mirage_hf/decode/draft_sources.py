@@ -34,8 +34,17 @@ class DraftSource(ABC):
         """What identifies the source."""
 
     @abstractmethod
-    def draft(self, control: Control, drafts: Drafts, history: TokenHistory) -> None:
-        """Write drafts to `drafts.tokens` after the first column, and set `drafts.count`."""
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
+        """Write drafts to `drafts.tokens` after the first column, and set `drafts.count`.
+
+        Args:
+            control: State of the call.
+            drafts: State of the drafts.
+            history: The text.
+            chooser: Chooses tokens as plain decoding does.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,9 @@ class PromptLookup(DraftSource):
         """What identifies the source."""
         return "lookup", self.most, self.longest
 
-    def draft(self, control: Control, drafts: Drafts, history: TokenHistory) -> None:
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
         """Draft for every row."""
         batch, tokens = drafts.tokens.shape
         most = min(self.most, tokens - 1)
@@ -119,7 +130,7 @@ class Verifier(Chooser):
         """Choose each row's first token from the prompt's logits, and draft."""
         self.chooser.choose(control, logits)
         self.drafts.start(control, self.history)
-        self.source.draft(control, self.drafts, self.history)
+        self.source.draft(control, self.drafts, self.history, self.chooser)
 
     def choose(self, control: Control, logits: Tensor) -> None:
         """Choose from (batch · tokens, vocabulary) logits and move the state on."""
@@ -131,7 +142,7 @@ class Verifier(Chooser):
             self._accept_by_kernel(control, picked, ended)
         else:
             accept(control, drafts, history, picked, ended)
-        self.source.draft(control, drafts, history)
+        self.source.draft(control, drafts, history, self.chooser)
 
     def _accept_by_kernel(self, control: Control, picked: Tensor, ended: Tensor | None) -> None:
         drafts, history = self.drafts, self.history

@@ -310,7 +310,7 @@ class ProcessedChooser(Chooser):
             step = history.budget - control.budget + drafts.ahead + number
             numbers = history.numbers.gather(1, step).view(rows, 1)
         token = self._token(drafts.sampler, scores, numbers, is_valid)
-        if self.scores is not None:
+        if self.scores is not None and len(number) > 1:  # otherwise an assistant drafts
             if rows not in self._scores_after_drafts:
                 self._scores_after_drafts[rows] = torch.empty_like(scores)
             self._scores_after_drafts[rows].copy_(scores)

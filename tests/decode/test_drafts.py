@@ -310,6 +310,23 @@ def test_an_assistant_drafts(family: str, seed: int) -> None:
         assert counts["drafts: taken"] >= counts["drafts: drafted"] - 4 * 7
 
 
+def test_an_assistant_samples_by_the_same_numbers() -> None:
+    stock, ours = pair()
+    helpers = [assistant(seed=0), assistant(seed=1)]
+    given = {**left_padded((4, 11, 7)), "do_sample": True, "max_new_tokens": 57, "top_k": 40}
+    given |= {"temperature": 1.3, "pad_token_id": PAD, "repetition_penalty": 1.2}
+    for seed in range(2):
+        with our_numbers():
+            want = generated(stock, given, seed).tolist()
+        for helper in helpers:
+            torch.manual_seed(seed)
+            got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+            assert got.tolist() == want and (steps == 7) == (helper is helpers[0])
+    full = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 20, "repetition_penalty": 1.2}
+    assert_same(stock.generate(**full), ours.generate(**full, assistant_model=helpers[1]))
+    assert verified(ours) == 5
+
+
 def test_an_assistant_of_another_family_follows_the_accepted_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

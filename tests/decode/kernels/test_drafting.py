@@ -39,7 +39,7 @@ class NoDrafts(DraftSource):
 
     key = ("none",)
 
-    def draft(self, control: Control, drafts: Drafts, history: TokenHistory) -> None:
+    def draft(self, *_: Any) -> None:
         """Do nothing."""
 
 
@@ -138,7 +138,7 @@ def wrong_look_ups(by_kernels: bool, count: int, seed: int) -> list[str]:
         state = random_state(rng, by_kernels)
         c, drafts, history = state.control, state.drafts, state.history
         most, longest = rng.randint(1, 16), rng.randint(1, 4)
-        PromptLookup(most, longest).draft(c, drafts, history)
+        PromptLookup(most, longest).draft(c, drafts, history, Fixed(state.picked, None))
         most = min(most, drafts.tokens.shape[1] - 1)
         for row in range(len(c.ids)):
             length = int(drafts.text_length(history)[row])
