@@ -118,7 +118,8 @@ OPTIONS = (
     RoutingRule("prefill_chunk_size", _is_given, "chunked prefill"),
     RoutingRule(
         "cache_implementation",
-        lambda v: v not in (None, "hybrid", "dynamic"),
+        # transformers 5.4 gives calls with drafts a cache that keeps all keys, by the last name
+        lambda v: v not in (None, "hybrid", "dynamic", "dynamic_full"),
         "cache_implementation={!r}",
     ),
     RoutingRule("token_healing", _is_on, "token healing"),

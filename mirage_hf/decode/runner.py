@@ -408,4 +408,4 @@ def _embeds_by(model: Any, embedding: Tensor) -> bool:
 
 
 def _key_of(chooser: Chooser | None) -> object:
-    return None if chooser is None else chooser.key
+    return None if chooser is None else chooser.keys

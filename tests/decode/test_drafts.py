@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.generation import configuration_utils
 
 from mirage_hf.api import optimize
 from mirage_hf.errors import OptimizeError
@@ -25,6 +27,7 @@ from tests.helpers.tiny_models import WINDOW, prompt, tiny, twin_of
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
 
 VOCAB = 99
+KEEPS_ALL_KEYS = "dynamic_full" in str(vars(configuration_utils))
 VERIFIES = "step: all by kernels"
 LOOKUP = {"prompt_lookup_num_tokens": 7}
 
@@ -174,7 +177,9 @@ def test_streamers_get_the_tokens_in_bursts() -> None:
 def test_outputs_and_the_cache_are_those_of_plain_decoding(family: str, name: str) -> None:
     stock, ours = pair(family)
     given = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 40, "repetition_penalty": 1.2}
-    want = stock.generate(**given)
+    # transformers 5.4 gives calls with drafts a cache whose layers keep all keys
+    own = {"past_key_values": DynamicCache()} if KEEPS_ALL_KEYS else {}
+    want = stock.generate(**given, **own)
     with drafting(scripts(want.sequences)[name], name):
         assert_same(want, ours.generate(**given, **LOOKUP))
     assert verified(ours)
@@ -254,6 +259,65 @@ def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) ->
         with drafting(script, name):
             assert ours.generate(**given, **LOOKUP).tolist() == want.tolist(), name
     assert verified(ours)
+
+
+def test_a_model_that_changes_runs_stock() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 12}
+    for model in (stock, ours):
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+            -model.model.layers[0].mlp.up_proj.weight.detach()
+        )
+    want = stock.generate(**given).tolist()
+    assert ours.generate(**given, **LOOKUP).tolist() == want
+    (reason,) = stocks(ours)
+    assert reason == f"stock: drafts, and steps without kernels: {CHANGED}"
+
+
+def test_a_time_limit_ends_a_call() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": False}
+    tokens = stock.generate(**given, max_new_tokens=40)[0].tolist()
+    with drafting(torch.tensor([tokens])):
+        got = ours.generate(**given, max_new_tokens=40, max_time=0.0, **LOOKUP)[0].tolist()
+    assert got == tokens[: len(got)] and 9 < len(got) < 40
+    assert verified(ours) == 1
+
+
+class Interrupted(Exception):
+    """What a streamer raises."""
+
+
+def test_mixed_and_interrupted_calls_leave_memory_and_tokens_as_they_are() -> None:
+    stock, ours = pair("gemma2")
+    helper, runner = assistant("gemma2"), ours.generate.runner
+    generator, sizes = torch.Generator().manual_seed(0), []
+    wanted: dict[Any, Any] = {}
+
+    def interrupt(_: torch.Tensor) -> None:
+        if streamer.events:
+            raise Interrupted
+        streamer.events.append(())
+
+    for n in range(120):
+        kind, batch = n % 6, (1, 3)[n // 6 % 2]
+        length = int(torch.randint(1, 4, (), generator=generator)) * 7
+        given = {"inputs": prompt(batch, length), "do_sample": False, "max_new_tokens": 24}
+        drafts = ({}, LOOKUP, {"assistant_model": helper})[kind % 3]
+        if kind > 2:
+            streamer = Recorder()
+            streamer.put = interrupt  # type: ignore[method-assign]
+            with pytest.raises(Interrupted):
+                ours.generate(**given, **drafts, streamer=streamer)
+        else:
+            if (batch, length) not in wanted:
+                wanted[batch, length] = stock.generate(**given).tolist()
+            assert ours.generate(**given, **drafts).tolist() == wanted[batch, length]
+        if n % 12 == 11:
+            sizes.append(runner.bytes)
+    assert len(set(sizes[2:])) == 1, sizes
+    full = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 24}
+    assert_same(stock.generate(**full), ours.generate(**full, **LOOKUP))
 
 
 def test_checked_steps_are_used() -> None:
