@@ -302,7 +302,7 @@ class ProcessedChooser(Chooser):
         rows, number = drafts.logits.shape[0], drafts.number
         length = drafts.text_length(history)
         history.ids.scatter_(1, length + number[:-1], drafts.tokens[:, 1:])
-        ids = history.ids.repeat_interleave(len(number), 0)
+        ids = history.ids[:, None].expand(-1, len(number), -1).flatten(0, 1)
         text = TextSoFar(ids, (length + number).view(rows, 1), history.slots)
         scores, is_valid = self._process(text, logits.float().contiguous())
         numbers = None

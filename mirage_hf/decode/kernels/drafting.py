@@ -115,7 +115,7 @@ def look_up_kernel(
     last = tl.load(prompt_ptr) + tl.load(ahead_ptr + row)
     at = tl.arange(0, BLOCK)
     best = tl.zeros((BLOCK,), tl.int64)
-    for begin in range(0, ROOM, BLOCK):
+    for begin in range(0, last, BLOCK):
         place = begin + at
         goes_on = place < last
         same = tl.zeros((BLOCK,), tl.int64)
