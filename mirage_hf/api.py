@@ -200,7 +200,7 @@ def _step_shapes(
     """Return the shapes of steps to make kernels for. Without a model that generates: one token."""
     shapes = [StepShape(batch) for batch in batch_sizes]
     if inner is not None:
-        windowed = decoding.has_windows(inner)
+        windowed = decoding.has_windows(inner.config)
         tokens = [1 + drafts for drafts in draft_tokens]
         shapes += [StepShape(batch, n, windowed) for batch in batch_sizes for n in tokens]
     return shapes

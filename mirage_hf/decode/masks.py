@@ -141,9 +141,9 @@ class MaskPlan:
         return masks if self.by_layer_type else masks[""]
 
 
-def has_windows(model: Any) -> bool:
-    """Return whether attention of a model hides tokens that lie outside of a window."""
-    masks = MaskPlan.of(model.config.get_text_config(decoder=True))
+def has_windows(config: Any) -> bool:
+    """Return whether attention of a model with this config hides tokens outside of a window."""
+    masks = MaskPlan.of(config.get_text_config(decoder=True))
     return isinstance(masks, MaskPlan) and any(window for _, window in masks.windows)
 
 

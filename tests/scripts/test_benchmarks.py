@@ -236,7 +236,7 @@ def test_a_zoo_gets_no_result_whose_candidates_failed(monkeypatch, tmp_path):
     for made, kept in ((failed, 0), (replace(failed, search={"candidates": 0}), 1), (fused, 1)):
         zoo = Store(tmp_path / str(kept) / made.pattern / str(len(made.schedules)), writable=True)
         monkeypatch.setattr(build_zoo, "make_entries", lambda *_, made=made: [made])
-        (said,) = build_zoo.build([], 1, torch.device("cpu"), zoo, SimpleNamespace(tune="auto"))
+        (said,) = build_zoo.build([], torch.device("cpu"), zoo, SimpleNamespace(tune="auto"))
         assert len(list(zoo.entries())) == kept
         assert (
             "not kept, every candidate failed here" in said and "no code for sm_90" in said
