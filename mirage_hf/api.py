@@ -19,6 +19,7 @@ from mirage_hf import decode as decoding
 from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError, Rejected
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.layers.part import StepShape
 from mirage_hf.match.eligible import (
     check_model,
     chosen_backend,
@@ -26,7 +27,7 @@ from mirage_hf.match.eligible import (
     single_device,
 )
 from mirage_hf.match.matcher import match
-from mirage_hf.match.options import check_options
+from mirage_hf.match.options import check_draft_tokens, check_options
 from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.background import BackgroundTuning
 from mirage_hf.pipeline.layer_choice import BlockToMake
@@ -60,6 +61,7 @@ def optimize(
     model: Model,
     patterns: Iterable[str] | None = None,
     batch_sizes: Sequence[int] = (1,),
+    draft_tokens: Sequence[int] = (),
     backend: str = "auto",
     zoo: Any = None,
     tune: str = "auto",
@@ -87,6 +89,9 @@ def optimize(
         model: The model, or a part of one, on one device.
         patterns: The names of the blocks to look for. None: all.
         batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
+        draft_tokens: The numbers of drafted tokens, from 1 to 15, that a step of generate verifies
+            at once. For each of them kernels are made that take one token more of each sequence.
+            Without them calls with drafts (`prompt_lookup_num_tokens`) run stock.
         backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
         zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
         tune: What is measured on a GPU when kernels are made. "auto" measures the results of a
@@ -132,6 +137,7 @@ def optimize(
         verify=verify,
         dry_run=dry_run,
     )
+    drafts = check_draft_tokens(draft_tokens)
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
@@ -142,7 +148,8 @@ def optimize(
             _restore_stock(model)
         inner = generating(model)
         matches = match(model, names, inner)
-        optimization = Optimization(model, backend, rows, matches)
+        shapes = _step_shapes(rows, drafts, inner)
+        optimization = Optimization(model, backend, shapes, matches)
         optimization.report_rejected(on_unsupported)
         wants_trace = inner is not None and patterns is None
         # Experts of known models are called by name in steps. A whole trace joins their kernels
@@ -155,7 +162,7 @@ def optimize(
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
             return optimization.plan()
         with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
-            blocks = ModelBlocks(optimization.wanted, rows, device)
+            blocks = ModelBlocks(optimization.wanted, shapes, device)
             made = find_kernels(
                 blocks,
                 device=device,
@@ -272,6 +279,18 @@ def _on(device: torch.device) -> Iterator[None]:
         finally:
             torch.cuda.current_stream(device).synchronize()
             _release_cached_memory(device)
+
+
+def _step_shapes(
+    batch_sizes: Sequence[int], draft_tokens: Sequence[int], inner: Any
+) -> list[StepShape]:
+    """Return the shapes of steps to make kernels for. Without a model that generates: one token."""
+    shapes = [StepShape(batch) for batch in batch_sizes]
+    if inner is not None:
+        windowed = decoding.has_windows(inner.config)
+        tokens = [1 + drafts for drafts in draft_tokens]
+        shapes += [StepShape(batch, n, windowed) for batch in batch_sizes for n in tokens]
+    return shapes
 
 
 def _release_cached_memory(device: torch.device) -> None:

@@ -220,4 +220,15 @@ def for_long_caches(block: PatternBlock) -> PatternBlock:
     return block.pattern.block(**{**dict(block.sizes), "slots": LONG_SLOTS})
 
 
+def for_several_tokens(block: PatternBlock, tokens: int, *, window: bool) -> PatternBlock:
+    """Return the same block for `tokens` new tokens of each sequence.
+
+    Args:
+        block: A block of this pattern.
+        tokens: New tokens of a sequence.
+        window: Whether each of them has bounds of its own among the cached keys.
+    """
+    return block.pattern.block(**{**dict(block.sizes), "queries": tokens, "window": window})
+
+
 ATTENTION = Pattern("attention", AXES, build, searched_at=REFERENCE_SLOTS)

@@ -11,6 +11,8 @@ spread.
     $bench --batch 4 --prompt 512 --padded --peers static,ours --json padded.json
     $bench --model llama-3.1-8b --weights int4 --peers static,product,plain,ours --json int4.json
     $bench --model gemma-3-4b --images 1 --batch 1,4,16 --times-only --json images.json
+    $bench --draft lookup --draft-tokens 7 --accept 0.8 --peers ours,drafted,assisted --json d.json
+    $bench --model llama-3.1-8b --draft llama-3.2-1b --peers ours,drafted,assisted --json a.json
 
 Each model, batch size and prompt length is a row of the JSON file, written as soon as it is
 measured. Peers:
@@ -24,6 +26,8 @@ measured. Peers:
     bare       with --lora: ours, for the same model without adapters
     plain      with --weights: ours, for the same model with bfloat16 weights
     product    with --weights int4: static, with torch's own int4 product in each linear
+    drafted    with --draft: ours, with steps that verify drafts
+    assisted   with --draft: HF's generate with the same drafts, for batches of 1
 
 The floor is the bytes that a step must read, divided by 4.47 TB/s. These are the weights, and the
 keys and values of the prompt and half of the new tokens. The embedding table does not count, and a
@@ -39,6 +43,11 @@ and the vision model's weights do not count for the floor. If the prompts are sh
 profiled, and logits of causal models are compared with float32 if there are no images. --times-only
 leaves both out. With --weights, linears hold codes of the format's own library (coded_models.py),
 and eager and static run them as transformers does: it decodes int4 at the first forward.
+
+--draft says where drafts come from: prompt lookup, or an assistant, another model of the list. Its
+weights are random, so its own drafts are hardly ever taken. With --accept, the source runs and its
+drafts are replaced by the model's own greedy tokens, each of which is wrong with the rest of the
+probability. `drafts` says how many were made and taken.
 """
 
 from __future__ import annotations
@@ -85,6 +94,7 @@ from scripts.coded_models import (
     with_int4_products,
 )
 from scripts.configs import config_of, floor_bytes, names, random_model, with_adapters
+from scripts.scripted_drafts import assisted_by_script, drafting, with_errors
 from scripts.survey_images import IMAGES, random_images, with_images
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
@@ -93,6 +103,8 @@ BARE, ATTENTION, PLAIN, PRODUCT = "bare", "attention", "plain", "product"
 PADDING = 0
 #: Logits are compared and kernels profiled only if a batch of prompts has at most this many tokens.
 FEW_TOKENS = 4096
+#: The peers that draft, and the drafts that need no model.
+DRAFTED, ASSISTED, LOOKUP = "drafted", "assisted", "lookup"
 #: The width of images in pixels, for models that take any width.
 IMAGE_WIDTH = 448
 
@@ -124,8 +136,9 @@ class Clock(BaseStreamer):
         self.at: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Note the time."""
-        self.at.append(time.perf_counter())
+        """Note the time, once for each token of a burst (batch, tokens)."""
+        is_burst = bool(self.at) and value.dim() == 2
+        self.at += [time.perf_counter()] * (value.shape[1] if is_burst else 1)
 
     def end(self) -> None:
         """Do nothing."""
@@ -352,6 +365,51 @@ def ours(
     return generate_with(fast, prompts, new), fast
 
 
+def drafts_of(
+    model: PreTrainedModel, is_ours: bool, prompts: Prompts, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the option of generate that asks for drafts. An assistant of ours is optimized."""
+    import mirage_hf as mi
+
+    if args.draft == LOOKUP:
+        return {"prompt_lookup_num_tokens": args.draft_tokens}
+    assistant = twin(assistant_weights(args.draft, model.device, args.layers))
+    assistant.generation_config.num_assistant_tokens = args.draft_tokens
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    if is_ours:
+        mi.optimize(assistant, batch_sizes=(len(prompts.ids),), tune=args.tune)
+    return {"assistant_model": assistant}
+
+
+def drafted(
+    model: PreTrainedModel, is_ours: bool, prompts: Prompts, args: argparse.Namespace
+) -> tuple[Callable[..., torch.Tensor], PreTrainedModel | None]:
+    """Return a call that drafts, of an optimized twin or of stock, and the twin if it is ours."""
+    import mirage_hf as mi
+
+    peer = twin(model)
+    if is_ours:
+        batch_sizes, counts = (len(prompts.ids),), (args.draft_tokens,)
+        mi.optimize(peer, batch_sizes=batch_sizes, draft_tokens=counts, tune=args.tune)
+    options = drafts_of(model, is_ours, prompts, args)
+    call = generate_with(peer, prompts, args.new, **options)
+    fast = peer if is_ours else None
+    if args.accept is None:
+        return call, fast
+    text = generate_with(peer, prompts, args.new)()
+    script = with_errors(text, args.accept, text_vocab(model.config))
+
+    def scripted(streamer: BaseStreamer | None = None) -> torch.Tensor:
+        by_script = (
+            drafting(script) if is_ours else assisted_by_script(peer, script, args.draft_tokens)
+        )
+        with by_script:
+            return call(streamer)
+
+    return scripted, fast
+
+
 # -- measuring ------------------------------------------------------------------------------------
 
 
@@ -484,6 +542,12 @@ def weights_of(name: str, device: torch.device, layers: int | None) -> PreTraine
     return random_model(name, device, layers=layers)
 
 
+@lru_cache(maxsize=1)
+def assistant_weights(name: str, device: torch.device, layers: int | None) -> PreTrainedModel:
+    """Return the assistant that peers of several rows share."""
+    return random_model(name, device, layers=layers)
+
+
 def titled(name: str, args: argparse.Namespace) -> str:
     """Return the row's name for a model: with its layers if cut, adapters, images and padding."""
     adapters = f" + LoRA {args.lora}" if args.lora else ""
@@ -531,6 +595,10 @@ def set_up(
         return ours(bare, prompts, args.new, args.tune)[0], None
     if peer == "ours":
         return ours(model, prompts, args.new, args.tune)
+    if peer in (DRAFTED, ASSISTED):
+        call, fast = drafted(model, peer == DRAFTED, prompts, args)
+        call.drafts_of = fast  # type: ignore[attr-defined]
+        return call, None
     if peer == "compile":
         if prompts.ids.device.type != "cuda":
             raise RuntimeError("needs a GPU")
@@ -656,6 +724,10 @@ def bench_peers(
         measure(calls, results, args, device)
         if ATTENTION in calls:
             row["attention_report"] = str(attention_since(attended)).splitlines()
+        if DRAFTED in calls:
+            by_us = calls[DRAFTED].drafts_of.mirage.report  # type: ignore[attr-defined]
+            row["drafts"] = {k: n for k, n in by_us.decode.items() if k.startswith("drafts: ")}
+            row["report_of_drafted"] = str(by_us).splitlines()
         if "ours" in calls and fast is not None:
             row |= beyond_times(calls, model, fast, prompts, args)
     return results
@@ -705,6 +777,12 @@ def table(report: dict[str, Any]) -> str:
         lines.append(
             f"{peer:<10}{shown}{between:>18}{step}{first}{r['setup_s']:10.1f}"
             f"{r['peak_mib_over_weights']:10.0f}"
+        )
+    if report.get("drafts"):
+        made, taken = (report["drafts"].get(f"drafts: {k}", 0) for k in ("drafted", "taken"))
+        steps = report["drafts"]["drafts: steps of a row"]
+        lines.append(
+            f"drafts: {taken / made:.1%} of {made} taken, {1 + taken / steps:.2f} tokens a step"
         )
     if "searched" in report:
         s = report["searched"]
@@ -800,6 +878,18 @@ def main() -> None:
         action="store_true",
         help="profile no kernels, and compare no logits with float32",
     )
+    parser.add_argument(
+        "--draft",
+        default="",
+        metavar=f"{LOOKUP}|MODEL",
+        help="where the drafts of the peers drafted and assisted come from",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, default=4, metavar="K", help="drafts of a step, 1 to 15"
+    )
+    parser.add_argument(
+        "--accept", type=float, metavar="P", help="the probability that a draft is right"
+    )
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))
     parser.add_argument(
@@ -839,6 +929,7 @@ def main() -> None:
         *([BARE] if args.lora else []),
         *([PLAIN] if args.weights else []),
         *([PRODUCT] if args.weights == "int4" else []),
+        *([DRAFTED, ASSISTED] if args.draft else []),
     )
     unknown = set(args.peers) - set(known)
     if args.side_by_side and (args.apart or args.seconds < math.inf):
@@ -846,6 +937,10 @@ def main() -> None:
             "--side-by-side needs memory for all at once and ends when it ends: without --apart "
             "and --seconds"
         )
+    if args.draft not in ("", LOOKUP, *names()):
+        parser.error(f"--draft {args.draft}: give {LOOKUP} or one of {', '.join(names())}")
+    if args.accept is not None and not (args.draft and 0 <= args.accept <= 1):
+        parser.error("--accept is a probability, and needs --draft")
     if args.images and (why := why_no_images(args)):
         parser.error(why)
     if unknown or args.new < 2:

@@ -1,12 +1,14 @@
 """Fill a kernel zoo ahead of time: search, prove, tune and keep the blocks of models.
 
     python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
+    python -m scripts.build_zoo --configs llama-3.1-8b --draft-tokens 3,7
     torchrun --nproc-per-node 8 -m scripts.build_zoo --configs all
 
 Under torchrun the work is spread over GPUs, and over hosts that share the folder. One layer of each
 model is made with random weights, and matched as optimize() matches it. Among the fastest kernels
 of each block, those that make the whole layer fastest are kept. Entries that the zoo has stay, so a
-stopped run can go on. `--anew` makes everything again.
+stopped run can go on. `--anew` makes everything again. `--draft-tokens` adds kernels for steps that
+verify so many drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from pathlib import Path
 
 import torch
 
+from mirage_hf.decode import has_windows
 from mirage_hf.errors import Rejected
+from mirage_hf.layers.part import StepShape, block_at
 from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
@@ -31,7 +35,7 @@ from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import Key, key_of, target_of
 from mirage_hf.zoo.store import Store
-from scripts.configs import MODELS, random_model, with_adapters
+from scripts.configs import MODELS, config_of, random_model, with_adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,15 +79,18 @@ def key_to_make(wanted: BlockToMake, device: torch.device) -> Key:
 
 
 def build(
-    blocks: Sequence[PatternBlock],
-    rows: int,
+    blocks: Sequence[tuple[PatternBlock, int]],
     device: torch.device,
     zoo: Store,
     args: argparse.Namespace,
 ) -> Iterator[str]:
-    """Make the kernels of a layer's blocks that the zoo lacks. Yield a line for each."""
+    """Make the kernels that the zoo lacks, of a layer's blocks at numbers of rows.
+
+    Yields:
+        A line for each.
+    """
     layer: list[Entry | BlockToMake] = []
-    for block in blocks:
+    for block, rows in blocks:
         wanted = block_to_make(block, rows)
         have = zoo.get(key_to_make(wanted, device))
         if isinstance(have, Entry) and (have.timings or args.untimed) and not args.anew:
@@ -93,7 +100,7 @@ def build(
             layer.append(wanted)
     started = time.perf_counter()
     made = make_entries(layer, device, args.tune)
-    for block in blocks:
+    for block, rows in blocks:
         if block.pattern.searched_at is not None:
             wanted = block_to_make(for_long_caches(block), rows)
             have = zoo.get(key_to_make(wanted, device))
@@ -129,6 +136,9 @@ def main() -> None:
         help=f"all, or of {', '.join(MODELS)}, with commas",
     )
     parser.add_argument("--batch-sizes", default="1", help="with commas")
+    parser.add_argument(
+        "--draft-tokens", default="", help="numbers of drafts that a step verifies, with commas"
+    )
     parser.add_argument("--dtypes", default="bfloat16", help=f"of {', '.join(DTYPES)}, with commas")
     parser.add_argument(
         "--lora",
@@ -173,15 +183,21 @@ def main() -> None:
     zoo = Store(args.out.resolve(), writable=True)
     # Every process sees the same layers and takes its share. A block belongs to the first layer
     # with it.
-    jobs: list[tuple[list[PatternBlock], int]] = []
-    seen: set[PatternBlock] = set()
+    jobs: list[list[tuple[PatternBlock, int]]] = []
+    seen: set[tuple[PatternBlock, int]] = set()
+    tokens = [1, *(1 + int(n) for n in args.draft_tokens.split(",") if n)]
+    sizes = list(itertools.product(map(int, args.batch_sizes.split(",")), tokens))
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
+        windowed = has_windows(config_of(name))
+        shapes = [StepShape(batch, n, windowed and n > 1) for batch, n in sizes]
         for layer in blocks_of(name, dtype, device, args.lora):
-            blocks = [b for b in layer if b not in seen]
-            seen.update(blocks)
-            jobs += [(blocks, int(rows)) for rows in args.batch_sizes.split(",")]
-    for number, (blocks, rows) in list(enumerate(jobs, 1))[rank::world]:
-        for line in build(blocks, rows, device, zoo, args):
+            for shape in shapes:
+                at = [block_at(block, shape) for block in layer]
+                blocks = [b for b in at if not isinstance(b, Rejected) and b not in seen]
+                seen.update(blocks)
+                jobs.append(blocks)
+    for number, blocks in list(enumerate(jobs, 1))[rank::world]:
+        for line in build(blocks, device, zoo, args):
             print(f"{number} of {len(jobs)}  {line}", flush=True)
 
 

@@ -53,6 +53,7 @@ LONGEST = (
     "decode/test_step.py",
     "decode/test_step_changes.py",
     "decode/test_step_own_forward.py",
+    "decode/test_drafts.py",
     "swap/test_traced.py",
     "pipeline/test_kernels.py",
     "api/test_optimize.py",

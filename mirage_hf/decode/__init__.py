@@ -3,6 +3,7 @@
 from mirage_hf.decode.cache_pool import CachePool
 from mirage_hf.decode.explaining import explain_step, layout_of, meta_model
 from mirage_hf.decode.generate_method import DecodeError, Generate, install, uninstall
+from mirage_hf.decode.masks import has_windows
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.traced_step import TracedSteps
@@ -18,6 +19,7 @@ __all__ = [
     "Step",
     "TracedSteps",
     "explain_step",
+    "has_windows",
     "install",
     "layout_of",
     "meta_model",

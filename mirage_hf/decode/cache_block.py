@@ -62,6 +62,13 @@ class CacheBlock:
     choosers: dict[Any, Any] = field(default_factory=dict)
     #: Chooses tokens from logits of this size (sampler.py).
     sampler: Any = None
+    #: The state of drafts, by tokens of a step (drafts.py).
+    drafts: dict[int, Any] = field(default_factory=dict)
+    #: Memory of an assistant that drafts for this call, what its graphs depend on, and its step
+    #: (assistants.py).
+    assistant: CacheBlock | None = None
+    assistant_key: object = None
+    assistant_program: Any = None
     #: How many prompts there were that a captured prefill could serve, by shape.
     prompts: Counter[Any] = field(default_factory=Counter)
     #: Layers that the last prompt wrote. A model may have lost some that its config still counts.
@@ -91,12 +98,13 @@ class CacheBlock:
         """
         tensors = [*self.slabs, *self.states.values(), *self.sources.values(), self.logits]
         tensors += vars(self.control).values()
-        for owner in (self.history, self.sampler):
+        for owner in (self.history, self.sampler, *list(self.drafts.values())):
             if owner is not None:
                 tensors += vars(owner).values()
         for chooser in list(self.choosers.values()):
             tensors += chooser.tensors()
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        own = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        return own + (self.assistant.bytes if self.assistant is not None else 0)
 
     def num_slots(self, layer: int) -> int:
         """Return the slots of a layer."""
@@ -261,6 +269,16 @@ class CacheBlock:
         self.graph_pool = None
         self.graph_key = None
 
+    def take_assistant(self, other: CacheBlock) -> None:
+        """Take over the assistant of a smaller block, whose graphs are not replayed any more."""
+        if other.assistant is None:
+            return
+        self.drop_graphs()
+        other.drop_graphs()
+        for name in ("assistant", "assistant_key", "assistant_program"):
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, None)
+
     def own_history(self) -> TokenHistory:
         """Return the block's token history, made when the first call needs it."""
         if self.history is None:
@@ -281,6 +299,8 @@ class CacheBlock:
         self.drop_graphs()
         self.choosers.clear()
         self.history = self.sampler = None
+        self.drafts.clear()
+        self.assistant = self.assistant_program = None
         self.keys.clear()
         self.values.clear()
         self.indexer_keys.clear()

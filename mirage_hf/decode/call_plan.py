@@ -12,16 +12,17 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from mirage_hf.decode.cache_exchange import held_tokens, of_self_attention, windows_of
+from mirage_hf.decode.draft_sources import DraftPlan
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.prompt_plan import PromptPlan
 from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.routing import (
-    COVERED_MODES,
     MODEL_INPUTS,
     cache_name,
     has_own_steps,
+    is_covered_mode,
     rejected_length,
     rejected_masks,
     rejected_model,
@@ -78,6 +79,7 @@ class CallPlan:
         only_traced: Whether only a traced step may run, because nothing else was compared with
             stock's steps of this model.
         source: What the encoder gave, if there is one.
+        drafts: How the call drafts, if it does.
         expected: Whether the fingerprint is only the last call's. Then the model's own is taken
             while the GPU works on the prompt.
     """
@@ -99,6 +101,17 @@ class CallPlan:
     only_traced: bool = False
     tokens_alone: bool = True
     source: Source | None = None
+    drafts: DraftPlan | None = None
+
+    @property
+    def room(self) -> int:
+        """The cache slots that a call may write at most: drafts lie after the text."""
+        return self.most_slots + self.tokens - 1
+
+    @property
+    def tokens(self) -> int:
+        """The new tokens of a row in a step."""
+        return 1 if self.drafts is None else self.drafts.shape.tokens
 
     @property
     def source_slots(self) -> int:
@@ -127,6 +140,7 @@ def plan_call(
     mask_use: MaskUse = "hides",
     uses_rings: bool = True,
     only_traced: bool = False,
+    drafts: DraftPlan | None = None,
 ) -> CallPlan:
     """Decide whether a call is covered, and how.
 
@@ -139,6 +153,7 @@ def plan_call(
         mask_use: What an encoder-decoder model does with `attention_mask` in steps.
         uses_rings: Whether sliding layers may share slots. If not, they keep all keys.
         only_traced: Whether only traced steps over our cache are known to be stock's.
+        drafts: How the call drafts. Its sliding layers keep all keys.
 
     Raises:
         NotCoveredError: Stock must serve the call.
@@ -182,9 +197,11 @@ def plan_call(
     why_traced = rejected_model(model) or fingerprint.misplaced if is_traced else None
     covered(None if is_traced else fingerprint.misplaced)
     vocab = getattr(text_config, "vocab_size", None)
-    if not uses_rings:
+    if not uses_rings or drafts is not None:
         windows = (None,) * len(windows)
     selection = Selection.of(inputs.processors, inputs.criteria, config, vocab)
+    if drafts is not None:
+        covered(_why_no_drafts(selection, past, len(inputs.input_ids)))
     return CallPlan(
         cache=cache,
         cache_is_users=cache_is_users,
@@ -211,7 +228,19 @@ def plan_call(
         ),
         tokens_alone=not _prompt_inputs(kwargs),
         source=source,
+        drafts=drafts,
     )
+
+
+def _why_no_drafts(selection: Selection | str, past: int, rows: int) -> str | None:
+    """Return why a call that would draft needs the stock method, or None."""
+    if isinstance(selection, str):
+        return f"drafts, and tokens that the host chooses: {selection}"
+    if past:
+        return "drafts after a cache that holds tokens"
+    if rows > 1 and selection.stop_strings and not selection.pads:
+        return "drafts for rows that go on after a stop string"
+    return None
 
 
 def _prompt_inputs(kwargs: dict[str, Any]) -> list[str]:
@@ -226,7 +255,7 @@ def _check_options(inputs: CallInputs, *, is_traced: bool) -> None:
         NotCoveredError: Stock must serve such calls, whatever the prompt is.
     """
     model, config, kwargs, input_ids = inputs.model, inputs.config, inputs.kwargs, inputs.input_ids
-    if config.get_generation_mode() not in COVERED_MODES:
+    if not is_covered_mode(config):
         raise NotCoveredError(f"generation mode {config.get_generation_mode().value}")
     covered(rejected_options(lambda name: getattr(config, name, None)))
     # a traced model's own methods say what its steps take besides, see `unusual_step_inputs`

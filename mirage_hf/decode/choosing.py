@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.control import Control
+from mirage_hf.decode.control import Control, TokenHistory
+from mirage_hf.decode.drafts import Drafts
 
 #: Reported in place of a token if none can be drawn: a score is NaN, or none is above −inf.
 NOTHING = -(1 << 62)
+
+
+class Picked(NamedTuple):
+    """What plain decoding would choose after each token of a step.
+
+    Attributes:
+        token: (rows,) int64, NOTHING where no token can be drawn.
+        ended: (rows,) bool: whether the row ends there whatever the token is. None if no row does.
+    """
+
+    token: Tensor
+    ended: Tensor | None = None
 
 
 class Chooser(ABC):
@@ -34,9 +47,44 @@ class Chooser(ABC):
         """Return the memory that the chooser owns."""
         return []
 
+    @property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
+        """What identifies a captured step that ends with this chooser."""
+        return (self.key,)
+
     @abstractmethod
     def choose(self, control: Control, logits: Tensor) -> None:
         """Choose from (batch, vocabulary) logits and move the state on. The host reads nothing."""
+
+    def begin(self, control: Control, logits: Tensor) -> None:
+        """Choose from the prompt's logits."""
+        self.choose(control, logits)
+
+    def pick(
+        self, control: Control, drafts: Drafts, history: TokenHistory, logits: Tensor
+    ) -> Picked:
+        """Choose after each token of a step that verifies drafts, and move nothing on.
+
+        Args:
+            control: State of the call.
+            drafts: What the step was fed.
+            history: The text.
+            logits: (batch · tokens, vocabulary).
+        """
+        raise NotImplementedError
+
+    def scores_of(self, rows: int) -> Tensor | None:
+        """Return the scores (rows, vocabulary) of the last step, None if they are not kept."""
+        return self.scores
+
+    def report(self, control: Control) -> Tensor:
+        """Return what the host reads after a step."""
+        return control.report
+
+    def read(self, report: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Return the new tokens of each row in a report, and 1 for each row that goes on."""
+        tokens, rows_go_on = report
+        return [[token] for token in tokens], rows_go_on
 
 
 def choose_greedily(control: Control, logits: Tensor) -> None:

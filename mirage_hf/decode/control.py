@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: The most new tokens of a row in a step: one, and drafts.
+MAX_STEP_TOKENS = 16
 #: Stop tokens that a control has room for. A longer list becomes a table over the vocabulary
 #: (selection.py). The kernels read all of them as one tile, so it is a power of two.
 MAX_EOS = 32
@@ -117,12 +119,12 @@ class TokenHistory:
     Integers are int64.
 
     Attributes:
-        ids: (batch, capacity + 2): the text so far, as stock's input_ids hold it. Steps that find
-            no row alive write after its end.
-        numbers: (batch, capacity + 2) float64 in [0, 1): the random number of each step.
+        ids: (batch, room): the text so far, as stock's input_ids hold it. Steps that find no row
+            alive write after its end, and so do drafts.
+        numbers: (batch, room) float64 in [0, 1): the random number of each step.
         prompt: (1,): tokens of input_ids when the call began.
         budget: (1,): `Control.budget` when the call began. The difference is the step's number.
-        slots: (1, capacity + 2): 0, 1, 2, …
+        slots: (1, room): 0, 1, 2, …
     """
 
     ids: Tensor
@@ -134,7 +136,7 @@ class TokenHistory:
     @classmethod
     def allocate(cls, batch: int, capacity: int, device: torch.device) -> TokenHistory:
         """Return a history for `capacity` tokens, and for those of steps that run ahead."""
-        room = capacity + 2
+        room = capacity + 1 + MAX_STEP_TOKENS
         return cls(
             ids=torch.zeros(batch, room, dtype=torch.long, device=device),
             numbers=torch.zeros(batch, room, dtype=torch.float64, device=device),

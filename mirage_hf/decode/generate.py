@@ -3,8 +3,9 @@
 1. `generate` plans the call, or leaves it to stock, and tries it until an attempt succeeds.
 2. `attempt` leases memory, and runs the rest on it.
 3. `prefill` fills the memory with the prompt's keys, values and logits.
-4. `decode_ahead` lets the device choose tokens, and reads them while later steps run;
-   `decode_with_host` lets HF's own objects choose, one token at a time.
+4. `decode_ahead` lets the device choose tokens, and reads them while later steps run. If the call
+   drafts, a step verifies several tokens of a row (draft_sources.py). `decode_with_host` lets HF's
+   own objects choose, one token at a time.
 5. `finish` makes the output.
 
 The other files of this folder are helpers of these functions:
@@ -28,6 +29,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import (
     held_tokens,
     put_back_unless_covered,
@@ -37,6 +39,7 @@ from mirage_hf.decode.cache_exchange import (
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
+from mirage_hf.decode.draft_sources import DraftSource
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.rings import bucket
@@ -46,7 +49,7 @@ from mirage_hf.decode.sampler import sampler_of
 from mirage_hf.decode.selection import Selection
 from mirage_hf.decode.session import CallRecord, OutdatedPlanError, Session
 from mirage_hf.decode.step_inputs import first_step_position
-from mirage_hf.decode.token_reader import TokenReader
+from mirage_hf.decode.token_reader import RowsOfTokens, TokenReader
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 from mirage_hf.errors import DistributionError, SamplingError
 from mirage_hf.experts_interface import experts_by_kernels
@@ -71,7 +74,12 @@ class Finished:
 
 
 def generate(
-    runner: DecodeRunner, inputs: CallInputs, *, streamer: Any, cache_is_users: bool
+    runner: DecodeRunner,
+    inputs: CallInputs,
+    *,
+    streamer: Any,
+    cache_is_users: bool,
+    assistant: Any = None,
 ) -> Any:
     """Do what stock's decoding method would do, from prefill to output.
 
@@ -80,6 +88,7 @@ def generate(
         inputs: What stock's decoding method would get.
         streamer: Gets every token, if there is one. Stock's generate has given it the prompt.
         cache_is_users: Whether the user passed the cache.
+        assistant: The model that drafts, if there is one.
 
     Returns:
         Sequences, or the output object that the config asks for.
@@ -90,10 +99,10 @@ def generate(
     plan_with = partial(
         plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
     )
-    traced = runner.traced
+    traced, drafts = runner.traced, runner.plan_drafts(inputs, assistant)
     expected = runner.expected_fingerprint(inputs.model)
     if traced is None:
-        plan = plan_with(expected=expected)
+        plan = plan_with(expected=expected, drafts=drafts)
     else:
         plan = plan_with(
             expected=expected,
@@ -144,7 +153,7 @@ def attempt(
         batch, device = inputs.input_ids.shape[0], inputs.input_ids.device
         axes = 0 if plan.prompt.offsets is None else len(plan.prompt.offsets)
         block = runner.pool.lease(
-            batch, bucket(plan.slots), plan.windows, device, axes, plan.source_slots
+            batch, bucket(_first_slots(plan)), plan.windows, device, axes, plan.source_slots
         )
         session = Session(runner, inputs, plan, block)
         prefill(session)
@@ -280,7 +289,7 @@ def decode(session: Session, streamer: Any) -> Tensor:
     """Choose tokens until every row has ended, and return the sequences."""
     runner, selection = session.runner, session.plan.selection
     # as stock does: mixtures of experts have a form for few tokens
-    model, rows = session.inputs.model, len(session.inputs.input_ids)
+    model, rows = session.inputs.model, session.block.batch * session.plan.tokens
     with model._optimize_model_for_decode(), experts_by_kernels(model, rows):
         if session.inputs.config.do_sample:
             session.seed = draw_seed()
@@ -296,47 +305,62 @@ def decode(session: Session, streamer: Any) -> Tensor:
 def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tensor:
     """Let the device choose tokens, and read them while later steps run.
 
+    A step gives each row a token, or several if it verifies drafts.
+
     Steps that were enqueued after the last token are dropped. They find no row alive and write
     nothing, unless a clock of the host ended the call.
     """
     plan, input_ids = session.plan, session.inputs.input_ids
+    session.source = draft_source(session)
     session.choose_on_device(selection)
     session.make_step()
-    if not selection.is_plain:
+    if not selection.is_plain or plan.drafts is not None:
         session.block.own_history().start(input_ids, plan.budget)
-    reader = TokenReader(session.depth(selection))
-    steps_left, prompt_cached = plan.budget - 1, session.cached
-    tokens_of_steps: list[list[int]] = []
+    reader, prompt_cached = TokenReader(session.depth(selection)), session.cached
+    tokens = RowsOfTokens(len(input_ids), session.inputs.config._pad_token_tensor)
 
     session.choose()
-    reader.post(session.block.control.report)
+    reader.post(session.report)
     goes_on = True
     while goes_on:
-        # enqueue steps ahead of the token that is read next
-        while steps_left and len(reader.waiting) <= reader.depth:
+        # enqueue steps ahead of the tokens that are read next; each step gives a token or more
+        missing = plan.budget - tokens.complete
+        while len(reader.waiting) <= reader.depth and len(reader.waiting) < missing:
             session.enqueue_step()
-            session.keep_outputs()
-            reader.post(session.block.control.report)
-            steps_left -= 1
+            reader.post(session.report)
         session.confirm_model()  # while the GPU works on them
-        if not reader.waiting:
-            break
-        tokens, rows_go_on = reader.take()
-        step = len(tokens_of_steps)
-        session.cached = prompt_cached + step
-        if NOTHING in tokens:
-            raise _no_token(tokens.index(NOTHING), step, selection.makes_distribution)
-        tokens_of_steps.append(tokens)
-        if streamer is not None:
+        new, rows_go_on = session.read(reader.take())
+        known = tokens.complete
+        session.cached = prompt_cached + known
+        if any(NOTHING in row for row in new):
+            row = next(n for n, each in enumerate(new) if NOTHING in each)
+            raise _no_token(row, known + new[row].index(NOTHING), selection.makes_distribution)
+        tokens.add(new, rows_go_on)
+        session.cached = prompt_cached + tokens.complete - 1
+        session.slot = prompt_cached + tokens.longest - 1 + len(reader.waiting) * plan.tokens
+        if streamer is not None and tokens.complete > known:
             session.is_seen = True
-            streamer.put(torch.tensor(tokens, device="cpu"))
+            burst = tokens.columns(known)
+            streamer.put(burst if plan.drafts is not None else burst[:, 0])
         goes_on = 1 in rows_go_on and not _has_run_out(selection)
 
-    session.record.cut(len(tokens_of_steps))
-    new_tokens = torch.tensor(tokens_of_steps, device=input_ids.device).T
-    sequences = torch.cat([input_ids, new_tokens], dim=-1)
+    sequences = torch.cat([input_ids, tokens.columns().to(input_ids.device)], dim=-1)
     _warn_of_length(session.inputs.criteria, sequences)
     return sequences
+
+
+def draft_source(session: Session) -> DraftSource | None:
+    """Return where the drafts of a call come from. An assistant's prompt is filled in here."""
+    plan = session.plan.drafts
+    if plan is None or plan.assistant is None:
+        return None if plan is None else plan.source
+    return plan.assistant.source_on(session.block, plan.shape.tokens, _prefill_assistant)
+
+
+def _prefill_assistant(
+    runner: DecodeRunner, inputs: CallInputs, plan: CallPlan, block: CacheBlock
+) -> None:
+    prefill(Session(runner, inputs, plan, block))
 
 
 def decode_with_host(session: Session, streamer: Any) -> Tensor:
@@ -414,6 +438,11 @@ def _sample(session: Session, scores: Tensor, numbers: Tensor, step: int) -> Ten
     if len(rows_without):
         raise _no_token(int(rows_without[0]), step, makes_distribution=False)
     return tokens
+
+
+def _first_slots(plan: CallPlan) -> int:
+    """Return the cache slots to lease at first, with room for the drafts of a step."""
+    return min(plan.slots + plan.tokens - 1, plan.room)
 
 
 def _no_token(row: int, step: int, makes_distribution: bool) -> Exception:

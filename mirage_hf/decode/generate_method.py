@@ -49,12 +49,14 @@ class CoveredCall:
         streamer: Gets every token, if there is one. Stock's generate gives it the prompt.
         cache_is_users: Whether the user passed a cache.
         is_segment: Whether the model's own generate calls the standard one, maybe several times.
+        assistant: The model that drafts, if there is one.
     """
 
     runner: DecodeRunner
     streamer: Any
     cache_is_users: bool
     is_segment: bool = False
+    assistant: Any = None
 
     def __call__(
         self,
@@ -71,7 +73,11 @@ class CoveredCall:
         )
         try:
             return generate(
-                self.runner, inputs, streamer=self.streamer, cache_is_users=self.cache_is_users
+                self.runner,
+                inputs,
+                streamer=self.streamer,
+                cache_is_users=self.cache_is_users,
+                assistant=self.assistant,
             )
         except NotCoveredError as reason:
             # earlier segments stay as they are, so only this one runs stock
@@ -239,7 +245,12 @@ class Generate:
             arguments["streamer"] = _PromptStreamer(streamer)
         cache_is_users = arguments.get("past_key_values") is not None
         is_own = type(model).generate is not GenerationMixin.generate
-        arguments["custom_generate"] = CoveredCall(self.runner, streamer, cache_is_users, is_own)
+        assistant = arguments.pop("assistant_model", None)
+        if assistant is not None and (is_own or (option("num_return_sequences") or 1) > 1):
+            return "assisted decoding with options that stock rejects"
+        arguments["custom_generate"] = CoveredCall(
+            self.runner, streamer, cache_is_users, is_own, assistant
+        )
         if given is None and not is_own and self._has_no_options(model.config):
             return _with_config(arguments, names)
         return arguments

@@ -141,6 +141,12 @@ class MaskPlan:
         return masks if self.by_layer_type else masks[""]
 
 
+def has_windows(config: Any) -> bool:
+    """Return whether attention of a model with this config hides tokens outside of a window."""
+    masks = MaskPlan.of(config.get_text_config(decoder=True))
+    return isinstance(masks, MaskPlan) and any(window for _, window in masks.windows)
+
+
 def _state_kinds(layer_types: Sequence[str]) -> tuple[str, ...]:
     """Return the names that models give the masks of layers with a state."""
     # the mask of a hybrid layer's state has the name of a layer that has only a state

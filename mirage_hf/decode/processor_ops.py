@@ -30,7 +30,7 @@ class TextSoFar:
 
     Attributes:
         ids: (batch, room) int64, valid below `length`.
-        length: (1,) int64: tokens that stock's input_ids would have.
+        length: (1,) or (batch, 1) int64: tokens that stock's input_ids would have.
         slots: (1, room): 0, 1, 2, …
     """
 
@@ -39,9 +39,13 @@ class TextSoFar:
     slots: Tensor
 
     def last(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the last `count` tokens (batch, count), and which places (count,) hold one."""
+        """Return the last `count` tokens (batch, count), and which places hold one.
+
+        The second tensor is (count,) if all texts have one length, otherwise (batch, count).
+        """
         places = self.length - count + torch.arange(count, device=self.ids.device)
-        return self.ids.index_select(1, places.clamp(min=0)), places >= 0
+        index = places.clamp(min=0).expand(len(self.ids), count)
+        return self.ids.gather(1, index), places >= 0
 
 
 # -- warpers ---------------------------------------------------------------------------------------
@@ -247,7 +251,7 @@ def forbid_repeated_ngrams(text: TextSoFar, scores: Tensor, size: int) -> Tensor
     prefix, exists = text.last(size - 1)
     ngrams = text.ids.unfold(1, size, 1)
     last = ngrams[..., -1]
-    is_repeated = (ngrams[..., :-1] == prefix[:, None]).all(-1) & exists.all()
+    is_repeated = (ngrams[..., :-1] == prefix[:, None]).all(-1) & exists.all(-1, keepdim=True)
     is_text = text.slots[:, size - 1 :] < text.length
     is_token = (last >= 0) & (last < scores.shape[-1])
     forbidden = _present(is_repeated & is_text & is_token, last, scores)
@@ -290,7 +294,7 @@ def add_bias(
     if len(last):
         longest = prefixes.shape[1]
         tokens, exists = text.last(longest)
-        is_same = (tokens[:, None] == prefixes[None]) & exists
+        is_same = (tokens[:, None] == prefixes[None]) & exists.unsqueeze(-2)
         is_unused = torch.arange(longest, device=sizes.device) < longest - sizes[:, None]
         matches = (is_same | is_unused[None]).all(-1) & (text.length >= min_lengths)
         bias.index_add_(1, last, torch.where(matches, values, 0.0))

@@ -104,9 +104,10 @@ def _is_on(value: Any) -> bool:
 OPTIONS = (
     RoutingRule("num_beams", lambda v: v not in (None, 1), "beam search (num_beams={})"),
     RoutingRule("use_cache", lambda v: v is False, "use_cache=False"),
-    RoutingRule("prompt_lookup_num_tokens", _is_given, "prompt lookup"),
     RoutingRule("assistant_early_exit", _is_given, "assisted decoding (early exit)"),
     RoutingRule("use_mtp", _is_on, "assisted decoding (MTP)"),
+    RoutingRule("speculation_type", _is_given, "assisted decoding ({})"),
+    RoutingRule("assistant_ensemble_weight", _is_given, "assisted decoding (ensemble)"),
     RoutingRule("penalty_alpha", lambda v: v is not None and v > 0, "contrastive search"),
     RoutingRule("dola_layers", _is_given, "DoLa decoding"),
     RoutingRule("constraints", _is_given, "constrained beam search"),
@@ -117,7 +118,8 @@ OPTIONS = (
     RoutingRule("prefill_chunk_size", _is_given, "chunked prefill"),
     RoutingRule(
         "cache_implementation",
-        lambda v: v not in (None, "hybrid", "dynamic"),
+        # transformers 5.4 gives calls with drafts a cache that keeps all keys, by the last name
+        lambda v: v not in (None, "hybrid", "dynamic", "dynamic_full"),
         "cache_implementation={!r}",
     ),
     RoutingRule("token_healing", _is_on, "token healing"),
@@ -127,7 +129,6 @@ OPTIONS = (
 #: Rules for generate's own arguments.
 ARGUMENTS = (
     RoutingRule("custom_generate", _is_given, "custom_generate"),
-    RoutingRule("assistant_model", _is_given, "assisted decoding"),
     RoutingRule("assistant_tokenizer", _is_given, "assisted decoding"),
     RoutingRule("negative_prompt_ids", _is_given, "negative_prompt_ids"),
     RoutingRule("negative_prompt_attention_mask", _is_given, "negative_prompt_attention_mask"),
@@ -135,6 +136,13 @@ ARGUMENTS = (
     RoutingRule("trust_remote_code", _is_on, "trust_remote_code"),
     RoutingRule("logits_to_keep", lambda v: isinstance(v, Tensor), "logits_to_keep as a tensor"),
 )
+
+
+def is_covered_mode(config: GenerationConfig) -> bool:
+    """Return whether a generation config asks for a way of decoding that may be covered."""
+    mode = config.get_generation_mode()
+    looks_up = config.prompt_lookup_num_tokens is not None
+    return mode in COVERED_MODES or (mode is GenerationMode.ASSISTED_GENERATION and looks_up)
 
 
 def rejected_arguments(arguments: Mapping[str, Any]) -> str | None:

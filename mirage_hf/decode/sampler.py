@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.choosing import NOTHING, Chooser, choose_greedily, draw, settle
-from mirage_hf.decode.control import Control
+from mirage_hf.decode.choosing import NOTHING, Chooser, Picked, choose_greedily, draw, settle
+from mirage_hf.decode.control import Control, TokenHistory
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels import sampling
 from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB, check_tensor, launch
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
@@ -32,7 +33,7 @@ class Sampler:
         greatest: (batch · blocks,) float32: results of the blocks of `sample_kernel`.
         weight: (batch · blocks,) float64: likewise.
         arrived: (batch,) int32: blocks of `sample_kernel` that are done; 0 between launches.
-        token: (batch,) int64: what `sample` returns.
+        token: (batch,) int64: what `sample` and `greatest_tokens` return.
         none_ended: (batch,) bool, all False.
     """
 
@@ -120,7 +121,27 @@ class Sampler:
             control.report,
         ]
         what = sampling.argmax_launch(self.batch, self.vocab)
-        launch(what, [logits.detach(), *state, self.best, self.counter])
+        launch(what, [logits.detach(), *state, self.best, self.counter, self.token])
+
+    def greatest_tokens(self, logits: Tensor) -> Tensor:
+        """Return the tokens of the greatest logits, in one launch, and leave the state as it is.
+
+        Args:
+            logits: (batch, vocab), contiguous; only read.
+
+        Returns:
+            (batch,) tokens, which the next call overwrites.
+
+        Raises:
+            InputError: The logits are of another size.
+        """
+        self._check("logits", logits, (self.batch, self.vocab), logits.dtype)
+        if not self.by_kernels or logits.dtype not in FLOATS:
+            return torch.argmax(logits.float() if logits.dtype == torch.float64 else logits, dim=-1)
+        what = sampling.argmax_launch(self.batch, self.vocab, advances=False)
+        unused = [self.token] * 8  # the state
+        launch(what, [logits.detach(), *unused, self.best, self.counter, self.token])
+        return self.token
 
     def sample(self, scores: Tensor, numbers: Tensor) -> Tensor:
         """Choose tokens from the softmax of scores as `choosing.draw` does, in one launch.
@@ -205,3 +226,9 @@ class Greedy(Chooser):
             self.sampler.argmax(control, logits)
         else:
             choose_greedily(control, logits)
+
+    def pick(
+        self, control: Control, drafts: Drafts, history: TokenHistory, logits: Tensor
+    ) -> Picked:
+        """Return the greatest logit of every row."""
+        return Picked(drafts.sampler.greatest_tokens(logits))

@@ -23,8 +23,9 @@ from transformers.generation.stopping_criteria import (
 )
 
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.choosing import NOTHING, Chooser
+from mirage_hf.decode.choosing import NOTHING, Chooser, Picked
 from mirage_hf.decode.control import MAX_EOS, Control, TokenHistory, copy_async
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.processor_ops import TextSoFar
 from mirage_hf.decode.processors import TABLE, CallTensors, ProcessorKind, why_host_runs
 from mirage_hf.decode.sampler import Sampler, sampler_of
@@ -230,6 +231,8 @@ class ProcessedChooser(Chooser):
         if selection.records:
             shape = block.batch, self.sampler.vocab
             self.scores = torch.empty(shape, dtype=torch.float32, device=device)
+        #: By the number of rows: `scores` of steps that verify drafts.
+        self._scores_after_drafts: dict[int, Tensor] = {}
         self.eos: Tensor | None = None
         if selection.eos is not None:
             self.eos = torch.zeros(self.sampler.vocab, dtype=torch.bool, device=device)
@@ -261,6 +264,7 @@ class ProcessedChooser(Chooser):
         """Return the memory that the chooser owns."""
         owned = [value for processor in self.processors for value in processor.values]
         owned += [t for c in self.stop_strings for t in (c.embedding_vec, c.target_lens)]
+        owned += self._scores_after_drafts.values()
         return owned + [t for t in (self.scores, self.eos) if t is not None]
 
     def choose(self, control: Control, logits: Tensor) -> None:
@@ -269,17 +273,15 @@ class ProcessedChooser(Chooser):
         step = history.budget - control.budget
         text = TextSoFar(history.ids, history.prompt + step, history.slots)
         scores, is_valid = self._process(text, logits.float().contiguous())
+        if self.scores is not None:
+            self.scores.copy_(scores)
         if not (self.sample or self.stop_strings or self.eos is not None or self._checks):
             self.sampler.argmax(control, scores.contiguous())  # one launch does all that follows
             if self._writes_history:
                 history.ids.index_copy_(1, text.length, control.report[0][:, None])
             return
-        if self.sample:
-            token = self.sampler.sample(scores, history.numbers.index_select(1, step))
-        else:
-            token = scores.argmax(-1)
-        if is_valid is not None:
-            token = torch.where(is_valid, token, NOTHING)
+        numbers = history.numbers.index_select(1, step) if self.sample else None
+        token = self._token(self.sampler, scores, numbers, is_valid)
         if self.pads:
             token = torch.where(control.alive, token, control.pad)
         if self._writes_history:
@@ -287,6 +289,43 @@ class ProcessedChooser(Chooser):
             written = token.masked_fill(token == NOTHING, 0) if may_be_nothing else token
             history.ids.index_copy_(1, text.length, written[:, None])
         self.sampler.advance(control, token, self._ended(text, token))
+
+    def pick(
+        self, control: Control, drafts: Drafts, history: TokenHistory, logits: Tensor
+    ) -> Picked:
+        """Choose after each token of a step that verifies drafts, as if it ended the text.
+
+        Each row of `logits` has its own text, and the random number that plain decoding would take
+        at this place. So an accepted token is the one that plain decoding would sample, and drafts
+        change nothing but the number of steps.
+        """
+        rows, number = drafts.logits.shape[0], drafts.number
+        length = drafts.text_length(history)
+        history.ids.scatter_(1, length + number[:-1], drafts.tokens[:, 1:])
+        ids = history.ids[:, None].expand(-1, len(number), -1).flatten(0, 1)
+        text = TextSoFar(ids, (length + number).view(rows, 1), history.slots)
+        scores, is_valid = self._process(text, logits.float().contiguous())
+        numbers = None
+        if self.sample:
+            step = history.budget - control.budget + drafts.ahead + number
+            numbers = history.numbers.gather(1, step).view(rows, 1)
+        token = self._token(drafts.sampler, scores, numbers, is_valid)
+        if self.scores is not None and len(number) > 1:  # otherwise an assistant drafts
+            if rows not in self._scores_after_drafts:
+                self._scores_after_drafts[rows] = torch.empty_like(scores)
+            self._scores_after_drafts[rows].copy_(scores)
+        return Picked(token, self._ended(text, token))
+
+    def scores_of(self, rows: int) -> Tensor | None:
+        """Return the scores (rows, vocabulary) of the last step, None if they are not kept."""
+        return self._scores_after_drafts.get(rows, self.scores)
+
+    def _token(
+        self, sampler: Sampler, scores: Tensor, numbers: Tensor | None, is_valid: Tensor | None
+    ) -> Tensor:
+        """Return a sample of each row, or its greatest score, or NOTHING if it is not valid."""
+        token = scores.argmax(-1) if numbers is None else sampler.sample(scores, numbers)
+        return token if is_valid is None else torch.where(is_valid, token, NOTHING)
 
     def _process(self, text: TextSoFar, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the processed scores, and whether they are valid for each row (batch,).
@@ -300,8 +339,6 @@ class ProcessedChooser(Chooser):
                 has_distribution = scores.amax(-1).isfinite()
                 is_valid = has_distribution if is_valid is None else is_valid & has_distribution
             scores = processor(text, scores)
-        if self.scores is not None:
-            self.scores.copy_(scores)
         return scores, is_valid
 
     def _ended(self, text: TextSoFar, token: Tensor) -> Tensor | None:
@@ -309,9 +346,10 @@ class ProcessedChooser(Chooser):
         ended: Tensor | None = None
         if self.eos is not None:
             ended = self.eos.index_select(0, token.clamp(0, len(self.eos) - 1))
-        after = TextSoFar(text.ids, text.length + 1, text.slots) if self.stop_strings else text
         for criterion in self.stop_strings:
-            tokens, exists = after.last(criterion.maximum_token_len)
+            before, exists = text.last(criterion.maximum_token_len - 1)
+            tokens = torch.cat([before, token[:, None]], dim=1)
+            exists = torch.nn.functional.pad(exists, (0, 1), value=True)
             # the last row of the table stands for tokens that HF knows no text of
             no_text = criterion.embedding_vec.shape[0] - 1
             matches = criterion(torch.where(exists & (tokens >= 0), tokens, no_text), None)

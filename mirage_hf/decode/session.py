@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import write_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan
 from mirage_hf.decode.choosing import Chooser
+from mirage_hf.decode.draft_sources import DraftSource, Verifier, drafts_of
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.runner import DecodeRunner
@@ -41,7 +44,7 @@ class OutdatedPlanError(Exception):
 
 @dataclass
 class CallRecord:
-    """The scores and logits that a call keeps besides its tokens, in the order of the steps.
+    """The scores and logits that a call keeps besides its tokens, in the order of the tokens.
 
     Attributes:
         scores: Scores after all processors, None if they are not kept.
@@ -50,12 +53,26 @@ class CallRecord:
 
     scores: list[Tensor] | None = None
     logits: list[Tensor] | None = None
+    #: Scores and logits of steps whose tokens the host has not read yet. Scores are None if
+    #: nothing processed the logits.
+    unread: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque)
 
-    def cut(self, steps: int) -> None:
-        """Drop what belongs to later steps."""
-        for kept in (self.scores, self.logits):
-            if kept is not None:
-                del kept[steps:]
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is kept."""
+        return self.scores is not None or self.logits is not None
+
+    def take(self, batch: int, count: int) -> None:
+        """Keep the outputs of the first `count` tokens of the oldest step that was not read."""
+        if not self.is_kept:
+            return
+        scores, logits = self.unread.popleft()
+        by_token = logits.split(batch)[:count]
+        if self.logits is not None:
+            self.logits.extend(by_token)
+        if self.scores is not None:
+            # without processors stock's scores and logits are one tensor
+            self.scores.extend(by_token if scores is None else scores.split(batch)[:count])
 
 
 class Session:
@@ -68,8 +85,10 @@ class Session:
         block: Memory of the call.
         graph_key: What graphs depend on.
         returns_cache: Whether the caller will hold the cache.
-        slot: The slot that the next step writes if every step so far found a row alive. Before the
-            end of the prefill any slot may have been written.
+        drafts: State of the drafts, if the call drafts.
+        source: Where they come from.
+        slot: The slot that the next step writes if every step so far found a row alive, and took
+            all drafts. Before the end of the prefill any slot may have been written.
         cached: Tokens that stock's cache would hold now.
         is_prefilled: Whether the block holds the prompt.
         is_seen: Whether the caller has seen anything of the call, so that it cannot begin again.
@@ -91,6 +110,8 @@ class Session:
         if config.return_dict_in_generate:
             self.record.scores = [] if config.output_scores else None
             self.record.logits = [] if config.output_logits else None
+        self.drafts: Drafts | None = None
+        self.source: DraftSource | None = None
         self._chooser: Chooser | None = None
         self._outgrown: list[CacheBlock] = []
         self._run_step: Callable[[], None]
@@ -116,33 +137,47 @@ class Session:
 
     def choose_on_device(self, selection: Selection) -> None:
         """Set up what chooses, for the present block."""
-        if selection.is_plain:
-            self._chooser = Greedy(sampler_of(self.block))
-            return
-        chooser = selection.chooser_on(self.block)
-        self._chooser = chooser
+        block, plan = self.block, self.plan
+        chooser: Chooser = Greedy(sampler_of(block))
+        if not selection.is_plain:
+            chooser = selection.chooser_on(block)
         if self.seed is not None:
-            steps = min(self.plan.budget, chooser.history.numbers.shape[1])
-            chooser.history.set_numbers(uniforms(self.seed, self.block.batch, steps))
+            numbers = block.own_history().numbers
+            steps = min(plan.budget, numbers.shape[1])
+            block.own_history().set_numbers(uniforms(self.seed, block.batch, steps))
+        if plan.drafts is not None:
+            assert self.source is not None
+            self.drafts = drafts_of(block, plan.tokens)
+            chooser = Verifier(chooser, self.source, self.drafts, block.own_history())
+        self._chooser = chooser
 
     def choose(self) -> None:
         """Enqueue the choice from the prompt's logits."""
         assert self._chooser is not None
-        self._chooser.choose(self.block.control, self.block.logits)
-        self.keep_outputs()
+        self._chooser.begin(self.block.control, self.block.logits)
+        self._keep_outputs(self.block.logits)
 
-    def keep_outputs(self) -> None:
+    @property
+    def report(self) -> Tensor:
+        """What the host reads of the step enqueued last, or of the choice from the prompt."""
+        assert self._chooser is not None
+        return self._chooser.report(self.block.control)
+
+    def read(self, report: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Return the new tokens of each row in a report, and 1 for each row that goes on."""
+        assert self._chooser is not None
+        tokens, rows_go_on = self._chooser.read(report)
+        self.record.take(self.block.batch, len(tokens[0]))
+        return tokens, rows_go_on
+
+    def _keep_outputs(self, of_step: Tensor) -> None:
         """Keep the logits and scores of the choice enqueued last, if the call wants them."""
-        record = self.record
-        if record.scores is None and record.logits is None:
+        if not self.record.is_kept:
             return
-        logits = self.block.logits.to(torch.float32, copy=True)
-        if record.logits is not None:
-            record.logits.append(logits)
-        if record.scores is not None:
-            scores = self._chooser.scores if self._chooser is not None else None
-            # without processors stock's scores and logits are one tensor
-            record.scores.append(logits if scores is None else scores.clone())
+        logits = of_step.to(torch.float32, copy=True)
+        assert self._chooser is not None
+        scores = self._chooser.scores_of(len(logits))
+        self.record.unread.append((None if scores is None else scores.clone(), logits))
 
     # -- steps
 
@@ -154,6 +189,7 @@ class Session:
             self.block,
             self.graph_key,
             self._chooser,
+            self.drafts,
             is_counted=is_counted,
         )
 
@@ -176,13 +212,16 @@ class Session:
 
     def enqueue_step(self) -> None:
         """Enqueue a step, in a larger block if this one is full."""
-        if self.slot >= self.block.capacity:
+        is_largest = self.block.capacity >= self.plan.room
+        if self.slot + self.plan.tokens > self.block.capacity and not is_largest:
             self._grow()
         if self._prepared_for is not self.block:
             self._run_step = self._prepare_step()
             self._prepared_for = self.block
         self._run_step()
-        self.slot += 1
+        self.slot += self.plan.tokens
+        if self.record.is_kept and self._chooser is not None:
+            self._keep_outputs(self.step.logits)
 
     def _prepare_step(self) -> Callable[[], None]:
         """Return what runs the step, captured if possible, otherwise called."""
@@ -212,16 +251,23 @@ class Session:
         The old block is given back at the end: its report may still be read.
         """
         old, before = self.block, self._chooser
-        capacity = bucket(min(2 * old.capacity, self.plan.most_slots))
+        # an assistant's memory has room for the whole call, and stays with the call
+        capacity = bucket(min(2 * old.capacity, self.plan.room))
         self.block = self.runner.pool.lease(
             old.batch, capacity, old.windows, old.device, old.axes, old.source_slots
         )
         self._outgrown.append(old)
+        self.block.take_assistant(old)
         self.block.continue_from(old, old.capacity)
+        drafts = self.drafts
         if isinstance(self.plan.selection, Selection):
             self.choose_on_device(self.plan.selection)
-        if isinstance(before, ProcessedChooser):
+        if isinstance(before, ProcessedChooser | Verifier):
             self.block.own_history().continue_from(before.history)
+        if drafts is not None and self.drafts is not None:
+            self.drafts.continue_from(drafts)
+            assert isinstance(before, Verifier) and isinstance(self._chooser, Verifier)
+            self._chooser.counts = before.counts
         self.make_step(is_counted=True)
 
     # -- the end
@@ -250,6 +296,10 @@ class Session:
 
     def end(self) -> None:
         """Give the memory back. What is enqueued on it runs before its next use."""
+        if isinstance(self._chooser, Verifier):
+            for what, count in self._chooser.counts.items():
+                self.runner.count(what, self.runner.drafts, by=count)
         for block in self._outgrown:
             self.runner.pool.give_back(block, block.capacity)
-        self.runner.pool.give_back(self.block, min(self.slot + 1, self.block.capacity))
+        used = min(self.slot + self.plan.tokens, self.block.capacity)
+        self.runner.pool.give_back(self.block, used)

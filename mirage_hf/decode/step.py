@@ -26,8 +26,8 @@ class Step(ABC):
     replayed as a CUDA graph, or called if none can be captured. A graph lives with its block as
     long as `graph_key` stays the same.
 
-    A step that finds no row alive writes only the unused slot at `control.length`, and in rings the
-    spare slot. So steps may run ahead of the host and need no rollback.
+    A step that finds no row alive writes only unused slots from `control.length` on, and in rings
+    the spare slot. So steps may run ahead of the host and need no rollback.
 
     Attributes:
         by_kernels: Whether its graphs hold only our kernels, on weights that the step holds.
@@ -54,9 +54,14 @@ class Step(ABC):
         self._forward()
         move_on(self.block.control, self.block.control.alive.any())
 
+    @property
+    def logits(self) -> Tensor:
+        """The logits that the step leaves."""
+        return self.block.logits
+
     def _to_token(self, chooser: Chooser) -> None:
         self._forward()
-        chooser.choose(self.block.control, self.block.logits)
+        chooser.choose(self.block.control, self.logits)
 
     def is_captured(self, chooser: Chooser | None) -> bool:
         """Return whether `prepare` would return the replay of a graph that is there already."""
@@ -64,7 +69,7 @@ class Step(ABC):
 
     def _name(self, chooser: Chooser | None) -> tuple[Any, ...]:
         """Return the key of the step's graph among the block's."""
-        return type(self).__name__, None if chooser is None else chooser.key
+        return type(self).__name__, *((None,) if chooser is None else chooser.keys)
 
     def prepare(self, chooser: Chooser | None) -> Callable[[], None]:
         """Return the function that runs the step. If it replays a graph, capture a missing one now.

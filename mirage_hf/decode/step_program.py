@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.call_plan import CallPlan
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
 from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.kernels.ring import turn_rings
@@ -24,7 +25,8 @@ from mirage_hf.decode.sampler import Sampler, sampler_of
 from mirage_hf.decode.step import Step
 from mirage_hf.layers.compose import Kernel
 from mirage_hf.layers.model_kernels import ModelKernels
-from mirage_hf.layers.step import StepInputs
+from mirage_hf.layers.part import StepShape
+from mirage_hf.layers.step import StepInputs, TokenBounds
 
 CHANGED = "the model has changed since optimize()"
 
@@ -40,6 +42,7 @@ class _Buffers:
         sin: Likewise.
         kernels: The kernels of each layer's parts, by role.
         windows: For each layer the index of its window in `embedded`.
+        bounds: For each window what each token sees, None if a row has one new token.
     """
 
     embedded: EmbeddingOutput
@@ -48,10 +51,11 @@ class _Buffers:
     sin: Tensor
     kernels: tuple[dict[str, Kernel], ...]
     windows: tuple[int, ...]
+    bounds: tuple[TokenBounds | None, ...]
 
 
 class StepProgram(Step):
-    """Every layer's kernels in a chain, for blocks of a batch size in `ModelKernels.rows`."""
+    """Every layer's kernels in a chain, for steps of a shape in `ModelKernels.shapes`."""
 
     by_kernels = True
 
@@ -60,13 +64,22 @@ class StepProgram(Step):
         model_kernels: ModelKernels,
         block: CacheBlock,
         masks: MaskPlan,
+        shape: StepShape,
+        drafts: Drafts | None = None,
         *,
         graphs: bool,
         graph_key: object,
     ):
         super().__init__(block, graphs, graph_key)
         self.model_kernels, self.masks = model_kernels, masks
+        #: The step feeds `drafts.tokens` if there are drafts, otherwise `control.ids`.
+        self.shape, self.drafts = shape, drafts
         self._buffers: _Buffers | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits that the step leaves."""
+        return self.block.logits if self.drafts is None else self.drafts.logits
 
     def held(self) -> Any:
         """Return what a captured graph reads and writes besides the block and the model."""
@@ -96,13 +109,30 @@ class StepProgram(Step):
             block.device,
             cos.dtype,
             tables,
+            self.shape.tokens,
         )
         kernels = tuple(
-            model_kernels.kernels(layer, block.batch, block.num_slots(n))
+            model_kernels.kernels(layer, self.shape, block.num_slots(n))
             for n, layer in enumerate(model_kernels.layers)
         )
         indices = tuple(distinct.index(window) for window in windows)
-        return _Buffers(embedded, sampler_of(block), cos, sin, kernels, indices)
+        bounds: tuple[TokenBounds | None, ...] = (None,) * len(distinct)
+        if embedded.firsts:
+            bounds = tuple(map(self._bounds, embedded.firsts, distinct))
+        return _Buffers(embedded, sampler_of(block), cos, sin, kernels, indices, bounds)
+
+    def _bounds(self, first: Tensor, window: Any) -> TokenBounds:
+        """Return what the tokens of a row see, whose first cached slots are computed in a step."""
+        number = torch.arange(self.shape.tokens, dtype=torch.int32, device=first.device)
+        number = number.repeat(self.shape.batch, 1)
+        # no cached slot lies after the new tokens
+        last = torch.full_like(number, self.block.capacity)
+        new_first = torch.zeros_like(number) if window is None else (number - window + 1).clamp_(0)
+        return TokenBounds(first, last, new_first, number + 1, self.shape.windowed)
+
+    def feed(self) -> None:
+        """Feed the tokens, append their keys and values, and leave the logits."""
+        self._forward()
 
     def _forward(self) -> None:
         buffers, block, model_kernels = self._ready_buffers(), self.block, self.model_kernels
@@ -116,6 +146,7 @@ class StepProgram(Step):
                 embedded.lows[window],
                 embedded.slots[window],
                 embedded.ends[window],
+                buffers.bounds[window],
             )
             for n, (layer, window) in enumerate(
                 zip(model_kernels.layers, buffers.windows, strict=True)
@@ -130,13 +161,18 @@ class StepProgram(Step):
                 embedded,
                 model_kernels.embedding_scale,
                 by_kernel=by_kernel,
+                drafts=self.drafts,
             )
-            model_kernels.run_step(buffers.kernels, embedded.x, layer_inputs, block.logits)
+            model_kernels.run_step(buffers.kernels, embedded.x, layer_inputs, self.logits)
             turn_rings(block.control, block.ring_slabs, by_kernel=by_kernel)
 
 
 def why_no_step_program(
-    model_kernels: ModelKernels | None, plan: CallPlan, block: CacheBlock, made_for: object
+    model_kernels: ModelKernels | None,
+    plan: CallPlan,
+    block: CacheBlock,
+    made_for: object,
+    shape: StepShape | None = None,
 ) -> str:
     """Return why a call's steps must run the model's own forward, or "" if kernels run them.
 
@@ -145,10 +181,12 @@ def why_no_step_program(
         plan: Plan of the call.
         block: Memory of the call.
         made_for: `ModelFingerprint.facts` of the model that the kernels were made for.
+        shape: The shape of the steps. None: one token of each row.
     """
+    shape = shape or StepShape(block.batch)
     if model_kernels is None:
         return "not every layer has all of its kernels"
-    if block.batch not in model_kernels.rows:
+    if shape not in model_kernels.shapes:
         return f"no kernels for a batch of {block.batch}; optimize(batch_sizes=…) makes them"
     if changed := model_kernels.changed():
         return changed
@@ -160,7 +198,7 @@ def why_no_step_program(
     if fingerprint.facts != made_for:
         return CHANGED
     embedding = model_kernels.embedding
-    if block.batch > MAX_ROWS or model_kernels.vocab > MAX_VOCAB or embedding.dtype not in FLOATS:
+    if shape.rows > MAX_ROWS or model_kernels.vocab > MAX_VOCAB or embedding.dtype not in FLOATS:
         return (
             f"the embedding and sampling kernels take up to {MAX_ROWS} rows, a vocabulary of up to "
             f"{MAX_VOCAB}, and float16, bfloat16 or float32"
@@ -174,4 +212,4 @@ def why_no_step_program(
     if not has_vocab or logits.dtype is not embedding.dtype:
         return f"logits of {tuple(logits.shape)}, {logits.dtype}"
     slots = tuple(block.num_slots(n) for n in range(len(model_kernels.layers)))
-    return model_kernels.obstacle(block.batch, slots)
+    return model_kernels.obstacle(shape, slots)

@@ -10,6 +10,41 @@ import torch
 from torch import Tensor
 
 
+class RowsOfTokens:
+    """The new tokens of each row that the host has read.
+
+    Rows that verify drafts get on at their own pace.
+    """
+
+    def __init__(self, batch: int, pad: Tensor | None):
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        self._pad = pad
+        #: How many tokens are known of every row. A row that has ended has pad tokens.
+        self.complete = 0
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row."""
+        return max(map(len, self._rows))
+
+    def add(self, new: list[list[int]], rows_go_on: list[int]) -> None:
+        """Add the tokens of a step. Rows that do not go on get no more."""
+        for row, tokens in zip(self._rows, new, strict=True):
+            row.extend(tokens)
+        pairs = zip(self._rows, rows_go_on, strict=True)
+        alive = [len(row) for row, goes_on in pairs if goes_on]
+        self.complete = min(alive) if alive else self.longest
+
+    def columns(self, first: int = 0) -> Tensor:
+        """Return the complete tokens (batch, tokens) from the one with number `first` on."""
+        rows, count = [row[first : self.complete] for row in self._rows], self.complete - first
+        if any(len(row) < count for row in rows):
+            # read from the device only if it is needed: stop tokens come with a pad token
+            pad = 0 if self._pad is None else int(self._pad.reshape(-1)[0])
+            rows = [row + [pad] * (count - len(row)) for row in rows]
+        return torch.tensor(rows, dtype=torch.long, device="cpu")
+
+
 @dataclass
 class TokenReader:
     """Ordered copies of reports from the device to the host, which do not wait for later steps.
@@ -25,7 +60,7 @@ class TokenReader:
     _next: int = 0
 
     def post(self, report: Tensor) -> None:
-        """Enqueue a copy of the (2, batch) report as it is after the steps enqueued so far."""
+        """Enqueue a copy of a report as it is after the steps enqueued so far."""
         if report.device.type == "cpu":
             self.waiting.append(report.tolist())
             return
@@ -45,7 +80,7 @@ class TokenReader:
         self.waiting.append((slot, event))
 
     def take(self) -> list[list[int]]:
-        """Return the oldest report: the tokens, and 1 for each row that goes on."""
+        """Return the oldest report."""
         first = self.waiting.popleft()
         if isinstance(first, list):
             return first

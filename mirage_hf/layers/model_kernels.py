@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.errors import MirageError
+from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.layers.compose import Kernel
 from mirage_hf.layers.operands import OperandTable
-from mirage_hf.layers.part import LONG_CACHES_ROLE, Part
+from mirage_hf.layers.part import LONG_CACHES_ROLE, Part, StepShape, block_at
 from mirage_hf.layers.prefill import LayerPrefill, PromptInputs
 from mirage_hf.layers.rope import LengthRope, rotary_rows
 from mirage_hf.layers.row_chunks import RowChunks, prepare_row_chunks
@@ -39,8 +39,8 @@ class LayerKernels:
     prefill: LayerPrefill | None
     #: Which of the model's RoPE tables the layer is given.
     rope_table: int
-    #: The resolved kernels, by number of rows and role.
-    found: Mapping[int, Mapping[str, Resolved]]
+    #: The resolved kernels, by the shape of a step and by role.
+    found: Mapping[StepShape, Mapping[str, Resolved]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ def comparable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelKernels:
-    """The kernels of a whole model, for some numbers of sequences.
+    """The kernels of a whole model, for steps of some shapes.
 
     Attention's kernels are made for as many slots as a cache has, when they are asked for. This
     holds the model's layers and weights, and not the model, which holds this.
     """
 
-    #: The numbers of sequences that every part has a kernel for.
-    rows: tuple[int, ...]
+    #: The shapes of steps that every part has a kernel for.
+    shapes: tuple[StepShape, ...]
     layers: tuple[LayerKernels, ...]
     #: The kernel of the last norm and head, by number of rows.
     heads: Mapping[int, Resolved]
@@ -95,7 +95,7 @@ class ModelKernels:
     watched: tuple[WatchedNumber, ...]
     over_cache: CacheKernels = field(init=False)
     _prefills: dict[PatternBlock, RowChunks] = field(default_factory=dict)
-    _obstacles: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
+    _obstacles: dict[tuple[StepShape, tuple[int, ...]], str] = field(default_factory=dict)
     _prefill_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -103,41 +103,59 @@ class ModelKernels:
 
     # -- kernels of decoding steps
 
-    def kernels(self, layer: LayerKernels, rows: int, slots: int) -> dict[str, Kernel]:
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of sequences that steps of one token have kernels for."""
+        return tuple(shape.batch for shape in self.shapes if shape.tokens == 1)
+
+    def shape_for(self, batch: int, tokens: int) -> StepShape | None:
+        """Return the shape of steps that take about so many tokens of each sequence.
+
+        Returns:
+            The smallest shape that has room for them, otherwise the largest one. None if there are
+            no steps of several tokens for this number of sequences.
+        """
+        of_batch = sorted(s for s in self.shapes if s.batch == batch and s.tokens > 1)
+        return next((s for s in of_batch if s.tokens >= tokens), of_batch[-1] if of_batch else None)
+
+    def kernels(self, layer: LayerKernels, shape: StepShape, slots: int) -> dict[str, Kernel]:
         """Return what runs the parts of a layer for caches of `slots` slots.
 
         Raises:
             MirageError: If attention has no kernel for that many slots.
         """
-        found = layer.found[rows]
+        found = layer.found[shape]
         return {
-            role: self._for_slots(found, role, part, rows, slots)
+            role: self._for_slots(found, role, part, shape, slots)
             if part.block.pattern.over_cache
             else found[role].run
             for role, part in layer.step.parts.items()
         }
 
     def _for_slots(
-        self, found: Mapping[str, Resolved], role: str, part: Part, rows: int, slots: int
+        self, found: Mapping[str, Resolved], role: str, part: Part, shape: StepShape, slots: int
     ) -> Kernel:
         """Return a kernel over a cache, cut to `slots`."""
+        at = block_at(part.block, shape)
+        assert not isinstance(at, Rejected), "such shapes have no kernels"
+        block, rows = at
         tuned = [found[role]]
         if role == "attention" and LONG_CACHES_ROLE in found:
             tuned.append(found[LONG_CACHES_ROLE])
-        return self.over_cache.at(tuned, part.block, rows, slots)
+        return self.over_cache.at(tuned, block, rows, slots)
 
-    def obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
+    def obstacle(self, shape: StepShape, slots: tuple[int, ...]) -> str:
         """Return why no kernels run steps over caches of `slots` (one for each layer), or ""."""
-        key = rows, slots
+        key = shape, slots
         if key not in self._obstacles:
             # Other threads read this without a lock. So write only the final result.
-            self._obstacles[key] = self._find_obstacle(rows, slots)
+            self._obstacles[key] = self._find_obstacle(shape, slots)
         return self._obstacles[key]
 
-    def _find_obstacle(self, rows: int, slots: tuple[int, ...]) -> str:
+    def _find_obstacle(self, shape: StepShape, slots: tuple[int, ...]) -> str:
         for layer, layer_slots in zip(self.layers, slots, strict=True):
             try:
-                self.kernels(layer, rows, layer_slots)
+                self.kernels(layer, shape, layer_slots)
             except MirageError as error:
                 return f"no kernels for {layer_slots} slots ({error})"
         return ""
@@ -225,7 +243,7 @@ class ModelKernels:
         inputs: Iterable[StepInputs],
         logits: Tensor,
     ) -> None:
-        """Run every layer and the head for one token of each sequence.
+        """Run every layer and the head for the new tokens of each sequence.
 
         Args:
             kernels: What runs the parts of each layer (see `kernels`).

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mirage_hf.errors import Rejected
+from mirage_hf.patterns.attention import ATTENTION, for_several_tokens
 from mirage_hf.patterns.schema import PatternBlock
 
 #: The roles of the first half of an MLP, with a gate and without.
@@ -44,6 +46,44 @@ class Part:
     def pattern(self) -> str:
         """The name of the block's pattern."""
         return self.block.pattern.name
+
+
+@dataclass(frozen=True, order=True)
+class StepShape:
+    """How many tokens a decoding step takes.
+
+    Attributes:
+        batch: Sequences.
+        tokens: New tokens of each sequence. Steps that verify drafts have several.
+        windowed: Whether steps of several tokens serve layers with sliding windows. Each token then
+            has bounds of its own among the cached keys.
+    """
+
+    batch: int
+    tokens: int = 1
+    windowed: bool = False
+
+    @property
+    def rows(self) -> int:
+        """New tokens of all sequences."""
+        return self.batch * self.tokens
+
+    def __str__(self) -> str:
+        if self.tokens == 1:
+            return f"{self.batch} rows"
+        return f"{self.batch} x {self.tokens} rows"
+
+
+def block_at(block: PatternBlock, shape: StepShape) -> tuple[PatternBlock, int] | Rejected:
+    """Return the block that runs in steps of a shape, and the rows of its program.
+
+    Blocks over a cache count sequences as rows. All others count tokens.
+    """
+    if shape.tokens == 1 or not block.pattern.over_cache:
+        return block, shape.rows
+    if block.pattern is not ATTENTION:
+        return Rejected(f"{block.pattern.name} takes one new token of each sequence")
+    return for_several_tokens(block, shape.tokens, window=shape.windowed), shape.batch
 
 
 def adapter_role(role: str) -> str:

@@ -1,4 +1,4 @@
-"""A decoder layer's decoding step by kernels: one token of each sequence, over a cache."""
+"""A decoder layer's decoding step by kernels: new tokens of each sequence, over a cache."""
 
 from __future__ import annotations
 
@@ -27,23 +27,48 @@ STEP_ROLES = ("qkv", "attention", "out")
 
 
 @dataclass(frozen=True)
+class TokenBounds:
+    """Which keys each of several new tokens of a sequence sees. All are int32 (b, tokens).
+
+    Attributes:
+        first: The first cached key that it sees.
+        last: The slot after the last one.
+        new_first: The first new key that it sees, counted from the first new token.
+        new_last: The one after the last one.
+        windowed: Whether the kernels are those for windows, which read all four.
+    """
+
+    first: Tensor
+    last: Tensor
+    new_first: Tensor
+    new_last: Tensor
+    windowed: bool
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """What a layer's step reads besides x. b is the number of sequences."""
 
-    #: RoPE's cos and sin (b, d) of the new tokens, as `LayerStep.tables` makes them.
+    #: RoPE's cos and sin (tokens, d) of the new tokens, as `LayerStep.tables` makes them.
     cos: Tensor
     sin: Tensor
     #: The layer's cached keys and values (b, heads, slots, d).
     keys: Tensor
     values: Tensor
-    #: The first slot that a row sees, the slot of its new key, and the slot after it (b,), int32.
+    #: The first slot that a row sees, the slot of its first new key, and the slot after it (b,),
+    #: int32.
     lo: Tensor
     slot: Tensor
     end: Tensor
+    #: What each token sees, if a sequence has several new ones.
+    bounds: TokenBounds | None = None
 
 
 class LayerStep(PartRunner):
-    """A decoder layer for one token of each sequence. Kernels run it, except for an unknown MLP."""
+    """A decoder layer for new tokens of each sequence. Kernels run it, except for an unknown MLP.
+
+    Rows of hidden states are the tokens of the first sequence, then those of the second, and so on.
+    """
 
     def __init__(self, layer: nn.Module, operands: OperandTable, layout: LayerLayout, rope: Rope):
         """Run `layer`, whose parts are in `operands`, with what a model gives it as `rope`."""
@@ -55,11 +80,11 @@ class LayerStep(PartRunner):
         self.first = first_mlp_role(self.parts)
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, inputs: StepInputs) -> Tensor:
-        """Return the layer's output (b, width), and append the new keys and values.
+        """Return the layer's output (tokens, width), and append the new keys and values.
 
         Args:
             kernels: What runs the parts, by role.
-            x: The hidden states (b, width).
+            x: The hidden states (tokens, width) of the new tokens of all sequences.
             inputs: What the layer reads besides them.
 
         Raises:
@@ -75,7 +100,7 @@ class LayerStep(PartRunner):
         return add_to_residual(children, layout.mlp_after, self.multiplier, h, y)
 
     def own_mlp(self, x: Tensor) -> Tensor:
-        """Return what the own forward of an unknown MLP gives for normed x (b, 1, width)."""
+        """Return what the own forward of an unknown MLP gives for normed x (tokens, 1, width)."""
         return apply_own_mlp(self.operands.children, self.layout.mlp, x)
 
     @property
@@ -96,22 +121,39 @@ class LayerStep(PartRunner):
     def _attention(
         self, kernels: Mapping[str, Kernel], packed: Tensor, inputs: StepInputs
     ) -> Tensor:
-        """Run attention on packed projections (b, q + k + v)."""
+        """Run attention on packed projections (tokens, q + k + v)."""
         sizes, kv_heads, d = self.sizes, self.sizes["kv_heads"], self.sizes["head_dim"]
-        batch = packed.shape[0]
         q, k, v = (y.unflatten(1, (kv_heads, -1)) for y in split_heads(packed, sizes))
         weights = self.operands.parameters("attention")
         norms, sinks = (weights[:-1], weights[-1:]) if sizes["sinks"] else (weights, [])
         of_one_head = sizes["norm"] == "rms"
         norms = [p[None] if of_one_head else p.view(1, kv_heads, -1, d) for p in norms]
         sinks = [p.view(1, kv_heads, -1, 1) for p in sinks]
+        rope = [inputs.cos, inputs.sin] if sizes["rope"] else []
+        batch, memory = inputs.lo.shape[0], [inputs.keys, inputs.values]
+        range_of_cache = [inputs.lo, inputs.slot]
+        bounds = inputs.bounds
+        if bounds is None:
+            per_row = [x.view(batch, 1, 1, -1) for x in (*rope, *range_of_cache)]
+            rope, range_of_cache = per_row[:-2], per_row[-2:]
+            operands = [q, k, v, *rope, *memory, *range_of_cache, *norms, *sinks]
+            return kernels["attention"](operands)[0]
 
-        def per_row(x: Tensor) -> Tensor:
-            return x.view(batch, 1, 1, -1)
-
-        tables = [per_row(inputs.cos), per_row(inputs.sin)] if sizes["rope"] else []
-        cache = [inputs.keys, inputs.values, per_row(inputs.lo), per_row(inputs.slot)]
-        return kernels["attention"]([q, k, v, *tables, *cache, *norms, *sinks])[0]
+        # the program of several tokens has the dims that are 1 otherwise (patterns/attention.py)
+        tokens = packed.shape[0] // batch
+        q, k, v = (x.unflatten(0, (batch, tokens)).permute(0, 2, 3, 1, 4) for x in (q, k, v))
+        rope = [x.view(batch, 1, 1, tokens, -1) for x in rope]
+        memory = [x[:, :, None] for x in memory]
+        range_of_cache = [x.view(batch, 1, 1, 1, 1) for x in range_of_cache]
+        norms = [p if of_one_head else p[:, :, :, None] for p in norms]
+        sinks = [p[..., None] for p in sinks]
+        seen = [bounds.first, bounds.last, bounds.new_first, bounds.new_last]
+        if not bounds.windowed:  # the kernels have one pair of bounds for all sequences
+            seen = [x[:1] for x in seen[2:]]
+        seen = [x.view(-1, 1, 1, tokens, 1) for x in seen]
+        operands = [q, k, v, *rope, *memory, *range_of_cache, *norms, *seen, *sinks]
+        y = kernels["attention"](operands)[0]
+        return y.permute(0, 3, 1, 2, 4).reshape(packed.shape[0], -1)
 
 
 def split_heads(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,9 @@ CHOICES = {
     "dry_run": (True, False),
 }
 
+#: The most drafted tokens of a sequence that one step verifies.
+MOST_DRAFTS = 15
+
 #: The most sequences of a batch. Their steps are products of as many rows, which libraries compute
 #: well. The memory for checking a layer grows with them, too.
 MOST_ROWS = 1024
@@ -118,6 +121,26 @@ def _batch_sizes(batch_sizes: Any) -> tuple[int, ...]:
             "name the batch sizes to make kernels for, as batch_sizes=(1,)"
         )
     return tuple(dict.fromkeys(map(int, sizes)))
+
+
+def check_draft_tokens(draft_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of drafted tokens, each once.
+
+    Raises:
+        OptimizeError: If they are not numbers from 1 to MOST_DRAFTS.
+    """
+    try:
+        counts: tuple[Any, ...] = tuple(draft_tokens)
+    except TypeError:
+        counts = (draft_tokens,)
+    for count in counts:
+        is_number = isinstance(count, Integral) and not isinstance(count, bool)
+        if not is_number or not 1 <= int(count) <= MOST_DRAFTS:
+            raise OptimizeError(
+                f"optimize: draft_tokens is {draft_tokens!r}; "
+                f"give numbers of drafted tokens from 1 to {MOST_DRAFTS}, as draft_tokens=(3, 7)"
+            )
+    return tuple(dict.fromkeys(map(int, counts)))
 
 
 def _check_max_cache_len(max_cache_len: Any) -> None:

@@ -14,7 +14,7 @@ from mirage_hf.layers.model_kernels import (
     comparable,
 )
 from mirage_hf.layers.operands import OperandTable, submodule
-from mirage_hf.layers.part import LONG_CACHES_ROLE, Part
+from mirage_hf.layers.part import LONG_CACHES_ROLE, Part, StepShape, block_at
 from mirage_hf.layers.prefill import layer_prefill, why_no_prefill
 from mirage_hf.layers.rope import length_rope
 from mirage_hf.layers.step import LayerStep, layer_step
@@ -35,25 +35,28 @@ from mirage_hf.swap.kernels import BlockKernels
 def assemble_model_kernels(
     causal: CausalMatch | Rejected,
     matches: Sequence[Match],
-    rows: Sequence[int],
+    shapes: Sequence[StepShape],
     found: BlockKernels,
 ) -> ModelKernels | Rejected:
-    """Return the kernels of a whole model, for the numbers of rows that every part has.
+    """Return the kernels of a whole model, for the shapes of steps that every part has.
 
     Args:
         causal: The causal LM, or why it has no steps by kernels.
         matches: The matched modules of the model.
-        rows: The numbers of rows that were asked for.
+        shapes: The shapes of steps that were asked for.
         found: The kernels that were found.
     """
     if isinstance(causal, Rejected):
         return causal
     by_name = {match.name: match for match in matches}
     layers = [by_name[name] for name in causal.layers]
-    reasons = {n: _missing_kernel(causal, layers, n, found) for n in rows}
-    usable = [n for n in rows if not reasons[n]]
+    reasons = {shape: _missing_kernel(causal, layers, shape, found) for shape in shapes}
+    usable = [shape for shape in shapes if not reasons[shape]]
+    # drafts are verified after a step of one token
+    batches = {shape.batch for shape in usable if shape.tokens == 1}
+    usable = [shape for shape in usable if shape.batch in batches]
     if not usable:
-        return Rejected("; ".join(f"{n} rows: {reason}" for n, reason in reasons.items()))
+        return Rejected("; ".join(f"{s}: {reason}" for s, reason in reasons.items() if reason))
     steps = [layer_step(m.module, m.operands, m.layer_layout, m.rope) for m in layers]
     tables = _rope_tables(causal, steps)
     kinds = list(tables)
@@ -63,15 +66,15 @@ def assemble_model_kernels(
             step=step,
             prefill=layer_prefill(match.operands, match.parts, match.layer_layout),
             rope_table=kinds.index((kind, step.rope_order)),
-            found={n: _kernels_by_role(match, n, found) for n in usable},
+            found={shape: _kernels_by_role(match, shape, found) for shape in usable},
         )
         for match, step, kind in zip(layers, steps, causal.rope_kinds, strict=True)
     )
     no_prefill = (why_no_prefill(match.parts, match.layer_layout) for match in layers)
     return ModelKernels(
-        rows=tuple(usable),
+        shapes=tuple(usable),
         layers=layer_kernels,
-        heads={n: _kernel(causal.head, n, found) for n in usable},
+        heads={shape.rows: _kernel(causal.head, shape, found) for shape in usable},
         head_operands=OperandTable(causal.model, [causal.head]),
         vocab=dict(causal.head.block.sizes)["n"][0],
         embedding=causal.embedding,
@@ -103,27 +106,27 @@ def with_kernels(
     """
     by_name = {match.name: match for match in matches}
     layers = [by_name[layer.name] for layer in kernels.layers]
-    for rows in kernels.rows:
-        if reason := _missing_kernel(causal, layers, rows, found):
-            return Rejected(f"{rows} rows: {reason}")
+    for shape in kernels.shapes:
+        if reason := _missing_kernel(causal, layers, shape, found):
+            return Rejected(f"{shape}: {reason}")
     return replace(
         kernels,
         layers=tuple(
-            replace(layer, found={n: _kernels_by_role(match, n, found) for n in kernels.rows})
+            replace(layer, found={s: _kernels_by_role(match, s, found) for s in kernels.shapes})
             for layer, match in zip(kernels.layers, layers, strict=True)
         ),
-        heads={n: _kernel(causal.head, n, found) for n in kernels.rows},
+        heads={shape.rows: _kernel(causal.head, shape, found) for shape in kernels.shapes},
         _obstacles={},
     )
 
 
 def _missing_kernel(
-    causal: CausalMatch, layers: Sequence[Match], rows: int, found: BlockKernels
+    causal: CausalMatch, layers: Sequence[Match], shape: StepShape, found: BlockKernels
 ) -> str:
-    """Return which part has no kernel for a number of rows and why, or ""."""
+    """Return which part has no kernel for steps of a shape and why, or ""."""
     parts = [part for match in layers for part in match.parts]
     for part in (*parts, causal.head):
-        kernel = found[part.block, rows]
+        kernel = kernel_at(part, shape, found)
         # Attention over our cache has no library path.
         needs_kernel = part.block.pattern.over_cache
         if isinstance(kernel, Rejected) or (needs_kernel and not kernel.runs_kernel):
@@ -141,19 +144,27 @@ def _rope_tables(
     return tables
 
 
-def _kernel(part: Part, rows: int, found: BlockKernels) -> Resolved:
+def kernel_at(part: Part, shape: StepShape, found: BlockKernels) -> Resolved | Rejected:
+    """Return the kernel of a part in steps of a shape, or why it has none."""
+    at = block_at(part.block, shape)
+    return at if isinstance(at, Rejected) else found[at]
+
+
+def _kernel(part: Part, shape: StepShape, found: BlockKernels) -> Resolved:
     """Return the kernel of a part that has one."""
-    kernel = found[part.block, rows]
-    assert not isinstance(kernel, Rejected), "rows with a missing kernel are not used"
+    kernel = kernel_at(part, shape, found)
+    assert not isinstance(kernel, Rejected), "shapes with a missing kernel are not used"
     return kernel
 
 
-def _kernels_by_role(match: Match, rows: int, found: BlockKernels) -> dict[str, Resolved]:
+def _kernels_by_role(match: Match, shape: StepShape, found: BlockKernels) -> dict[str, Resolved]:
     """Return a layer's kernels, with those for long caches if there are any."""
-    kernels = {part.role: _kernel(part, rows, found) for part in match.parts}
+    kernels = {part.role: _kernel(part, shape, found) for part in match.parts}
     attention = next((part for part in match.parts if part.role == "attention"), None)
-    if attention is not None:
-        long = found.get((for_long_caches(attention.block), rows))
+    at = None if attention is None else block_at(attention.block, shape)
+    if at is not None and not isinstance(at, Rejected):
+        block, rows = at
+        long = found.get((for_long_caches(block), rows))
         if long is not None and not isinstance(long, Rejected) and long.runs_kernel:
             kernels[LONG_CACHES_ROLE] = long
     return kernels

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected, described
 from mirage_hf.layers.compose import any_norm
 from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
-from mirage_hf.layers.step import StepInputs
+from mirage_hf.layers.part import StepShape
+from mirage_hf.layers.step import StepInputs, TokenBounds
 from mirage_hf.match.layer_calls import PADDING, LayerCall, ProbeCache, layer_calls
 from mirage_hf.match.matches import CausalMatch, Match
 from mirage_hf.match.twins import takes_float_mask, twin
@@ -89,7 +90,7 @@ def check(match: Match, binding: Binding) -> Checked | Rejected:
     return worst
 
 
-def check_step(match: Match, layer: LayerKernels, rows: int) -> Checked | Rejected:
+def check_step(match: Match, layer: LayerKernels, shape: StepShape) -> Checked | Rejected:
     """Run a layer's step by kernels, over a cache that stock has filled.
 
     Attention has the number of slots that its kernels were found for.
@@ -100,21 +101,24 @@ def check_step(match: Match, layer: LayerKernels, rows: int) -> Checked | Reject
     wide = _wider(dtype)
     swapped = module.__dict__.get(BINDING_KEY)
     stock_class = type(module) if swapped is None else swapped.stock
-    kernels = {role: kernel.run for role, kernel in layer.found[rows].items()}
+    kernels = {role: kernel.run for role, kernel in layer.found[shape].items()}
     try:
         with _checking(device.type), _with_mlp_stand_in(match):
             reference = twin(module, lambda _, p: p.to(wide))
             stock = partial(stock_class.forward, module)
-            sampled = _sample(match, stock, reference, rows, dtype, wide, masked=True)
+            sampled = _sample(
+                match, stock, reference, shape.batch, dtype, wide, masked=True, tokens=shape.tokens
+            )
             ours = [
-                _step_output(layer, kernels, call, cache, rows)
+                _step_output(layer, kernels, call, cache, shape)
                 for call, cache in sampled.each_sample()
             ]
-            outputs = _Outputs(torch.cat(ours), sampled.stock[:, 0], sampled.exact[:, 0])
+            by_stock, exact = sampled.stock.flatten(0, 1), sampled.exact.flatten(0, 1)
+            outputs = _Outputs(torch.cat(ours), by_stock, exact)
             checked = _compare(outputs, dtype, _allowance(match, dtype))
     except Exception as error:
         return _could_not_run(error)
-    return checked if checked.error <= checked.allowed else _too_far(checked, rows)
+    return checked if checked.error <= checked.allowed else _too_far(checked, shape.rows)
 
 
 def check_head(kernels: ModelKernels, causal: CausalMatch, rows: int) -> Checked | Rejected:
@@ -215,7 +219,7 @@ def _with_mlp_stand_in(match: Match) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """SAMPLES times `rows` sequences with a filled cache and one more token, as one batch."""
+    """SAMPLES times `rows` sequences with a filled cache and new tokens, as one batch."""
 
     rows: int
     call: LayerCall
@@ -239,6 +243,7 @@ def _sample(
     dtype: torch.dtype,
     wide: torch.dtype,
     masked: bool,
+    tokens: int = 1,
 ) -> _Sampled:
     layer: Any = match.module
     like = any_norm(layer, match.layer_layout).weight
@@ -246,7 +251,7 @@ def _sample(
         rows,
         like,
         match.rope,
-        (PAST, 1),
+        (PAST, tokens),
         torch.Generator().manual_seed(rows),
         dtype,
         masked=masked,
@@ -280,18 +285,27 @@ def _step_output(
     kernels: dict[str, Any],
     call: LayerCall,
     cache: ProbeCache,
-    rows: int,
+    shape: StepShape,
 ) -> Tensor:
     """Return what a layer's step by kernels gives for one call."""
     assert cache.keys is not None and cache.values is not None
     padding = (0, 0, 0, REFERENCE_SLOTS - PAST)
     keys, values = (F.pad(x, padding).contiguous() for x in (cache.keys, cache.values))
     cos, sin = layer.step.tables(*(x.flatten(0, 1) for x in (call.cos, call.sin)))
-    lo = torch.zeros(rows, dtype=torch.int32, device=keys.device)
+    lo = torch.zeros(shape.batch, dtype=torch.int32, device=keys.device)
     lo[0] = PADDING
     slot, end = torch.full_like(lo, PAST), torch.full_like(lo, PAST + 1)
-    inputs = StepInputs(cos, sin, keys, values, lo, slot, end)
-    return layer.step(kernels, call.x[:, 0].contiguous(), inputs)
+    bounds = _causal_bounds(shape, keys.device) if shape.tokens > 1 else None
+    inputs = StepInputs(cos, sin, keys, values, lo, slot, end, bounds)
+    return layer.step(kernels, call.x.flatten(0, 1).contiguous(), inputs)
+
+
+def _causal_bounds(shape: StepShape, device: torch.device) -> TokenBounds:
+    """Return the bounds of new tokens that see every cached key."""
+    number = torch.arange(shape.tokens, dtype=torch.int32, device=device)
+    number = number.repeat(shape.batch, 1)
+    none, all_cached = torch.zeros_like(number), torch.full_like(number, PAST)
+    return TokenBounds(none, all_cached, none, number + 1, shape.windowed)
 
 
 # -- running other modules -------------------------------------------------------------------------

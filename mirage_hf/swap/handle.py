@@ -46,12 +46,13 @@ class Handle:
             return replace(self._report, rows=rows, tuning=tuning)
         # Other threads may be counting, so copy first.
         prefills = {f"prefill: {what}": n for what, n in dict(self.runner.prefills).items()}
+        drafts = {f"drafts: {what}": n for what, n in dict(self.runner.drafts).items()}
         selections = {f"selection: {what}": n for what, n in dict(self.runner.selections).items()}
         return replace(
             self._report,
             rows=rows,
             tuning=tuning,
-            decode=dict(self.runner.counts) | prefills | selections,
+            decode=dict(self.runner.counts) | prefills | drafts | selections,
             pool_bytes=self.runner.bytes,
         )
 

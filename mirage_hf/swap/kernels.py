@@ -9,7 +9,7 @@ import torch
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.effects import APPEND
-from mirage_hf.layers.part import Part
+from mirage_hf.layers.part import Part, StepShape
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import torch_op
@@ -21,27 +21,27 @@ BlockKernels = Mapping[tuple[PatternBlock, int], Resolved | Rejected]
 
 
 class ModelBlocks:
-    """The distinct blocks of a model's layers, at each number of rows.
+    """The distinct blocks of a model's layers, in steps of each shape.
 
     Attributes:
-        layers: The blocks of each layer and number of rows, in the order in which they run.
+        layers: The blocks of each layer and shape, in the order in which they run.
     """
 
     def __init__(
-        self, layers: Sequence[tuple[Part, ...]], rows: Sequence[int], device: torch.device
+        self, layers: Sequence[tuple[Part, ...]], shapes: Sequence[StepShape], device: torch.device
     ):
         """List the blocks.
 
         Args:
             layers: The parts of each layer. The kernels of one layer are chosen together.
-            rows: The numbers of rows.
+            shapes: The shapes of steps.
             device: The device of the model.
         """
         self._is_on_gpu = device.type == "cuda"
         self._keys: dict[tuple[PatternBlock, int], BlockToMake] = {}
         self.layers = [
-            tuple(self._block(part.block, number) for part in parts)
-            for number in rows
+            tuple(self._block(block, rows) for block, rows in _blocks_of(parts, shape))
+            for shape in shapes
             for parts in layers
         ]
 
@@ -129,6 +129,12 @@ def register(kernels: Iterable[Resolved | Rejected], device: torch.device) -> No
     for kernel in kernels:
         if not isinstance(kernel, Rejected) and not _appends(kernel):
             torch_op.register(kernel.digest, kernel.ugraph, kernel.run, device.type)
+
+
+def _blocks_of(parts: Sequence[Part], shape: StepShape) -> list[tuple[PatternBlock, int]]:
+    """Return each distinct block of parts in steps of a shape, with its rows."""
+    at = (block_at(part.block, shape) for part in parts)
+    return list(dict.fromkeys(each for each in at if not isinstance(each, Rejected)))
 
 
 def _appends(kernel: Resolved) -> bool:

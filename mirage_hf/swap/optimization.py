@@ -21,12 +21,12 @@ from mirage_hf.experts_interface import Resolve, experts_by_kernels
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
 from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
 from mirage_hf.layers.model_kernels import ModelKernels
-from mirage_hf.layers.part import Part, adapter_role
+from mirage_hf.layers.part import Part, StepShape, adapter_role
 from mirage_hf.match.matches import CausalMatch, Match, Matches
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.swap.assemble import assemble_model_kernels
+from mirage_hf.swap.assemble import assemble_model_kernels, kernel_at
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.coded_forward import (
     CodedBinding,
@@ -54,23 +54,27 @@ CPU_NOTE = "backend cpu runs each kernel's block graph with torch: right, with n
 #: How many rejected modules a warning names, and how much of the reasons it quotes.
 _MOST_NAMED, _MOST_CHARACTERS = 5, 600
 
-#: The outcome of a check by (module, number of rows).
-_Outcomes = dict[tuple[str, "int | None"], Checked]
+#: The outcome of a check by (module, sequences, tokens of each).
+_Outcomes = dict[tuple[str, "int | None", int], Checked]
 
 
 class Optimization:
     """One optimize() of a model: it plans, swaps, checks and reports the model's matches."""
 
-    def __init__(self, model: nn.Module, backend: str, batch_rows: Sequence[int], matches: Matches):
+    def __init__(
+        self, model: nn.Module, backend: str, shapes: Sequence[StepShape], matches: Matches
+    ):
         """Start with the matches of `model`. Nothing is changed yet.
 
         Args:
             model: The model.
             backend: "triton" or "cpu".
-            batch_rows: The numbers of rows to make kernels for, one token of each sequence.
+            shapes: The shapes of steps to make kernels for.
             matches: The matches of the model.
         """
-        self.model, self.backend, self.batch_rows = model, backend, batch_rows
+        self.model, self.backend, self.shapes = model, backend, shapes
+        #: The numbers of rows that swapped modules have kernels for: one token of each sequence.
+        self.batch_rows = [shape.batch for shape in shapes if shape.tokens == 1]
         self.matches, self.rejected, self.causal = matches
         self.ledger = Ledger()
         #: The kernels of whole steps, once swapped, or None if steps run the model's own forward.
@@ -145,15 +149,15 @@ class Optimization:
     def plan(self) -> Report:
         """Return the report of a dry run."""
         report_rows = [
-            _row(match.name, part, rows, PLANNED)
+            _row(match.name, part, shape, PLANNED)
             for match in self.matches
             for part in match.parts
-            for rows in self.batch_rows
+            for shape in self.shapes
         ]
         notes: tuple[str, ...] = ()
         if isinstance(self.causal, CausalMatch):
             head = self.causal.head
-            report_rows += [_row(HEAD, head, rows, PLANNED) for rows in self.batch_rows]
+            report_rows += [_row(HEAD, head, shape, PLANNED) for shape in self.shapes]
         elif report_rows:
             note = self.traced_note or _OWN_STEPS + self.causal.reason
             notes = (note,)
@@ -244,10 +248,10 @@ class Optimization:
     def module_rows(self, found: BlockKernels) -> list[ReportRow]:
         """Return the report's rows of all parts of modules, not checked yet."""
         return [
-            _resolved_row(match.name, part, rows, found[part.block, rows])
+            _resolved_row(match.name, part, shape, kernel_at(part, shape, found))
             for match in self.matches
             for part in match.parts
-            for rows in self.batch_rows
+            for shape in self.shapes
         ]
 
     def head_rows(self, found: BlockKernels) -> list[ReportRow]:
@@ -256,7 +260,7 @@ class Optimization:
             return []
         head = self.causal.head
         return [
-            _resolved_row(HEAD, head, rows, found[head.block, rows]) for rows in self.batch_rows
+            _resolved_row(HEAD, head, shape, kernel_at(head, shape, found)) for shape in self.shapes
         ]
 
     def _check_modules(
@@ -281,7 +285,7 @@ class Optimization:
         self, found: BlockKernels, report_rows: Sequence[ReportRow], verify: bool
     ) -> tuple[list[ReportRow], tuple[str, ...]]:
         """Assemble the kernels of whole steps, and check them. Return the rows and notes."""
-        kernels = assemble_model_kernels(self.causal, self.matches, self.batch_rows, found)
+        kernels = assemble_model_kernels(self.causal, self.matches, self.shapes, found)
         outcomes: _Outcomes = {}
         if verify and isinstance(kernels, ModelKernels):
             checked = self._check_steps(kernels, report_rows)
@@ -293,17 +297,18 @@ class Optimization:
         if isinstance(kernels, ModelKernels):
             self._find_experts(kernels)
             self.steps = kernels
-            usable, why_idle = kernels.rows, "another part has no kernel for so many rows"
+            usable = {(shape.batch, shape.tokens) for shape in kernels.shapes}
+            why_idle = "another part has no kernel for so many rows"
         elif self.traced_rows:
-            usable, why_idle = (), self.traced_note
+            usable, why_idle = set(), self.traced_note
         else:
-            usable, why_idle = (), _OWN_STEPS + kernels.reason
+            usable, why_idle = set(), _OWN_STEPS + kernels.reason
             notes = (why_idle, *notes)
         made = []
         for row in report_rows:
             if runs_only_in_steps(row):
-                row = checked_row(row, outcomes.get((row.module, row.rows)))
-                if row.status == SWAPPED and row.rows not in usable:
+                row = checked_row(row, outcomes.get((row.module, row.rows, row.tokens)))
+                if row.status == SWAPPED and (row.rows, row.tokens) not in usable:
                     row = replace(row, status=STOCK, reason=row.reason or why_idle)
             made.append(row)
         return made, notes
@@ -312,7 +317,7 @@ class Optimization:
         """Find the kernels of experts, by calls of them, before generate captures steps."""
         assert isinstance(self.causal, CausalMatch)
         width = {match.name: match.width for match in self.matches}
-        for rows in kernels.rows:
+        for rows in dict.fromkeys(shape.rows for shape in kernels.shapes):
             with experts_by_kernels(self.causal.model, rows, self.resolve) as may_run:
                 for layer in kernels.layers if may_run else ():
                     if not layer.step.first:
@@ -330,16 +335,16 @@ class Optimization:
             return Rejected(f"{put_back.module}: {put_back.reason}")
         matches = {match.name: match for match in self.matches}
         outcomes: _Outcomes = {}
-        for rows in kernels.rows:
+        for shape in kernels.shapes:
             for layer in kernels.layers:
-                outcome = check_step(matches[layer.name], layer, rows)
+                outcome = check_step(matches[layer.name], layer, shape)
                 if isinstance(outcome, Rejected):
                     return _step_rejected(layer.name, outcome)
-                outcomes[layer.name, rows] = outcome
-            outcome = check_head(kernels, self.causal, rows)
+                outcomes[layer.name, shape.batch, shape.tokens] = outcome
+            outcome = check_head(kernels, self.causal, shape.rows)
             if isinstance(outcome, Rejected):
                 return _step_rejected(HEAD, outcome)
-            outcomes[HEAD, rows] = outcome
+            outcomes[HEAD, shape.batch, shape.tokens] = outcome
         return outcomes
 
     def undo(self) -> None:
@@ -370,9 +375,10 @@ def _why_nothing(report: Report) -> str:
 def runs_only_in_steps(row: ReportRow) -> bool:
     """Return whether a row's kernels run only in steps of generate.
 
-    Attention's kernels do, because they read our caches. The head's do, too.
+    Attention's kernels do, because they read our caches. The head's do, too, and those for several
+    tokens of each sequence.
     """
-    return row.module == HEAD or row.pattern in IN_STEPS
+    return row.module == HEAD or row.pattern in IN_STEPS or row.tokens > 1
 
 
 def fused_kernels(
@@ -405,9 +411,11 @@ def fused_kernels(
 # -- rows of the report ----------------------------------------------------------------------------
 
 
-def _row(module: str, part: Part, rows: int, status: str) -> ReportRow:
+def _row(module: str, part: Part, shape: StepShape, status: str) -> ReportRow:
     names = "" if part.role == "lora" else ", ".join(_children_of(part))
-    return ReportRow(module, part.pattern, status, part=names, rows=rows)
+    return ReportRow(
+        module, part.pattern, status, part=names, rows=shape.batch, tokens=shape.tokens
+    )
 
 
 def _children_of(part: Part) -> list[str]:
@@ -419,8 +427,10 @@ def _children_of(part: Part) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _resolved_row(module: str, part: Part, rows: int, resolved: Resolved | Rejected) -> ReportRow:
-    return resolved_row(_row(module, part, rows, STOCK), resolved)
+def _resolved_row(
+    module: str, part: Part, shape: StepShape, resolved: Resolved | Rejected
+) -> ReportRow:
+    return resolved_row(_row(module, part, shape, STOCK), resolved)
 
 
 def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportRow:

@@ -5,12 +5,13 @@ The new kernels pass the checks of `optimize()`. If one fails, all kernels stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mirage_hf.errors import Rejected
 from mirage_hf.layers.model_kernels import ModelKernels
-from mirage_hf.match.matches import CausalMatch, Match
+from mirage_hf.layers.part import Part, StepShape, block_at
+from mirage_hf.match.matches import CausalMatch
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.assemble import with_kernels
@@ -39,7 +40,7 @@ class Replacement:
     found: BlockKernels
     #: The blocks whose kernels are other ones now.
     changed: set[Key]
-    #: The outcome of each check by module, or by (layer or head, rows) for steps.
+    #: The outcome of each check by module, or by (layer or head, batch, tokens) for steps.
     outcomes: dict[object, Checked] = field(default_factory=dict)
     _undos: list[Callable[[], None]] = field(default_factory=list)
 
@@ -67,9 +68,11 @@ class Replacement:
 
     def _exchange_modules(self, verify: bool) -> Rejected | None:
         rows = self.optimization.batch_rows
+        of_modules = [shape for shape in self.optimization.shapes if shape.tokens == 1]
         for match in self.optimization.matches:
             binding = self.handle.binding(match.name)
-            if binding is None or binding.retired or not self._is_changed(match):
+            is_idle = binding is None or binding.retired
+            if binding is None or is_idle or not self._is_changed(match.parts, of_modules):
                 continue
             kernels, traced = binding.kernels, binding.traced
             counts = binding.calls, binding.fallbacks
@@ -90,9 +93,9 @@ class Replacement:
             self.outcomes[match.name] = outcome
         return None
 
-    def _is_changed(self, match: Match) -> bool:
-        rows = self.optimization.batch_rows
-        return any((part.block, n) in self.changed for part in match.parts for n in rows)
+    def _is_changed(self, parts: Sequence[Part], shapes: Sequence[StepShape]) -> bool:
+        """Return whether a part has another kernel in steps of a shape."""
+        return any(block_at(part.block, s) in self.changed for part in parts for s in shapes)
 
     def _new_steps(self, steps: ModelKernels, verify: bool) -> ModelKernels | Rejected:
         """Return the kernels of whole steps, the changed ones checked."""
@@ -102,36 +105,34 @@ class Replacement:
         if isinstance(made, Rejected) or not verify:
             return made
         matches = {match.name: match for match in self.optimization.matches}
-        for rows in made.rows:
+        for shape in made.shapes:
+            rows, tokens = shape.batch, shape.tokens
             for layer in made.layers:
-                if self._is_changed(matches[layer.name]):
-                    outcome = check_step(matches[layer.name], layer, rows)
+                if self._is_changed(matches[layer.name].parts, made.shapes):
+                    outcome = check_step(matches[layer.name], layer, shape)
                     if isinstance(outcome, Rejected):
                         return Rejected(f"the step of {layer.name}: {outcome.reason}")
-                    self.outcomes[layer.name, rows] = outcome
-            if (causal.head.block, rows) in self.changed:
-                outcome = check_head(made, causal, rows)
+                    self.outcomes[layer.name, rows, tokens] = outcome
+            if self._is_changed([causal.head], [shape]):
+                outcome = check_head(made, causal, shape.rows)
                 if isinstance(outcome, Rejected):
                     return Rejected(f"the {HEAD}: {outcome.reason}")
-                self.outcomes[HEAD, rows] = outcome
+                self.outcomes[HEAD, rows, tokens] = outcome
         return made
 
     def report_rows(self, before: tuple[ReportRow, ...], measured: set[Key]) -> list[ReportRow]:
         """Return the rows of the report: new ones for measured blocks, others as before."""
         optimization = self.optimization
-        keys = [
-            (part.block, rows)
-            for match in optimization.matches
-            for part in match.parts
-            for rows in optimization.batch_rows
-        ]
+        parts = [part for match in optimization.matches for part in match.parts]
         if isinstance(optimization.causal, CausalMatch):
-            keys += [(optimization.causal.head.block, rows) for rows in optimization.batch_rows]
+            parts.append(optimization.causal.head)
+        keys = [block_at(part.block, shape) for part in parts for shape in optimization.shapes]
         now = [*optimization.module_rows(self.found), *optimization.head_rows(self.found)]
         made = []
         for key, row, old in zip(keys, now, before, strict=False):
             if key in measured and self._runs(row):
-                name = (row.module, row.rows) if runs_only_in_steps(row) else row.module
+                of_step = row.module, row.rows, row.tokens
+                name: object = of_step if runs_only_in_steps(row) else row.module
                 row = checked_row(row, self.outcomes.get(name))
                 if key not in self.changed:
                     row = checked_row(row, _check_of(old))
@@ -145,7 +146,8 @@ class Replacement:
         if not runs_only_in_steps(row):
             return self.handle.binding(row.module) is not None
         steps = self.optimization.steps
-        return steps is not None and row.rows in steps.rows
+        shapes = () if steps is None else steps.shapes
+        return (row.rows, row.tokens) in {(shape.batch, shape.tokens) for shape in shapes}
 
 
 def _check_of(row: ReportRow) -> Checked | None:

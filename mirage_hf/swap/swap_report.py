@@ -24,8 +24,10 @@ class ReportRow:
     status: str
     #: The children whose weights the block reads.
     part: str = ""
-    #: The number of rows, one token of each sequence. None for a rejected module.
+    #: The number of sequences. None for a rejected module.
     rows: int | None = None
+    #: The new tokens of each sequence. Steps that verify drafts have several.
+    tokens: int = 1
     #: What runs the block, such as "1 kernel" or "library".
     kernel: str = ""
     #: Where the kernel comes from: a zoo, the cache or a search.
@@ -131,6 +133,9 @@ _GENERATE_COUNTS = (
     ("step: all by kernels", "call", "with all steps by kernels"),
     ("step: traced", "call", "with traced steps, their products by kernels"),
     ("step: ", "call", "with steps by the model's own forward ({})"),
+    ("drafts: steps of a row", "step", "of a row with drafts"),
+    ("drafts: drafted", "token", "drafted"),
+    ("drafts: taken", "token", "taken of the drafts"),
     ("selection: on the device", "call", "with tokens chosen on the device"),
     ("selection: by the host: ", "call", "with tokens chosen by the host ({})"),
     ("prefill: captured, by kernels", "prompt", "by captured kernels"),
@@ -220,12 +225,19 @@ def _common_name(names: Sequence[str]) -> str:
     return ".".join([*before, "{" + ",".join(ranges) + "}", *after])
 
 
+def _rows_cell(row: ReportRow) -> str:
+    """Return how many sequences a row is for, and how many tokens of each if there are several."""
+    if row.rows is None:
+        return ""
+    return str(row.rows) if row.tokens == 1 else f"{row.rows} x {row.tokens}"
+
+
 #: The columns of the table by title, each with the cell of a group of rows. The rows of a group
 #: differ only in their module's name and their error.
 _COLUMNS: Mapping[str, Callable[[Sequence[ReportRow]], str]] = {
     "module": lambda group: _common_name([row.module for row in group]),
     "pattern": _pattern,
-    "rows": lambda group: "" if group[0].rows is None else str(group[0].rows),
+    "rows": lambda group: _rows_cell(group[0]),
     "kernel": lambda group: group[0].kernel,
     "status": lambda group: group[0].status,
     "source": lambda group: group[0].source,

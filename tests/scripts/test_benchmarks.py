@@ -236,7 +236,7 @@ def test_a_zoo_gets_no_result_whose_candidates_failed(monkeypatch, tmp_path):
     for made, kept in ((failed, 0), (replace(failed, search={"candidates": 0}), 1), (fused, 1)):
         zoo = Store(tmp_path / str(kept) / made.pattern / str(len(made.schedules)), writable=True)
         monkeypatch.setattr(build_zoo, "make_entries", lambda *_, made=made: [made])
-        (said,) = build_zoo.build([], 1, torch.device("cpu"), zoo, SimpleNamespace(tune="auto"))
+        (said,) = build_zoo.build([], torch.device("cpu"), zoo, SimpleNamespace(tune="auto"))
         assert len(list(zoo.entries())) == kept
         assert (
             "not kept, every candidate failed here" in said and "no code for sm_90" in said
@@ -623,6 +623,22 @@ def generate_options(**changes):
         padded=False,
     )
     return argparse.Namespace(**(options | changes))
+
+
+@pytest.mark.parametrize("draft", ["lookup", "smoke"])
+@pytest.mark.parametrize("accept", [None, 0.7])
+def test_drafts_are_timed_beside_stocks(draft, accept):
+    peers = ("drafted", "assisted")
+    drafting = {"draft": draft, "draft_tokens": 3, "accept": accept, "new": 40}
+    args = generate_options(**drafting, peers=peers, tune="never", times_only=True, cap=200)
+    row = bench_generate.bench("smoke", 1, 4, args)
+    assert all(row["peers"][peer]["ms_per_token"] for peer in peers), row["peers"]
+    drafts = row["drafts"]
+    if accept is None and draft == "smoke":  # the model drafts for itself
+        assert drafts["drafts: taken"] >= 0.9 * (drafts["drafts: drafted"] - 3)
+    if accept is not None:
+        assert 0 < drafts["drafts: taken"] < drafts["drafts: drafted"]
+        assert "tokens a step" in bench_generate.table(row)
 
 
 def test_attention_by_name_that_torch_runs_is_no_peer():

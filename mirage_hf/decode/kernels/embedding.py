@@ -15,6 +15,7 @@ from torch import Tensor
 from mirage_hf import errors
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.decode.control import Control
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, check_tensor, launch
 from mirage_hf.decode.kernels.optional_triton import tl, triton
 from mirage_hf.decode.kernels.ring import any_alive
@@ -35,6 +36,7 @@ def embedding_kernel(
     position_ptr,
     length_ptr,
     lowest_ptr,
+    ahead_ptr,
     embedding_ptr,
     cos_table_ptr,
     sin_table_ptr,
@@ -50,8 +52,12 @@ def embedding_kernel(
     second_low_ptr,
     second_slot_ptr,
     second_end_ptr,
+    first_from_ptr,
+    second_from_ptr,
     overlaps: tl.constexpr,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     VOCAB: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -72,8 +78,11 @@ def embedding_kernel(
 
     slot = length; end = length + 1; the bounds of each kind of layer are `_store_bounds`'s.
 
-    A row of the batch has BLOCKS blocks that copy its embedding row. One more block does the rest,
-    so that its loads do not queue behind those of the embedding.
+    With AHEAD a sequence's own `ahead` is added to length and position. A row is one of TOKENS new
+    tokens of a sequence, and its position is that of the first one plus its number.
+
+    A row has BLOCKS blocks that copy its embedding row. One more block does the rest, so that its
+    loads do not queue behind those of the embedding.
 
     References: `torch.nn.functional.embedding`; `embed` below does the same with torch.
     """
@@ -90,9 +99,15 @@ def embedding_kernel(
             x = (x.to(tl.float32) * SCALE).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * HIDDEN + n, x, mask=n < HIDDEN)
     else:
-        position = tl.load(position_ptr + row)
+        sequence = row // TOKENS
+        number = row % TOKENS
+        position = tl.load(position_ptr + sequence) + number
         length = tl.load(length_ptr)
-        lowest = tl.load(lowest_ptr + row)
+        lowest = tl.load(lowest_ptr + sequence)
+        if AHEAD:
+            ahead = tl.load(ahead_ptr + sequence)
+            position += ahead
+            length += ahead
         position = tl.minimum(tl.maximum(position, 0), POSITIONS - 1)
         w = tl.arange(0, TABLES_TILE)
         # column w of all tables is column w % WIDTH of table w // WIDTH
@@ -105,13 +120,16 @@ def embedding_kernel(
         source = table * (POSITIONS * WIDTH) + position * WIDTH + column
         cos = tl.load(cos_table_ptr + source, mask=w < TABLES * WIDTH)
         sin = tl.load(sin_table_ptr + source, mask=w < TABLES * WIDTH)
-        tl.store(slot_ptr + row, length.to(tl.int32))
-        tl.store(end_ptr + row, length.to(tl.int32) + 1)
+        # all tokens of a sequence store the same
+        tl.store(slot_ptr + sequence, length.to(tl.int32))
+        tl.store(end_ptr + sequence, length.to(tl.int32) + 1)
         if KINDS > 0:
+            if TOKENS > 1:
+                _store_first(first_from_ptr + row, length + number, FIRST_WINDOW)
             _store_bounds(
-                first_low_ptr + row,
-                first_slot_ptr + row,
-                first_end_ptr + row,
+                first_low_ptr + sequence,
+                first_slot_ptr + sequence,
+                first_end_ptr + sequence,
                 alive_ptr,
                 length,
                 lowest,
@@ -121,10 +139,12 @@ def embedding_kernel(
                 FIRST_SPARE,
             )
         if KINDS > 1:
+            if TOKENS > 1:
+                _store_first(second_from_ptr + row, length + number, SECOND_WINDOW)
             _store_bounds(
-                second_low_ptr + row,
-                second_slot_ptr + row,
-                second_end_ptr + row,
+                second_low_ptr + sequence,
+                second_slot_ptr + sequence,
+                second_end_ptr + sequence,
                 alive_ptr,
                 length,
                 lowest,
@@ -136,6 +156,18 @@ def embedding_kernel(
         target = table * (ROWS * WIDTH) + row * WIDTH + column
         tl.store(cos_ptr + target, cos, mask=w < TABLES * WIDTH)
         tl.store(sin_ptr + target, sin, mask=w < TABLES * WIDTH)
+
+
+@triton.jit
+def _store_first(first_ptr, slot, WINDOW: tl.constexpr):
+    """Compute first = max(slot − WINDOW + 1, 0), or 0 without a window.
+
+    References: `TokenBounds.first`.
+    """
+    first = slot * 0
+    if WINDOW > 0:
+        first = tl.maximum(slot - (WINDOW - 1), 0)
+    tl.store(first_ptr, first.to(tl.int32))
 
 
 @triton.jit
@@ -174,16 +206,18 @@ class EmbeddingOutput:
     """The inputs of a step's layers besides weights and keys, at fixed addresses.
 
     Attributes:
-        x: (batch, hidden): embedding rows, multiplied by the model's scale.
-        cos: (tables, batch, width): rows of the rotary tables at the rows' positions.
-        sin: (tables, batch, width).
-        slot: (batch,) int32: the new key's slot in caches that are not rings, equal for all rows.
+        x: (batch · tokens, hidden): embedding rows, multiplied by the model's scale.
+        cos: (tables, batch · tokens, width): rows of the rotary tables at the rows' positions.
+        sin: (tables, batch · tokens, width).
+        slot: (batch,) int32: the slot of the first new key in caches that are not rings.
         end: (batch,) int32: the slot after it.
         windows: For each kind of layer the number of keys that a query sees, its own included. If a
             ring holds the keys, the ring instead. None if a query sees all keys.
         lows: For each kind (batch,) int32: the first slot a row sees. Zeros for rings.
         slots: For each kind the new key's slot: `slot`, or a tensor of its own for rings.
         ends: For each kind the slot after the new key's: `end`, or a tensor of its own for rings.
+        firsts: For each kind (batch, tokens) int32: the first cached slot that a token sees, if a
+            sequence has several new tokens. Otherwise there are none.
     """
 
     x: Tensor
@@ -195,6 +229,12 @@ class EmbeddingOutput:
     lows: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
     ends: tuple[Tensor, ...]
+    firsts: tuple[Tensor, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a sequence."""
+        return self.firsts[0].shape[1] if self.firsts else 1
 
     @classmethod
     def allocate(
@@ -207,24 +247,26 @@ class EmbeddingOutput:
         device: torch.device,
         table_dtype: torch.dtype | None = None,
         tables: int = 1,
+        tokens: int = 1,
     ) -> EmbeddingOutput:
         """Return zeros of these sizes.
 
         `table_dtype` is the rotary tables' dtype if it is another.
         """
+        rows = batch * tokens
 
         def rotary_rows() -> Tensor:
-            return torch.zeros(tables, batch, width, dtype=table_dtype or dtype, device=device)
+            return torch.zeros(tables, rows, width, dtype=table_dtype or dtype, device=device)
 
-        def integers() -> Tensor:
-            return torch.zeros(batch, dtype=torch.int32, device=device)
+        def integers(*each: int) -> Tensor:
+            return torch.zeros(batch, *each, dtype=torch.int32, device=device)
 
         # a buffer made under inference_mode would raise in the next call outside it
         with torch.inference_mode(False):
             slot, end = integers(), integers()
             in_ring = [isinstance(window, Ring) for window in windows]
             return cls(
-                x=torch.zeros(batch, hidden, dtype=dtype, device=device),
+                x=torch.zeros(rows, hidden, dtype=dtype, device=device),
                 cos=rotary_rows(),
                 sin=rotary_rows(),
                 slot=slot,
@@ -233,6 +275,7 @@ class EmbeddingOutput:
                 lows=tuple(integers() for _ in windows),
                 slots=tuple(integers() if ring else slot for ring in in_ring),
                 ends=tuple(integers() if ring else end for ring in in_ring),
+                firsts=tuple(integers(tokens) for _ in windows) if tokens > 1 else (),
             )
 
 
@@ -244,6 +287,9 @@ def embedding_launch(
     tables: tuple[int, int, int],
     windows: tuple[Window, ...],
     scale: float = 1.0,
+    tokens: int = 1,
+    *,
+    is_ahead: bool = False,
 ) -> KernelLaunch:
     """Return the launch for an embedding and rotary tables (tables, positions, width)."""
     count, positions, width = tables
@@ -252,8 +298,10 @@ def embedding_launch(
     of_kinds = [_window_and_spare(window) for window in windows]
     of_kinds += [(0, 0)] * (MAX_KINDS - len(of_kinds))
     constants = {
-        "ROWS": batch,
-        "ROWS_TILE": next_power_of_two(batch),
+        "ROWS": batch * tokens,
+        "TOKENS": tokens,
+        "AHEAD": is_ahead,
+        "ROWS_TILE": next_power_of_two(batch * tokens),
         "VOCAB": vocab,
         "HIDDEN": hidden,
         "SCALE": float(scale),
@@ -269,7 +317,7 @@ def embedding_launch(
         "SECOND_WINDOW": of_kinds[1][0],
         "SECOND_SPARE": of_kinds[1][1],
     }
-    return KernelLaunch(embedding_kernel, batch * (blocks + 1), constants)
+    return KernelLaunch(embedding_kernel, batch * tokens * (blocks + 1), constants)
 
 
 def _window_and_spare(window: Window) -> tuple[int, int]:
@@ -287,8 +335,9 @@ def embed(
     scale: float = 1.0,
     *,
     by_kernel: bool,
+    drafts: Drafts | None = None,
 ) -> None:
-    """Fill `out` for the tokens in `control.ids`, in one launch.
+    """Fill `out` for the tokens in `control.ids` or in `drafts.tokens`, in one launch.
 
     An id or position outside its table takes the table's nearest row, because rows that have ended
     may be fed any pad token.
@@ -301,27 +350,39 @@ def embed(
         out: The tensors to fill.
         scale: Factor of the embedding rows, applied in float32.
         by_kernel: Launch the kernel, otherwise run torch.
+        drafts: If there are some, the tokens to feed, and how far rows are ahead of `control`.
 
     Raises:
-        InputError: A tensor does not fit, or there are more than MAX_KINDS windows.
+        InputError: A tensor does not fit, or there are more than MAX_KINDS windows, or rings for
+            rows that are ahead.
     """
-    _check_inputs(control, embedding, cos, sin, out)
+    _check_inputs(control, embedding, cos, sin, out, drafts)
     embedding = embedding.detach()
     if not by_kernel:
-        _embed_by_torch(control, embedding, cos, sin, out, scale)
+        _embed_by_torch(control, embedding, cos, sin, out, scale, drafts)
         return
     vocab, hidden = embedding.shape
     count, positions, width = cos.shape
     batch = control.ids.shape[0]
     what = embedding_launch(
-        batch, vocab, hidden, (count, positions, width), out.windows, float(scale)
+        batch,
+        vocab,
+        hidden,
+        (count, positions, width),
+        out.windows,
+        float(scale),
+        out.tokens,
+        is_ahead=drafts is not None,
     )
+    # the kernel does not touch the tensors that stand for missing ones
     bounds = [t for kind in zip(out.lows, out.slots, out.ends, strict=True) for t in kind]
-    bounds += [out.slot] * (3 * MAX_KINDS - len(bounds))  # the kernel does not touch these
-    state = [control.ids, control.position, control.length, control.lowest]
+    bounds += [out.slot] * (3 * MAX_KINDS - len(bounds))
+    firsts = [*out.firsts, *[out.slot] * (MAX_KINDS - len(out.firsts))]
+    ids, ahead = (control.ids, control.length) if drafts is None else (drafts.tokens, drafts.ahead)
+    state = [ids, control.position, control.length, control.lowest, ahead]
     outputs = [out.x, out.cos, out.sin, out.slot, out.end]
     alive = control.alive.view(torch.uint8)
-    launch(what, [*state, embedding, cos, sin, *outputs, alive, *bounds])
+    launch(what, [*state, embedding, cos, sin, *outputs, alive, *bounds, *firsts])
 
 
 def _embed_by_torch(
@@ -331,14 +392,24 @@ def _embed_by_torch(
     sin: Tensor,
     out: EmbeddingOutput,
     scale: float,
+    drafts: Drafts | None,
 ) -> None:
-    position = control.position[:, 0].clamp(0, cos.shape[1] - 1)
-    rows = embedding[control.ids[:, 0].clamp(0, len(embedding) - 1)]
+    ids, position = control.ids, control.position
+    length = control.length.expand_as(out.slot)
+    if drafts is not None:
+        number = torch.arange(drafts.tokens.shape[1], device=cos.device)
+        ids, position = drafts.tokens, position + drafts.ahead + number
+        length = length + drafts.ahead[:, 0]
+    position = position.flatten().clamp(0, cos.shape[1] - 1)
+    rows = embedding[ids.flatten().clamp(0, len(embedding) - 1)]
     out.x.copy_(rows if scale == 1 else rows.float() * scale)
     out.cos.copy_(cos[:, position])
     out.sin.copy_(sin[:, position])
-    out.slot.copy_(control.length.expand_as(out.slot))
+    out.slot.copy_(length)
     out.end.copy_(out.slot + 1)
+    for window, first in zip(out.windows, out.firsts, strict=False):
+        slots = length[:, None] + number
+        first.copy_((slots - window + 1).clamp_min(0) if window else torch.zeros_like(slots))
     lowest = control.lowest[:, 0]
     for window, low, slot, end in zip(out.windows, out.lows, out.slots, out.ends, strict=True):
         if isinstance(window, Ring):
@@ -347,13 +418,18 @@ def _embed_by_torch(
         elif window is None:
             low.copy_(lowest)
         else:
-            low.copy_(torch.maximum(lowest, control.length - window + 1))
+            low.copy_(torch.maximum(lowest, length - window + 1))
 
 
 def _check_inputs(
-    control: Control, embedding: Tensor, cos: Tensor, sin: Tensor, out: EmbeddingOutput
+    control: Control,
+    embedding: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: EmbeddingOutput,
+    drafts: Drafts | None,
 ) -> None:
-    kinds = len(out.windows)
+    kinds, tokens = len(out.windows), out.tokens
     if embedding.dtype not in FLOATS or cos.dtype not in FLOATS:
         raise errors.InputError(
             f"decode: the embedding is {embedding.dtype} and the rotary tables are {cos.dtype}; "
@@ -373,10 +449,15 @@ def _check_inputs(
     (vocab, hidden), (count, positions, width) = embedding.shape, cos.shape
     check_tensor("control.ids", control.ids, (batch, 1), torch.long, device)
     check_tensor("embedding", embedding, (vocab, hidden), embedding.dtype, device)
-    check_tensor("out.x", out.x, (batch, hidden), embedding.dtype, device)
-    for name, table, rows in (("cos", cos, out.cos), ("sin", sin, out.sin)):
+    rows = batch * tokens
+    if drafts is not None:
+        if any(isinstance(window, Ring) for window in out.windows):
+            raise errors.InputError("decode: rows that are ahead of others cannot share rings")
+        check_tensor("drafts.tokens", drafts.tokens, (batch, tokens), torch.long, device)
+    check_tensor("out.x", out.x, (rows, hidden), embedding.dtype, device)
+    for name, table, each in (("cos", cos, out.cos), ("sin", sin, out.sin)):
         check_tensor(name, table, (count, positions, width), cos.dtype, device)
-        check_tensor(f"out.{name}", rows, (count, batch, width), cos.dtype, device)
+        check_tensor(f"out.{name}", each, (count, rows, width), cos.dtype, device)
     integers = {"slot": out.slot, "end": out.end}
     for name, of_kinds in (("lows", out.lows), ("slots", out.slots), ("ends", out.ends)):
         integers |= {f"{name}[{n}]": tensor for n, tensor in enumerate(of_kinds)}

@@ -41,6 +41,7 @@ def argmax_kernel(
     report_ptr,
     best_ptr,
     counter_ptr,
+    token_ptr,
     overlaps: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
@@ -49,8 +50,11 @@ def argmax_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_TILE: tl.constexpr,
+    ADVANCES: tl.constexpr,
 ):
     """Compute token = argmax(logits), the lowest index of equal logits; then `_advance`.
+
+    Without ADVANCES the tokens are only stored, and the state is neither read nor written.
 
     A row has BLOCKS blocks. The last block of all rows to arrive compares their results, moves the
     state on and leaves the counter at 0, as it was.
@@ -67,12 +71,13 @@ def argmax_kernel(
     # Every block reads the state although one uses it: here its latency is hidden, and no block
     # writes before all have read.
     m = tl.arange(0, ROWS_TILE)
-    alive = tl.load(alive_ptr + m, mask=m < ROWS, other=0) != 0
-    position = tl.load(position_ptr + m, mask=m < ROWS, other=0)
-    eos = tl.load(eos_ptr + tl.arange(0, EOS_TILE))
-    length = tl.load(length_ptr)
-    budget = tl.load(budget_ptr)
-    pad = tl.load(pad_ptr)
+    if ADVANCES:
+        alive = tl.load(alive_ptr + m, mask=m < ROWS, other=0) != 0
+        position = tl.load(position_ptr + m, mask=m < ROWS, other=0)
+        eos = tl.load(eos_ptr + tl.arange(0, EOS_TILE))
+        length = tl.load(length_ptr)
+        budget = tl.load(budget_ptr)
+        pad = tl.load(pad_ptr)
 
     # the upper half orders by logit, the lower half is greater for lower indices
     key = total_order(x)
@@ -92,25 +97,28 @@ def argmax_kernel(
             cache_modifier=".cg",
         )
         index = 0x7FFFFFFF - (tl.max(each, axis=1) & 0x7FFFFFFF)
-        token = tl.where(alive, index, pad)
-        _advance(
-            token,
-            token,
-            alive,
-            alive,
-            position,
-            eos,
-            length,
-            budget,
-            m,
-            ids_ptr,
-            position_ptr,
-            length_ptr,
-            budget_ptr,
-            alive_ptr,
-            report_ptr,
-            ROWS,
-        )
+        if ADVANCES:
+            token = tl.where(alive, index, pad)
+            _advance(
+                token,
+                token,
+                alive,
+                alive,
+                position,
+                eos,
+                length,
+                budget,
+                m,
+                ids_ptr,
+                position_ptr,
+                length_ptr,
+                budget_ptr,
+                alive_ptr,
+                report_ptr,
+                ROWS,
+            )
+        else:
+            tl.store(token_ptr + m, index, mask=m < ROWS)
 
 
 @triton.jit
@@ -295,7 +303,7 @@ def argmax_block(batch: int, vocab: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def argmax_launch(batch: int, vocab: int) -> KernelLaunch:
+def argmax_launch(batch: int, vocab: int, *, advances: bool = True) -> KernelLaunch:
     """Return the launch of `argmax_kernel` for (batch, vocab) logits."""
     block = argmax_block(batch, vocab)
     blocks = -(-vocab // block)
@@ -307,6 +315,7 @@ def argmax_launch(batch: int, vocab: int) -> KernelLaunch:
         "BLOCK": block,
         "BLOCKS": blocks,
         "BLOCKS_TILE": next_power_of_two(blocks),
+        "ADVANCES": advances,
     }
     return KernelLaunch(argmax_kernel, batch * blocks, constants, num_warps=8)
 

@@ -10,6 +10,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.decode.control import Control
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed, embedding_launch
 from mirage_hf.decode.masks import MaskPlan
@@ -90,6 +91,40 @@ def begun(
     return [torch.stack([embedding[i] for i in ids]) * scale, *turned, *bounds]
 
 
+def drafted(
+    c: Control,
+    drafts: Drafts,
+    tables: list[torch.Tensor],
+    windows: tuple[int | Ring | None, ...],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Return what `embed` should write for drafts: each token as if a row of its own."""
+    batch, tokens = drafts.tokens.shape
+    rows, firsts = [], []
+    for row in range(batch):
+        for number in range(tokens):
+            one = Control.allocate(1, CAPACITY + 32, CPU)
+            one.ids.copy_(drafts.tokens[row, number])
+            one.position.copy_(c.position[row] + drafts.ahead[row] + number)
+            one.length.copy_(c.length + drafts.ahead[row] + number)
+            one.lowest.copy_(c.lowest[row])
+            rows.append(begun(one, tables, windows, scale))
+            slot = int(one.length)
+            firsts.append([max(slot - window + 1, 0) if window else 0 for window in windows])
+    x, cos, sin, slots, _, *bounds = zip(*rows, strict=True)
+    slot = torch.cat(slots)[::tokens]  # bounds of cached slots are those of a row's first token
+    lows = [torch.cat(low)[::tokens] for low in bounds[::3]]
+    return [
+        torch.cat(x),
+        torch.cat(cos, 1),
+        torch.cat(sin, 1),
+        slot,
+        slot + 1,
+        *(t for low in lows for t in (low, slot, slot + 1)),
+        *torch.tensor(firsts, dtype=torch.int32).view(batch, tokens, -1).unbind(-1),
+    ]
+
+
 def outputs(out: EmbeddingOutput) -> list[torch.Tensor]:
     return [
         out.x,
@@ -98,6 +133,7 @@ def outputs(out: EmbeddingOutput) -> list[torch.Tensor]:
         out.slot,
         out.end,
         *(t for each in zip(out.lows, out.slots, out.ends, strict=True) for t in each),
+        *out.firsts,
     ]
 
 
@@ -140,14 +176,56 @@ def wrong_beginnings(by_kernel: bool, count: int, seed: int) -> list[str]:
     return wrong
 
 
+def wrong_drafts(by_kernel: bool, count: int, seed: int) -> list[str]:
+    rng, wrong = random.Random(seed), []
+    for n in range(count):
+        batch, tokens, vocab = rng.randint(1, 3), (2, 1, 8, 5)[n % 4], rng.randint(1, 40)
+        windows = ((None,), (5,), (None, 3), ())[n // 4 % 4]
+        if tokens > 1 and not windows:
+            windows = (None,)
+        hidden, dtype = rng.choice((7, 64, 1030)), DTYPES[n % 3]
+        c = random_control(rng, batch, vocab)
+        tables = random_tables(batch, vocab, hidden, rng.randint(1, 90), 6, dtype, 1 + n % 2)
+        drafts = Drafts.allocate(batch, tokens, torch.zeros(batch, vocab), None)
+        drafts.tokens.copy_(torch.randint(0, vocab, (batch, tokens)))
+        drafts.ahead.copy_(torch.randint(0, 9, (batch, 1)))
+        out = EmbeddingOutput.allocate(
+            batch, hidden, 6, windows, dtype, CPU, tables=1 + n % 2, tokens=tokens
+        )
+        state = {f.name: getattr(c, f.name).tolist() for f in dataclasses.fields(c)}
+        embed(c, *tables, out, by_kernel=by_kernel, drafts=drafts)
+        want = drafted(c, drafts, tables, windows, 1.0)
+        if tokens == 1:
+            want = want[: len(want) - len(windows)]
+        same = [
+            torch.equal(x, y) and x.dtype == y.dtype
+            for x, y in zip(outputs(out), want, strict=True)
+        ]
+        is_right = all(same) and not differing(c, state)
+        wrong += [] if is_right else [f"{batch} {tokens} {hidden} {windows} {dtype}: {same}"]
+    return wrong
+
+
 def test_torch_begins_as_by_hand():
     assert not wrong_beginnings(False, 200, seed=1)
+
+
+def test_torch_feeds_drafts_as_rows_of_their_own():
+    assert not wrong_drafts(False, 64, seed=2)
+
+
+def test_rows_that_are_ahead_share_no_ring():
+    out = EmbeddingOutput.allocate(1, 4, 6, (Ring(7, 7),), torch.float32, CPU, tokens=2)
+    drafts = Drafts.allocate(1, 2, torch.zeros(1, 9), None)
+    tables = random_tables(1, 9, 4, 5, 6, torch.float32)
+    with pytest.raises(errors.InputError, match="rings"):
+        embed(Control.allocate(1, CAPACITY, CPU), *tables, out, by_kernel=False, drafts=drafts)
 
 
 INTERPRETED = """
 import json
 from tests.decode.kernels import test_embedding as t
-print(json.dumps(t.wrong_beginnings(True, 40, seed=3)))
+print(json.dumps(t.wrong_beginnings(True, 40, seed=3) + t.wrong_drafts(True, 16, seed=4)))
 """
 
 
@@ -161,8 +239,8 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def dtypes(x: torch.dtype, table: torch.dtype) -> list[torch.dtype]:
-    state, tables = [torch.int64] * 4, [table, table]
-    return [*state, x, *tables, x, *tables, *[torch.int32] * 2, torch.uint8, *[torch.int32] * 6]
+    state, tables = [torch.int64] * 5, [table, table]
+    return [*state, x, *tables, x, *tables, *[torch.int32] * 2, torch.uint8, *[torch.int32] * 8]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +255,9 @@ def dtypes(x: torch.dtype, table: torch.dtype) -> list[torch.dtype]:
 def test_compiles_and_waits_before_it_reads(sizes, windows, scale, x, table):
     pytest.importorskip("triton")
     assert_compiles_and_waits(embedding_launch(*sizes, windows, scale), dtypes(x, table))
+    if not any(isinstance(window, Ring) for window in windows):
+        what = embedding_launch(*sizes, windows, scale, 8, is_ahead=True)
+        assert_compiles_and_waits(what, dtypes(x, table))
 
 
 def test_one_row_of_bfloat16_is_read_16_bytes_a_thread():

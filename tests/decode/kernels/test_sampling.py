@@ -117,8 +117,14 @@ def wrong_choices(by_kernels: bool, shapes: list[tuple[int, int]], seed: int) ->
             c, logits = random_control(rng, batch, vocab), random_logits(rng, batch, vocab, dtype)
             want, stock, before = by_hand(c, logits), to(c, CPU), logits.clone()
             choose_greedily(stock, logits)
+            alone = sampler.greatest_tokens(logits).tolist()
+            hand = [greatest(row) for row in logits.tolist()]
             sampler.argmax(c, logits)
-            found = differing(c, want) + [f"stock's {name}" for name in differing(stock, want)]
+            found = (
+                ["alone"] * (alone != hand)
+                + differing(c, want)
+                + [f"stock's {name}" for name in differing(stock, want)]
+            )
             found += ["logits"] * (
                 not torch.equal(before.view(torch.uint8), logits.view(torch.uint8))
             ) + ["counter"] * int(sampler.counter)
@@ -272,7 +278,7 @@ STATE = [INT64, INT64, INT64, INT64, UINT8]
 )
 def test_argmax_compiles_and_waits_before_it_reads(batch, vocab, dtype):
     pytest.importorskip("triton")
-    dtypes = [dtype, *STATE, INT64, INT64, INT64, INT64, INT32]
+    dtypes = [dtype, *STATE, INT64, INT64, INT64, INT64, INT32, INT64]
     assert_compiles_and_waits(sampling.argmax_launch(batch, vocab), dtypes)
 
 
@@ -291,7 +297,7 @@ def test_advance_compiles_and_waits_before_it_reads(batch):
 
 def test_one_row_of_bfloat16_is_read_16_bytes_a_thread():
     pytest.importorskip("triton")
-    dtypes = [torch.bfloat16, *STATE, INT64, INT64, INT64, INT64, INT32]
+    dtypes = [torch.bfloat16, *STATE, INT64, INT64, INT64, INT64, INT32, INT64]
     kernel = compiled(sampling.argmax_launch(1, 128256), dtypes, 90)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
 

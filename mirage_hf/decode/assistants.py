@@ -1,0 +1,159 @@
+"""Drafts by an assistant model: its own step program, one token after another, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
+from mirage_hf.decode.choosing import NOTHING, Chooser
+from mirage_hf.decode.control import Control, TokenHistory
+from mirage_hf.decode.draft_sources import DraftSource, drafts_of
+from mirage_hf.decode.drafts import Drafts
+from mirage_hf.decode.not_covered import NotCoveredError
+from mirage_hf.decode.rings import bucket
+from mirage_hf.decode.sources import new_cache
+from mirage_hf.decode.step_program import StepProgram, why_no_step_program
+from mirage_hf.layers.part import StepShape
+
+#: Fills a block with the keys, values and logits of an assistant's prompt.
+Prefill = Callable[[Any, CallInputs, CallPlan, CacheBlock], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Assistant:
+    """An assistant model in one call.
+
+    Attributes:
+        runner: What the assistant keeps between calls. It has kernels for its steps.
+        inputs: What stock's decoding method of the assistant would get for the same prompt.
+        plan: Plan of such a call.
+        most: The most tokens that it drafts at once.
+    """
+
+    runner: Any
+    inputs: CallInputs
+    plan: CallPlan
+    most: int
+
+    @classmethod
+    def of(cls, model: Any, target: CallInputs) -> Assistant:
+        """Return the assistant for a call of another model.
+
+        Raises:
+            NotCoveredError: The assistant cannot draft by steps of its own.
+        """
+        runner = getattr(model.__dict__.get("generate"), "runner", None)
+        if runner is None or runner.model_kernels is None:
+            raise NotCoveredError("assisted decoding: the assistant has no steps by kernels")
+        vocabularies = [m.config.get_text_config().vocab_size for m in (model, target.model)]
+        if model is target.model or len(set(vocabularies)) > 1:
+            raise NotCoveredError("assisted decoding: an assistant with another vocabulary")
+        most = model.generation_config.num_assistant_tokens
+        most = 20 if most is None else int(most)  # stock's own default
+        if most < 1:
+            raise NotCoveredError("assisted decoding without drafts")
+        names = ("attention_mask", "position_ids", "logits_to_keep", "use_cache")
+        kwargs = {name: target.kwargs[name] for name in names if name in target.kwargs}
+        kwargs["past_key_values"] = new_cache(model)
+        inputs = CallInputs(model, target.input_ids, [], target.criteria, target.config, kwargs)
+        plan = plan_call(
+            inputs,
+            cache_is_users=False,
+            max_cache_len=runner.max_cache_len,
+            uses_rings=False,
+        )
+        return cls(runner, inputs, plan, most)
+
+    def source_on(self, block: CacheBlock, tokens: int, prefill: Prefill) -> AssistantDrafts:
+        """Return the source of drafts for a call on a block that holds the prompt.
+
+        The assistant's memory belongs to that block, as the graphs that use it do.
+
+        Args:
+            block: Memory of the call that gets the drafts.
+            tokens: Tokens of a row in its steps.
+            prefill: Fills memory with the assistant's prompt.
+
+        Raises:
+            NotCoveredError: The assistant cannot draft by steps of its own.
+        """
+        runner, plan = self.runner, self.plan
+        graph_key = runner.graph_key_of(plan)
+        used = plan.most_slots + tokens  # its last step writes that far
+        own: CacheBlock | None = block.assistant
+        wanted = graph_key, plan.windows
+        if own is None or own.capacity < used or (block.assistant_key, own.windows) != wanted:
+            block.drop_graphs()
+            own = CacheBlock(block.batch, bucket(used), plan.windows, block.device)
+            block.assistant, block.assistant_key = own, graph_key
+            block.assistant_program = None
+        prefill(runner, self.inputs, plan, own)
+        own.dirty = used
+        cursor, shape = drafts_of(own, 1), StepShape(block.batch)
+        why_not = why_no_step_program(runner.model_kernels, plan, own, runner.made_for, shape)
+        if why_not:
+            raise NotCoveredError(f"assisted decoding: {why_not}")
+        program: StepProgram | None = block.assistant_program
+        if program is None or program.drafts is not cursor:
+            block.drop_graphs()
+            program = StepProgram(
+                runner.model_kernels,
+                own,
+                plan.masks,
+                shape,
+                cursor,
+                graphs=False,
+                graph_key=graph_key,
+            )
+            block.assistant_program = program
+        # the choice of the target's first token moves its own state on likewise
+        own.control.length.add_(1)
+        own.control.position.add_(1)
+        return AssistantDrafts(program, cursor, min(self.most, tokens - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class AssistantDrafts(DraftSource):
+    """Drafts what an assistant would choose in place of the model.
+
+    It chooses by the same processors, and samples by the random numbers that the model takes at
+    these places. If both have the same probabilities, they choose the same tokens.
+
+    Its cache follows the accepted text, because each step writes from the row's own length on. The
+    token drafted last is fed, too, so that its keys are there if it is taken.
+
+    Attributes:
+        program: A step of the assistant, for one token of each row.
+        cursor: What it is fed, and how far each row has got.
+        most: How many tokens are drafted.
+    """
+
+    program: StepProgram
+    cursor: Drafts
+    most: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the source."""
+        return "assistant", self.most
+
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
+        """Draft for every row."""
+        cursor = self.cursor
+        cursor.tokens.copy_(drafts.tokens[:, :1])
+        cursor.ahead.copy_(drafts.ahead)
+        for number in range(1, self.most + 1):
+            self.program.feed()
+            token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
+            token = token.masked_fill(token == NOTHING, 0)
+            history.ids.scatter_(1, cursor.text_length(history), token)
+            cursor.tokens.copy_(token)
+            cursor.ahead.add_(1)
+            drafts.tokens[:, number : number + 1].copy_(token)
+        self.program.feed()
+        drafts.count.fill_(self.most)

@@ -1,0 +1,172 @@
+"""Where drafts come from, and the end of a step that verifies them. The host reads nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.choosing import Chooser
+from mirage_hf.decode.control import Control, TokenHistory
+from mirage_hf.decode.drafts import Drafts
+from mirage_hf.decode.kernels import drafting
+from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB, launch
+from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
+from mirage_hf.decode.sampler import Sampler
+from mirage_hf.decode.verifying import accept, look_up
+from mirage_hf.layers.part import StepShape
+
+
+class DraftSource(ABC):
+    """Drafts tokens after the text so far.
+
+    Captured steps are kept by `key`, so sources with equal keys must do the same.
+    """
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the source."""
+
+    @abstractmethod
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
+        """Write drafts to `drafts.tokens` after the first column, and set `drafts.count`.
+
+        Args:
+            control: State of the call.
+            drafts: State of the drafts.
+            history: The text.
+            chooser: Chooses tokens as plain decoding does.
+        """
+
+
+@dataclass(frozen=True)
+class PromptLookup(DraftSource):
+    """Drafts what followed the same last tokens earlier in the text.
+
+    Attributes:
+        most: The most drafts.
+        longest: The most tokens that are compared.
+    """
+
+    most: int
+    longest: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the source."""
+        return "lookup", self.most, self.longest
+
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
+        """Draft for every row."""
+        batch, tokens = drafts.tokens.shape
+        most = min(self.most, tokens - 1)
+        if not drafts.sampler.by_kernels:
+            look_up(control, drafts, history, most, self.longest)
+            return
+        what = drafting.look_up_launch(batch, tokens, history.ids.shape[1], most, self.longest)
+        state = [history.ids, history.prompt, drafts.ahead, control.lowest]
+        launch(what, [*state, drafts.tokens, drafts.count])
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How a call drafts.
+
+    Attributes:
+        shape: The shape of its steps.
+        source: Where drafts come from. None: from an assistant.
+        assistant: The assistant (assistants.py), if there is one.
+    """
+
+    shape: StepShape
+    source: DraftSource | None
+    assistant: Any = None
+
+
+def drafts_of(block: CacheBlock, tokens: int) -> Drafts:
+    """Return a block's state of drafts, made when its first call with drafts has logits."""
+    drafts: Drafts | None = block.drafts.get(tokens)
+    logits, rows = block.logits, block.batch * tokens
+    wanted = (rows, logits.shape[1]), logits.dtype
+    if drafts is None or (tuple(drafts.logits.shape), drafts.logits.dtype) != wanted:
+        fits = rows <= MAX_ROWS and logits.shape[1] <= MAX_VOCAB and HAS_TRITON
+        by_kernels = None if fits else False
+        sampler = Sampler.allocate(rows, logits.shape[1], block.device, by_kernels)
+        drafts = Drafts.allocate(block.batch, tokens, logits, sampler)
+        block.drafts[tokens] = drafts
+    return drafts
+
+
+class Verifier(Chooser):
+    """The end of a step that verifies drafts: choose after every token, accept, and draft again.
+
+    Its memory belongs to the block, as that of other choosers does.
+    """
+
+    def __init__(
+        self, chooser: Chooser, source: DraftSource, drafts: Drafts, history: TokenHistory
+    ):
+        super().__init__(("verified", source.key, drafts.tokens.shape[1]))
+        self.chooser, self.source, self.drafts, self.history = chooser, source, drafts, history
+        #: What the host has read: steps of a row with drafts, and drafts made and taken.
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
+        """What identifies a captured step that ends so: what chooses, and what drafts."""
+        return self.chooser.key, self.key
+
+    def begin(self, control: Control, logits: Tensor) -> None:
+        """Choose each row's first token from the prompt's logits, and draft."""
+        self.chooser.choose(control, logits)
+        self.drafts.start(control, self.history)
+        self.source.draft(control, self.drafts, self.history, self.chooser)
+
+    def choose(self, control: Control, logits: Tensor) -> None:
+        """Choose from (batch · tokens, vocabulary) logits and move the state on."""
+        drafts, history = self.drafts, self.history
+        token, ended = self.chooser.pick(control, drafts, history, logits)
+        picked = token.view(drafts.tokens.shape)
+        ended = None if ended is None else ended.view(picked.shape)
+        if drafts.sampler.by_kernels:
+            self._accept_by_kernel(control, picked, ended)
+        else:
+            accept(control, drafts, history, picked, ended)
+        self.source.draft(control, drafts, history, self.chooser)
+
+    def _accept_by_kernel(self, control: Control, picked: Tensor, ended: Tensor | None) -> None:
+        drafts, history = self.drafts, self.history
+        batch, tokens = picked.shape
+        ended = drafts.none_ended if ended is None else ended
+        what = drafting.accept_launch(batch, tokens, history.ids.shape[1])
+        state = [drafts.tokens, drafts.count, drafts.ahead, drafts.report]
+        text = [history.ids, history.prompt]
+        rest = [control.budget, control.alive.view(torch.uint8), control.eos]
+        launch(what, [picked, ended.view(torch.uint8), *state, *text, *rest])
+
+    def scores_of(self, rows: int) -> Tensor | None:
+        """Return the scores (rows, vocabulary) of the last step, None if they are not kept."""
+        return self.chooser.scores_of(rows)
+
+    def report(self, control: Control) -> Tensor:
+        """Return what the host reads after a step."""
+        return self.drafts.report
+
+    def read(self, report: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Return the new tokens of each row in a report, and 1 for each row that goes on."""
+        for *_, verified, taken, _ in report:
+            if verified:
+                self.counts["steps of a row"] += 1
+                self.counts["drafted"] += verified
+                self.counts["taken"] += taken - 1
+        return [row[: row[-2]] for row in report], [row[-1] for row in report]

@@ -1,0 +1,493 @@
+"""Calls whose steps verify drafts give the tokens of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation import configuration_utils
+
+from mirage_hf.api import optimize
+from mirage_hf.errors import OptimizeError
+from scripts.scripted_drafts import drafting
+from tests.decode.test_sampling import bound, chi_square
+from tests.helpers.generate_comparison import (
+    PAD,
+    Recorder,
+    assert_same,
+    left_padded,
+    our_numbers,
+    tokenizer,
+)
+from tests.helpers.step_pairs import CHANGED, FULL, generated, stocks
+from tests.helpers.tiny_models import WINDOW, prompt, tiny, twin_of
+
+pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
+
+VOCAB = 99
+KEEPS_ALL_KEYS = "dynamic_full" in str(vars(configuration_utils))
+VERIFIES = "step: all by kernels"
+#: Stock's prompt lookup of transformers 5.4 needs a stop token. No text here has this one.
+STOP = {"eos_token_id": 98, "pad_token_id": PAD}
+LOOKUP = {"prompt_lookup_num_tokens": 7}
+
+
+def pair(family: str = "llama", **options: Any) -> tuple[Any, Any]:
+    """Return a stock model and its optimized copy with steps for drafts."""
+    stock = tiny(family, num_hidden_layers=2, max_position_embeddings=1024)
+    given = {"batch_sizes": (1, 3), "draft_tokens": (3, 7), "verify": False, **options}
+    return stock, optimize(twin_of(stock), **given)
+
+
+def verified(model: Any) -> int:
+    """Return how many calls verified drafts in steps by kernels."""
+    assert not stocks(model), model.mirage.report
+    return model.mirage.report.decode.get(VERIFIES, 0)
+
+
+def counted_steps(model: Any, arguments: dict[str, Any]) -> tuple[Any, int]:
+    """Return what a call gives, and how many steps it took."""
+    from mirage_hf.decode.session import Session
+
+    steps, enqueue = [], Session.enqueue_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "enqueue_step", lambda self: steps.append(1) or enqueue(self))
+        return model.generate(**arguments), len(steps)
+
+
+def scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return scripts of drafts for texts: good, random, and adversarial ones."""
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randint(3, VOCAB, tokens.shape, generator=generator)
+    is_wrong = torch.rand(tokens.shape, generator=generator) < 0.3
+    wrong = (tokens + 1) % VOCAB
+    every_eighth = torch.arange(tokens.shape[1])[None] % 8 == 5
+    return {
+        "good": tokens,
+        "random": noise,
+        "often right": torch.where(is_wrong, noise, tokens),
+        "always wrong": wrong,
+        "right but one": torch.where(every_eighth, wrong, tokens),
+        "late by one": tokens.roll(1, 1),
+        "outside of the vocabulary": torch.full_like(tokens, -1),
+    }
+
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "cohere",
+    "gpt_neox",
+    "gpt_oss",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_stocks_whatever_is_drafted(family: str) -> None:
+    stock, ours = pair(family)
+    for given in ({"input_ids": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
+        given = {**given, "do_sample": False, "max_new_tokens": 256, "pad_token_id": PAD}
+        want = stock.generate(**given)
+        batch, tokens = want.shape[0], 256
+        for name, script in scripts(want).items():
+            with drafting(script, name):
+                got, steps = counted_steps(ours, {**given, **LOOKUP})
+            assert got.tolist() == want.tolist(), name
+            if name == "good":
+                assert steps == -(-(tokens - 1) // 8)
+            elif name in ("always wrong", "outside of the vocabulary"):
+                assert steps == tokens - 1
+            elif batch == 1 and name != "random":
+                assert steps < tokens - 1
+        assert ours.generate(**given, **LOOKUP).tolist() == want.tolist()
+    assert verified(ours) == 2 * (len(scripts(want)) + 1)
+
+
+def test_a_repeated_text_takes_few_steps() -> None:
+    stock, ours = pair()
+    text = prompt(1, 12).repeat(1, 4)
+    given = {"inputs": text, "do_sample": False, "max_new_tokens": 200, **STOP}
+    want = stock.generate(**given)
+    got, steps = counted_steps(ours, {**given, **LOOKUP})
+    assert got.tolist() == want.tolist()
+    stock_steps = []
+    forward = type(stock).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(stock), "forward", lambda *a, **k: stock_steps.append(1) or forward(*a, **k)
+        )
+        assert stock.generate(**given, **LOOKUP).tolist() == want.tolist()
+    assert steps < 150 and abs(steps - len(stock_steps)) <= 2
+
+
+def test_calls_end_at_stop_tokens_and_lengths() -> None:
+    stock, ours = pair()
+    given = {"input_ids": prompt(3, 9), "do_sample": False, "pad_token_id": PAD}
+    tokens = stock.generate(**given, max_new_tokens=40)
+    with drafting(tokens):
+        for stop in tokens[0, 12:34:3].tolist():
+            for eos in (stop, [stop, int(tokens[1, 20])]):
+                ends = {**given, "max_new_tokens": 40, "eos_token_id": eos}
+                assert_same(stock.generate(**ends), ours.generate(**ends, **LOOKUP))
+        for most in (1, 2, 3, 7, 8, 9, 10, 17):
+            for length in ({"max_new_tokens": most}, {"max_length": 9 + most}):
+                assert_same(
+                    stock.generate(**given, **length), ours.generate(**given, **length, **LOOKUP)
+                )
+    many = {**given, "max_new_tokens": 40, "eos_token_id": [*range(50, VOCAB)]}
+    assert_same(stock.generate(**many), ours.generate(**many, **LOOKUP))
+    assert verified(ours)
+
+
+def test_stop_strings_end_a_row_in_the_middle_of_a_step() -> None:
+    stock, ours = pair()
+    given = {"input_ids": prompt(3, 9), "do_sample": False, "max_new_tokens": 40}
+    given |= {"tokenizer": tokenizer(), "pad_token_id": PAD, "eos_token_id": 98}
+    tokens = stock.generate(**given)
+    texts = tokenizer().batch_decode(tokens[:, 9:])
+    with drafting(tokens):
+        for first in range(2, 20, 3):
+            strings = {"stop_strings": [texts[0][first : first + 3], texts[1][first + 1 :][:2]]}
+            assert_same(
+                stock.generate(**given, **strings), ours.generate(**given, **strings, **LOOKUP)
+            )
+    assert verified(ours)
+
+
+def test_streamers_get_the_tokens_in_bursts() -> None:
+    stock, ours = pair()
+    given = {"input_ids": prompt(1, 9), "do_sample": False, "max_new_tokens": 40}
+    tokens = stock.generate(**given)
+    streamer = Recorder()
+    with drafting(tokens):
+        ours.generate(**given, **LOOKUP, streamer=streamer)
+    puts = [event[2] for event in streamer.events if event[0] == "put"]
+    assert puts[0] == prompt(1, 9).tolist() and streamer.events[-1] == ("end",)
+    assert [token for (burst,) in puts[1:] for token in burst] == tokens[0, 9:].tolist()
+    assert {len(burst) for (burst,) in puts[2:-1]} == {8}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["good", "often right", "always wrong"])
+def test_outputs_and_the_cache_are_those_of_plain_decoding(family: str, name: str) -> None:
+    stock, ours = pair(family)
+    given = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 40, "repetition_penalty": 1.2}
+    # transformers 5.4 gives calls with drafts a cache whose layers keep all keys
+    own = {"past_key_values": DynamicCache()} if KEEPS_ALL_KEYS else {}
+    want = stock.generate(**given, **own)
+    with drafting(scripts(want.sequences)[name], name):
+        assert_same(want, ours.generate(**given, **LOOKUP))
+    assert verified(ours)
+
+
+PROCESSORS = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 9,
+    "bad_words_ids": [[7], [11, 12]],
+    "sequence_bias": [[[5], 2.0], [[20, 21], 3.0]],
+    "exponential_decay_length_penalty": (5, 1.02),
+    "eos_token_id": 2,
+}
+
+
+def test_processors_see_the_text_at_each_place() -> None:
+    stock, ours = pair()
+    given = {**left_padded((4, 11, 7)), "do_sample": False, "max_new_tokens": 60}
+    given |= {"pad_token_id": PAD, **PROCESSORS}
+    want = stock.generate(**given)
+    for name, script in scripts(want).items():
+        with drafting(script, name):
+            assert_same(want, ours.generate(**given, **LOOKUP))
+    assert verified(ours)
+
+
+def test_samples_are_those_of_plain_decoding() -> None:
+    stock, ours = pair()
+    given = {**left_padded((4, 11, 7)), "do_sample": True, "max_new_tokens": 60, "top_p": 0.9}
+    given |= {"temperature": 1.3, "top_k": 30, "pad_token_id": PAD, "repetition_penalty": 1.1}
+    for seed in range(4):
+        with our_numbers():
+            want = generated(stock, given, seed)
+        for name, script in scripts(want).items():
+            with drafting(script, name):
+                got = generated(ours, {**given, **LOOKUP}, seed)
+                assert got.tolist() == want.tolist(), name
+    assert verified(ours)
+
+
+@pytest.mark.parametrize("quality", ["good", "bad"])
+def test_samples_have_plain_probabilities(quality: str) -> None:
+    """The second new token is drafted, and has the probabilities of plain sampling."""
+    draws, batch, temperature = 20_000, 50, 2.0
+    stock, ours = pair(batch_sizes=(batch,), draft_tokens=(1,))
+    text = prompt(1, 9)
+
+    def probabilities(texts: torch.Tensor) -> torch.Tensor:
+        return (stock(texts).logits[:, -1] / temperature).softmax(-1).double()
+
+    with torch.no_grad():
+        firsts = torch.cat([text.repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], 1)
+        p = (probabilities(text).T * probabilities(firsts)).sum(0)
+    draft = int(p.argmax()) if quality == "good" else int(p.argsort()[VOCAB // 2])
+    script = torch.cat([text, torch.full((1, 2), draft)], 1).repeat(batch, 1)
+    given = {"inputs": text.repeat(batch, 1), "do_sample": True, "temperature": temperature}
+    given |= {"top_k": 0, "max_new_tokens": 2, "prompt_lookup_num_tokens": 1}
+    counts = torch.zeros(VOCAB, dtype=torch.float64)
+    torch.manual_seed(3)
+    with drafting(script, quality):
+        for _ in range(draws // batch):
+            counts += torch.bincount(ours.generate(**given)[:, -1], minlength=VOCAB)
+    assert ours.mirage.report.decode[VERIFIES] == draws // batch
+    statistic, freedom = chi_square(counts, p)
+    assert statistic < bound(freedom)
+    wrong, freedom = chi_square(counts, p.flip(0))
+    assert wrong > bound(freedom)
+
+
+def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
+    stock, ours = pair("mistral")
+    given = {"input_ids": prompt(3, 240), "do_sample": False, "max_new_tokens": 300}
+    want = stock.generate(**given)
+    for name, script in scripts(want).items():
+        with drafting(script, name):
+            assert ours.generate(**given, **LOOKUP).tolist() == want.tolist(), name
+    assert verified(ours)
+
+
+def test_a_model_that_changes_runs_stock() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 12}
+    for model in (stock, ours):
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+            -model.model.layers[0].mlp.up_proj.weight.detach()
+        )
+    want = stock.generate(**given).tolist()
+    assert ours.generate(**given, **LOOKUP).tolist() == want
+    (reason,) = stocks(ours)
+    assert reason == f"stock: drafts, and steps without kernels: {CHANGED}"
+
+
+def test_a_time_limit_ends_a_call() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": False}
+    tokens = stock.generate(**given, max_new_tokens=40)[0].tolist()
+    with drafting(torch.tensor([tokens])):
+        got = ours.generate(**given, max_new_tokens=40, max_time=0.0, **LOOKUP)[0].tolist()
+    assert got == tokens[: len(got)] and 9 < len(got) < 40
+    assert verified(ours) == 1
+
+
+class Interrupted(Exception):
+    """What a streamer raises."""
+
+
+def test_mixed_and_interrupted_calls_leave_memory_and_tokens_as_they_are() -> None:
+    stock, ours = pair("gemma2")
+    helper, runner = assistant("gemma2"), ours.generate.runner
+    generator, sizes = torch.Generator().manual_seed(0), []
+    wanted: dict[Any, Any] = {}
+
+    def interrupt(_: torch.Tensor) -> None:
+        if streamer.events:
+            raise Interrupted
+        streamer.events.append(())
+
+    for n in range(120):
+        kind, batch = n % 6, (1, 3)[n // 6 % 2]
+        length = int(torch.randint(1, 4, (), generator=generator)) * 7
+        given = {"inputs": prompt(batch, length), "do_sample": False, "max_new_tokens": 24}
+        drafts = ({}, LOOKUP, {"assistant_model": helper})[kind % 3]
+        if kind > 2:
+            streamer = Recorder()
+            streamer.put = interrupt  # type: ignore[method-assign]
+            with pytest.raises(Interrupted):
+                ours.generate(**given, **drafts, streamer=streamer)
+        else:
+            if (batch, length) not in wanted:
+                wanted[batch, length] = stock.generate(**given).tolist()
+            assert ours.generate(**given, **drafts).tolist() == wanted[batch, length]
+        if n % 12 == 11:
+            sizes.append(runner.bytes)
+    assert len(set(sizes[2:])) == 1, sizes
+    full = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 24}
+    assert_same(stock.generate(**full), ours.generate(**full, **LOOKUP))
+
+
+def test_checked_steps_are_used() -> None:
+    stock = tiny("qwen3", num_hidden_layers=2)
+    ours = optimize(twin_of(stock), draft_tokens=3)
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 30}
+    want = stock.generate(**given)
+    got = ours.generate(**given, prompt_lookup_num_tokens=2, max_matching_ngram_size=3)
+    assert got.tolist() == want.tolist()
+    rows = [row for row in ours.mirage.report.rows if row.tokens == 4]
+    assert rows and all(row.status == "swapped" for row in rows), ours.mirage.report
+    assert all(row.error < 1e-4 for row in rows) and "1 x 4" in str(ours.mirage.report)
+
+
+@pytest.mark.parametrize("what", ["lookup", "assistant", "sample"])
+def test_captured_steps_run_ahead_of_the_host(what: str, captures: list[str]) -> None:
+    stock, ours = pair("mistral")
+    ours.generate.runner.depth = 2
+    given = {**left_padded((4, 11, 7)), "do_sample": what == "sample", "max_new_tokens": 40}
+    given |= {"pad_token_id": PAD, "eos_token_id": 50}
+    drafts = {"assistant_model": assistant("mistral", 0)} if what == "assistant" else LOOKUP
+    for seed in range(3):
+        with our_numbers():
+            want = generated(stock, given, seed)
+        assert generated(ours, {**given, **drafts}, seed).tolist() == want.tolist()
+        # a call without drafts between two with drafts has steps of its own
+        with our_numbers():
+            want = generated(stock, given, seed)
+        assert generated(ours, given, seed).tolist() == want.tolist()
+    assert captures.count("step") == 2, captures
+
+
+def assistant(family: str = "llama", seed: int = 1, vocab: int = VOCAB) -> Any:
+    """Return an optimized model that drafts. With the seed 0 it drafts what the others choose."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "vocab_size": vocab}
+    return optimize(tiny(family, seed, **sizes), batch_sizes=(1, 3), verify=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_assistant_drafts(family: str, seed: int) -> None:
+    stock, ours = pair(family)
+    helper = assistant(family, seed)
+    for given in ({"input_ids": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
+        given = {**given, "do_sample": False, "max_new_tokens": 256, "pad_token_id": PAD}
+        want = stock.generate(**given)
+        got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+        assert got.tolist() == want.tolist()
+        # a batch may contain a row that differs by rounding at a near tie
+        assert steps == 32 if seed == 0 else steps > 32
+    counts = ours.mirage.report.decode
+    assert verified(ours) == 2 and counts["drafts: drafted"] == 7 * counts["drafts: steps of a row"]
+    if seed == 0:
+        assert counts["drafts: taken"] >= counts["drafts: drafted"] - 4 * 7
+
+
+def test_an_assistant_samples_by_the_same_numbers() -> None:
+    stock, ours = pair()
+    helpers = [assistant(seed=0), assistant(seed=1)]
+    given = {**left_padded((4, 11, 7)), "do_sample": True, "max_new_tokens": 57, "top_k": 40}
+    given |= {"temperature": 1.3, "pad_token_id": PAD, "repetition_penalty": 1.2}
+    for seed in range(2):
+        with our_numbers():
+            want = generated(stock, given, seed).tolist()
+        for helper in helpers:
+            torch.manual_seed(seed)
+            got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+            assert got.tolist() == want and (steps == 7) == (helper is helpers[0])
+    full = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 20, "repetition_penalty": 1.2}
+    assert_same(stock.generate(**full), ours.generate(**full, assistant_model=helpers[1]))
+    assert verified(ours) == 5
+
+
+def test_an_assistant_of_another_family_follows_the_accepted_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
+    stock, ours = pair("llama")
+    helper = assistant("qwen3")
+    helper.generation_config.num_assistant_tokens = 3
+    given = {**left_padded((240, 235, 9)), "do_sample": False, "max_new_tokens": 60}
+    given |= {"pad_token_id": PAD, "eos_token_id": 98}
+    want = stock.generate(**given)
+    for _ in range(2):
+        got = ours.generate(**given, assistant_model=helper)
+        assert got.tolist() == want.tolist()
+    block = max(ours.generate.runner.pool._idle, key=lambda b: b.capacity).assistant
+    # its keys are those of a forward of the whole text
+    rows = [(want[row] != PAD).nonzero()[0].item() for row in range(3)]
+    length = int(block.control.length) + 8
+    text, mask = want[:, :length], torch.ones(3, length, dtype=torch.long)
+    for row, first in enumerate(rows):
+        mask[row, :first] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        cache = (
+            type(helper)
+            .forward(helper, text, attention_mask=mask, position_ids=positions, use_cache=True)
+            .past_key_values
+        )
+    for row, first in enumerate(rows):
+        mine = block.keys[0][row, :, first:length]
+        torch.testing.assert_close(mine, cache.layers[0].keys[row, :, first:], rtol=1e-4, atol=1e-4)
+
+
+def test_an_assistant_that_changes_is_noticed() -> None:
+    stock, ours = pair()
+    helper = assistant(seed=0)
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 40}
+    want = stock.generate(**given).tolist()
+    for _ in range(2):
+        got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+        assert got.tolist() == want and steps == 5
+    with torch.no_grad():
+        helper.model.norm.weight.mul_(-1)  # in place, so that its kernels see it
+    got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+    assert got.tolist() == want and steps > 20
+    helper.model.norm.weight = torch.nn.Parameter(-helper.model.norm.weight.detach())
+    got = ours.generate(**given, assistant_model=helper)
+    assert got.tolist() == want
+    assert stocks(ours) == [f"stock: assisted decoding: {CHANGED}"]
+
+
+def test_assistants_that_are_not_covered_run_stock() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 12}
+    want = stock.generate(**given).tolist()
+    plain = tiny("llama", 1, num_hidden_layers=1)
+    assert ours.generate(**given, assistant_model=plain).tolist() == want
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        ours.generate(
+            **{**given, "do_sample": True}, assistant_model=assistant(), num_return_sequences=2
+        )
+    with pytest.raises(ValueError, match="tokenizer"):
+        ours.generate(**given, assistant_model=assistant(vocab=77))
+    other = optimize(tiny("llama", 1, num_hidden_layers=1), batch_sizes=(3,), verify=False)
+    assert ours.generate(**given, assistant_model=other).tolist() == want
+    assert sorted(stocks(ours)) == [
+        "stock: assisted decoding with options that stock rejects",
+        "stock: assisted decoding: an assistant with another vocabulary",
+        "stock: assisted decoding: no kernels for a batch of 1; optimize(batch_sizes=…) makes them",
+        "stock: assisted decoding: the assistant has no steps by kernels",
+    ]
+
+
+def test_what_is_not_covered_runs_stock() -> None:
+    stock, ours = pair(draft_tokens=())
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 12, **STOP}
+    assert_same(stock.generate(**given, **LOOKUP), ours.generate(**given, **LOOKUP))
+    assert stocks(ours) == [
+        "stock: prompt lookup: no kernels for steps of several tokens of 1 rows; "
+        "optimize(draft_tokens=…) makes them"
+    ]
+    stock, ours = pair()
+    with pytest.raises(ValueError, match="batch"):
+        ours.generate(prompt(3, 9), max_new_tokens=4, return_dict_in_generate=True, **LOOKUP)
+    recorder = Recorder()
+    ours.generate(**given, **LOOKUP, logits_processor=[recorder.processor])
+    assert recorder.events
+    assert ours.generate(**given, **LOOKUP).tolist() == stock.generate(**given).tolist()
+    reasons = sorted(what for what in ours.mirage.report.decode if what.startswith("stock"))
+    assert reasons == [
+        "stock: drafts, and tokens that the host chooses: processor _Processor",
+        "stock: prompt lookup for several rows with outputs besides tokens",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [0, 16, (3, 0), (True,), "3", 2.5])
+def test_wrong_numbers_of_drafts_are_refused(wrong: Any) -> None:
+    with pytest.raises(OptimizeError, match="draft_tokens"):
+        optimize(tiny("llama", num_hidden_layers=1), draft_tokens=wrong)
