@@ -9,7 +9,7 @@ import torch
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.effects import APPEND
-from mirage_hf.layers.part import Part, StepShape
+from mirage_hf.layers.part import Part, StepShape, block_at
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import torch_op
