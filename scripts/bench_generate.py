@@ -397,7 +397,14 @@ def drafted(
     fast = peer if is_ours else None
     if args.accept is None:
         return call, fast
-    text = generate_with(peer, prompts, args.new)()
+    if is_ours:
+        # Steps of several tokens round in their own way, so the text must come from such steps.
+        rows, length = prompts.ids.shape
+        nothing = torch.full((rows, length + args.new), -1, device=prompts.ids.device)
+        with drafting(nothing, "nothing is right"):
+            text = call()
+    else:
+        text = generate_with(peer, prompts, args.new)()
     script = with_errors(text, args.accept, text_vocab(model.config))
 
     def scripted(streamer: BaseStreamer | None = None) -> torch.Tensor:

@@ -88,7 +88,6 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     assert mode.count == 0
 
 
-@pytest.mark.models
 @pytest.mark.parametrize(("name", "sums"), [("mamba2", True), ("lfm2", False)])
 def test_prompts_of_state_space_models(
     name: str, sums: bool, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,12 @@ def decoded_fp8(module: Any, name: str, block: int) -> Tensor:
     return (getattr(module, name).double() * scale).detach()
 
 
+def shape_of_blocks(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of blocks of 16 bytes, which some versions of transformers join to rows."""
+    experts, rows = parameter.shape[:2]
+    return experts, rows, parameter[0, 0].numel() // 16, 16
+
+
 def mxfp4(seed: int = 0) -> tuple[Any, Any]:
     """Return `Mxfp4GptOssExperts`, and stock's experts with their weights decoded to float64."""
     library = pytest.importorskip("transformers.integrations.mxfp4")
@@ -76,7 +82,8 @@ def mxfp4(seed: int = 0) -> tuple[Any, Any]:
     coded: Any = library.Mxfp4GptOssExperts(config)
     plain: Any = GptOssExperts(config).double().requires_grad_(False)
     for name in ("gate_up_proj", "down_proj"):
-        blocks = torch.randint(0, 256, getattr(coded, name).shape, dtype=torch.uint8)
+        shape = shape_of_blocks(getattr(coded, name))
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8)
         scales = torch.randint(120, 128, blocks.shape[:-1], dtype=torch.uint8)
         bias = torch.randn(blocks.shape[:2])
         decode = library.convert_moe_packed_tensors
