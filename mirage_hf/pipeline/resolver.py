@@ -196,14 +196,15 @@ class KernelFinder:
         self, program: KernelGraph, progress: ProgressCallback | None = None, **options: Any
     ) -> Resolved:
         """Return the kernel of a program. The arguments are those of `resolver.resolve`."""
-        started = time.perf_counter()
-        result = find_outcome(self.request(program, **options), self.results(), progress)
-        seconds = time.perf_counter() - started
-        if isinstance(result, StoredEntry):
-            kernel = resolved(result.entry, result.source, self.gpu, seconds)
-        else:
-            entry = result.outcome.best_entry
-            kernel = resolved(entry, SEARCHED, self.gpu, seconds, result.outcome, result.unkept)
+        kernel = resolve(
+            program,
+            device=self.device,
+            backend=self.backend,
+            zoo=self.zoo,
+            tune=self.tune,
+            progress=progress,
+            **options,
+        )
         if self.noting is not None:
             self.noting(program, options, kernel)
         return kernel
@@ -256,14 +257,17 @@ def resolve(
     Raises:
         ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
     """
+    started = time.perf_counter()
     finder = KernelFinder(torch.device(device), backend, zoo, tune)
-    return finder.resolve(
-        program,
-        progress,
-        pattern=pattern,
-        like=like,
-        next_may_launch_early=next_may_launch_early,
+    request = finder.request(
+        program, pattern=pattern, like=like, next_may_launch_early=next_may_launch_early
     )
+    result = find_outcome(request, finder.results(), progress)
+    seconds = time.perf_counter() - started
+    if isinstance(result, StoredEntry):
+        return resolved(result.entry, result.source, finder.gpu, seconds)
+    entry = result.outcome.best_entry
+    return resolved(entry, SEARCHED, finder.gpu, seconds, result.outcome, result.unkept)
 
 
 def look_up(

@@ -22,6 +22,7 @@ from mirage_hf.api import optimize
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.errors import CodegenError, SearchError
 from mirage_hf.layers.model_kernels import LONG_CACHES_ROLE
+from mirage_hf.layers.part import StepShape
 from mirage_hf.pipeline import resize, resolver
 from mirage_hf.swap import check
 from tests.helpers.generate_comparison import left_padded
@@ -366,20 +367,20 @@ def test_attention_takes_the_other_kernel_where_one_cannot_be_cut(
 
     monkeypatch.setattr(resize, "at_size", at_size)
     all_steps = ours.mirage.runner.model_kernels
-    layer = all_steps.layers[0]
+    layer, shape = all_steps.layers[0], StepShape(1)
     found = {
-        **layer.found[1],
+        **layer.found[shape],
         "attention": SimpleNamespace(digest="short"),
         LONG_CACHES_ROLE: SimpleNamespace(digest="long"),
     }
-    layer = replace(layer, found={1: found})
+    layer = replace(layer, found={shape: found})
     other = {"short": "long", "long": "short"}[first]
-    assert all_steps.kernels(layer, 1, slots)["attention"] == other and tried == [first, other]
+    assert all_steps.kernels(layer, shape, slots)["attention"] == other and tried == [first, other]
     with pytest.raises(CodegenError, match="too large"):
         monkeypatch.setattr(
             resize, "at_size", lambda *_: (_ for _ in ()).throw(CodegenError("too large"))
         )
-        all_steps.kernels(layer, 1, slots + 256)
+        all_steps.kernels(layer, shape, slots + 256)
 
 
 @pytest.mark.parametrize("bias", [False, True])
