@@ -176,7 +176,7 @@ class KernelFinder:
     def request(self, program: KernelGraph, **options: Any) -> Request:
         """Return the request for the kernel of a program. The options are those of `resolve`."""
         target = target_of(self.gpu) if self.gpu else "cpu"
-        device = self.device if self.measures else None
+        device = self.device if self.measures else self.gpu
         return kernel_request(program, target=target, tune=self.tune, device=device, **options)
 
     def results(self) -> ZooResults:
