@@ -50,7 +50,7 @@ _AT_ONCE = 1 << 22
 _KEPT_BYTES = 1 << 27
 
 #: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
-#: mostly wait for each other: 16 of them took ten times as long as one.
+#: mostly wait for each other (docs/decisions/010-tuning.md).
 _THREADS = 1
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
