@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from mirage_hf.errors import MirageError, Rejected
+from mirage_hf.errors import MirageError, Rejected, described
 from mirage_hf.graph import json_format
 from mirage_hf.pipeline.layer_choice import BlockToMake, LayerResolver
 from mirage_hf.settings import settings
@@ -100,13 +100,13 @@ def _at(detail: Sequence[Any]) -> str:
     return f"kernel {number} of {total}, {pattern}"
 
 
-def blocks_of(described: Sequence[Mapping[str, Any]]) -> list[BlockToMake]:
+def blocks_of(rows: Sequence[Mapping[str, Any]]) -> list[BlockToMake]:
     """Return the blocks that a job describes."""
     made: dict[int, BlockToMake] = {}
 
     def block(n: int) -> BlockToMake:
         if n not in made:
-            one = described[n]
+            one = rows[n]
             made[n] = BlockToMake(
                 json_format.graph_from_dict(one["program"]),
                 one["pattern"],
@@ -116,7 +116,7 @@ def blocks_of(described: Sequence[Mapping[str, Any]]) -> list[BlockToMake]:
             )
         return made[n]
 
-    return [block(n) for n in range(len(described))]
+    return [block(n) for n in range(len(rows))]
 
 
 @contextlib.contextmanager
@@ -132,7 +132,8 @@ def one_tuner(device: torch.device, say: Any) -> Iterator[None]:
         except Timeout:
             say(now="it waits for another process that tunes on this device")
             lock.acquire()
-        except (OSError, NotImplementedError):  # a folder without locks, or that is full
+        except (OSError, NotImplementedError) as error:  # a folder without locks, or that is full
+            say(now=f"it tunes without a lock ({described(error)})")
             yield
             return
         stack.callback(lock.release)

@@ -6,9 +6,9 @@ record is sound for these reasons:
 - A line names an entry by a digest of its key, µGraph and schedules, of the code that proves, of
   torch, and of the GPU and Triton that the kernel was checked with. Whatever changes, the entry is
   proven again.
-- The file lies in the user's state folder, not in the cache. So a zoo or a cache of somebody else
-  brings no lines along, wherever it is copied to.
-- The file counts only if the user owns it and nobody else may write it. Whoever can write it then
+- The file lies in the user's state folder, not in the cache. So copying a
+  foreign zoo or cache adds no lines to it.
+- The file counts only if the user owns it and only the user may write it. Who can write it anyway
   can also write the user's Python files.
 
 A line that was cut or mixed with another one has a wrong checksum and does not count.
@@ -109,7 +109,7 @@ def _parsed(line: str) -> tuple[str, float] | None:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a file and its folder are the user's, and nobody else may write them."""
+    """Return whether the user owns a file and its folder, and only the user may write them."""
     if not hasattr(os, "geteuid"):  # on Windows, folders of users are private
         return True
     for each, is_kind in ((path, stat.S_ISREG), (path.parent, stat.S_ISDIR)):

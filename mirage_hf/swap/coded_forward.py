@@ -9,6 +9,7 @@ long as its product.
 from __future__ import annotations
 
 import copyreg
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -56,7 +57,7 @@ def decoding_program(coding: Coding) -> KernelGraph:
 
 
 @dataclass(eq=False, kw_only=True)
-class Binding:
+class Binding(ABC):
     """How a module with weights in codes runs while its model is optimized.
 
     Attributes:
@@ -67,9 +68,9 @@ class Binding:
     own: Any = None
     models: int = 0
 
+    @abstractmethod
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the module makes of its inputs, with the weights that it has now."""
-        raise NotImplementedError
 
     def put_back(self, module: nn.Module) -> None:
         """Give a module its library's forward."""

@@ -241,7 +241,7 @@ class _Finder:
         if place is None or not results or not steps:
             return members
         if early := {n for n in readers if n <= place}:
-            # what such a reader reads is made before the op could run
+            # leave out the nodes whose results are read before the op would run
             return {x.node for n in early for x in recording.nodes[n].operands if x in results}
         router = Router(
             self.rows,

@@ -6,6 +6,7 @@ new name of a value is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -93,11 +94,9 @@ def swapped_ugraph(folder: Path, payload: str, rng: random.Random) -> None:
     found = [m.ugraph for m in mutants(entry.ugraph)]
     ugraph = rng.choice(found)
     (folder / UGRAPH).write_text(ugraph.to_json())
-    try:
+    with contextlib.suppress(Exception):  # what cannot be made keeps its old text
         source = triton.generate(ugraph, entry.schedules).source
         (folder / KERNEL).write_text(source)
-    except Exception:
-        pass
     sign(folder)
 
 
@@ -116,11 +115,9 @@ def other_program(folder: Path, payload: str, rng: random.Random) -> None:
 def with_own_key(folder: Path) -> None:
     """Name the key of the program that is there, if it can be read."""
     data = json.loads((folder / ENTRY).read_text())
-    try:
+    with contextlib.suppress(Exception):  # what cannot be made keeps its old text
         ugraph = json_format.ugraph_from_dict(json.loads((folder / UGRAPH).read_text()))
         edit(folder, key=key_of(ugraph.program, data["target"]).digest)
-    except Exception:
-        pass
 
 
 def wrong_schedule(folder: Path, payload: str, rng: random.Random) -> None:
@@ -258,11 +255,9 @@ def renamed(folder: Path, payload: str, rng: random.Random) -> None:
     }
     old = rng.choice(sorted(names))
     (folder / UGRAPH).write_text(text.replace(json.dumps(old), json.dumps(name)), encoding="utf-8")
-    try:
+    with contextlib.suppress(Exception):  # what cannot be made keeps its old text
         entry = read_entry(folder)
         (folder / KERNEL).write_text(triton.generate(entry.ugraph, entry.schedules).source)
-    except Exception:
-        pass
     sign(folder)
     with_own_key(folder)
 

@@ -83,14 +83,20 @@ def test_few_threads_or_programs_start_no_process(
         assert not searching_ahead._begun
 
 
-def test_this_process_searches_if_a_worker_dies_or_cannot_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(script: str) -> Any:
-        raise OSError("no processes here")
+@pytest.mark.parametrize("how", ["cannot start", "dies"])
+def test_this_process_searches_if_a_worker(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = workers._begin
+
+    def fail(script: str) -> Any:
+        if how == "cannot start":
+            raise OSError("no processes here")
+        process = begin(script)
+        process.kill()
+        process.wait()
+        return process
 
     monkeypatch.setattr(workers, "_shared", {})
-    monkeypatch.setattr(workers, "_begin", refuse)
+    monkeypatch.setattr(workers, "_begin", fail)
     finder = resolver.KernelFinder(CPU)
     with finder.searching((g, {}) for g in graphs()):
         assert len(searching_ahead._begun) == 3
