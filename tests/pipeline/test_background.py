@@ -310,7 +310,9 @@ print(tuning._process.pid, flush=True)
 if "fork" in sys.argv and not os.fork():  # a fork holds the pipes of the tuner open
     time.sleep(20)
     os._exit(0)
-if "end" not in sys.argv:
+if "end" in sys.argv:
+    sys.stdin.readline()
+else:
     time.sleep(60)
 """
 
@@ -320,11 +322,13 @@ def test_the_tuner_ends_with_its_process(how, monkeypatch):
     monkeypatch.setenv("FAKE_TUNER", fake_tuner.asked(seconds=60.0))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-c", OWNER, *how.split()]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdin is not None and owner.stdout is not None
     pid = int(owner.stdout.readline())
     assert is_alive(pid)
-    if how.startswith("kill"):
+    if how == "end":
+        owner.stdin.close()
+    elif how.startswith("kill"):
         owner.kill()
     elif how == "terminate":
         owner.terminate()
