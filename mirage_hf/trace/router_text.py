@@ -309,17 +309,20 @@ def _greatest(writer: RouterWriter, x: Tile, dim: Any, count: int) -> list[Tile]
     rest = [a for a in axes if a not in along]
     place = writer.assign(writer.inside(writer.offset(along, axes), along, axes, "-1"))
     keys = writer.assign(writer.inside(f"packed({text}, {place})", along, axes, "TAKEN"))
+    # Triton gives a name in a loop the type that it has before the loop, so names are new
+    greatest, first, is_first, value = (
+        writer.new_name(role) for role in ("greatest", "first", "is_first", "value")
+    )
     step_lines = [
-        f"greatest = {writer.reduced(keys, 'max', along, axes)}",
-        "first = 0x7FFFFFFF - (greatest & 0x7FFFFFFF).to(tl.int32)",
-        f"is_first = {place} == {writer.over('first', rest, axes)}",
-        f"value = {writer.reduced(f'tl.where(is_first, {text}, 0.0)', 'sum', along, axes)}",
+        f"{greatest} = {writer.reduced(keys, 'max', along, axes)}",
+        f"{first} = 0x7FFFFFFF - ({greatest} & 0x7FFFFFFF).to(tl.int32)",
+        f"{is_first} = {place} == {writer.over(first, rest, axes)}",
+        f"{value} = {writer.reduced(f'tl.where({is_first}, {text}, 0.0)', 'sum', along, axes)}",
     ]
     if count == 1:
         writer.lines += step_lines
         dims = (*x.dims[:-1], ())
-        values, index = writer.assign("value"), writer.assign("first")
-        return [Tile(values, tuple(rest), dims), Tile(index, tuple(rest), dims, "int")]
+        return [Tile(value, tuple(rest), dims), Tile(first, tuple(rest), dims, "int")]
     chosen = writer.new_axis(count)
     outer = writer.axes_of([*rest, chosen])
     whole = ", ".join(str(padded(writer.sizes[a])) for a in outer)
@@ -328,9 +331,9 @@ def _greatest(writer: RouterWriter, x: Tile, dim: Any, count: int) -> list[Tile]
     )
     at = f"{writer.place(chosen, outer)} == j"
     step_lines += [
-        f"{values} = tl.where({at}, {writer.over('value', rest, outer)}, {values})",
-        f"{index} = tl.where({at}, {writer.over('first', rest, outer)}, {index})",
-        f"{keys} = tl.where(is_first, TAKEN, {keys})",
+        f"{values} = tl.where({at}, {writer.over(value, rest, outer)}, {values})",
+        f"{index} = tl.where({at}, {writer.over(first, rest, outer)}, {index})",
+        f"{keys} = tl.where({is_first}, TAKEN, {keys})",
     ]
     writer.lines += [f"for j in range({count}):", *(f"    {line}" for line in step_lines)]
     dims = (*x.dims[:-1], (chosen,))

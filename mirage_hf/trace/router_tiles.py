@@ -183,9 +183,14 @@ class RouterWriter:
 
     def assign(self, text: str) -> str:
         """Write an assignment to a new name and return it."""
+        name = self.new_name("v")
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def new_name(self, role: str) -> str:
+        """Return a name that the text does not have yet."""
         self.count += 1
-        self.lines.append(f"v{self.count} = {text}")
-        return f"v{self.count}"
+        return f"{role}{self.count}"
 
     def axes_of(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return axes in the order of tiles."""

@@ -231,12 +231,13 @@ def print_nan() -> None:
     print(route_by_kernel([scores], number)[1].tolist())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_kernel_compiles_and_waits(name: str, sm: int) -> None:
     pytest.importorskip("triton")
-    sizes = Sizes(256, 8, 4, 8, normal(256))
-    scores = normal(2, 256, dtype=torch.bfloat16)
+    # the groups are few and of odd sizes, so tiles of several choices differ in shape
+    sizes = Sizes(35, 5, 4, 3, normal(35))
+    scores = normal(2, 35, dtype=torch.bfloat16)
     plan = plan_of(lambda scores: ROUTERS[name](scores, sizes), {"scores": scores}, 2)
     (number,) = numbers_of(plan)
     router = router_of(number)
