@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -154,8 +155,12 @@ class _Finder:
 
     def _around(self, topk: int) -> set[int]:
         """Return the nodes that a kernel could take, and that a top-k is connected with."""
-        may = {n for n in range(len(self.recording.nodes)) if self._may_take(n)}
-        return self._connected(topk, may)
+        return self._connected(topk, self._may_be_taken)
+
+    @cached_property
+    def _may_be_taken(self) -> set[int]:
+        """The nodes that a kernel could take."""
+        return {n for n in range(len(self.recording.nodes)) if self._may_take(n)}
 
     def _connected(self, topk: int, may: set[int]) -> set[int]:
         """Return the nodes of a set that are connected with a top-k through nodes of the set."""
