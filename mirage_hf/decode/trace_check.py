@@ -24,6 +24,7 @@ from mirage_hf.decode.sources import (
     source_width,
     takes_positions,
 )
+from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.errors import described
 from mirage_hf.trace.plan import StepPlan
@@ -151,7 +152,8 @@ class TraceCheck:
             return model(**arguments, **{name: cache}, use_cache=True).logits[:, -1]
 
         with torch.no_grad(), model._optimize_model_for_decode():
-            logits = stock(0, length)
+            with SummedProducts():
+                logits = stock(0, length)
             if held_tokens(cache) == 1 < length:  # FSMT drops all tokens of a prompt but the last
                 cache = new_cache(model)
                 for first in range(length):

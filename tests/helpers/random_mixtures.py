@@ -18,6 +18,7 @@ from torch import Tensor
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError, InputError
 from mirage_hf.graph import strided
 from mirage_hf.graph.execute import run_kernel_graph
@@ -154,11 +155,11 @@ def _wrong(case: Case, seed: int, device: str) -> Iterator[str]:
     largest = max(float(exact.abs().max()), 1e-3)
     allowed = 2 * float((eager.double() - exact).abs().max())
     allowed += ulps * torch.finfo(out.dtype).eps * largest
-    ugraph = r.choice(search(case.program, SEARCH)[0]).ugraph
+    ugraphs = [candidate.ugraph for candidate in search(case.program, SEARCH)[0]]
     if device == "interpreted cpu":
-        yield from _wrong_on_cpu(case, ugraph, given, inside, exact, allowed)
+        yield from _wrong_on_cpu(case, r.choice(ugraphs), given, inside, exact, allowed)
         return
-    choice = [r.choice(schedules(op, limit=24)) for op in place_kernels(ugraph)]
+    ugraph, choice = _scheduled(ugraphs, r)
     try:
         program = triton.generate(ugraph, choice)
     except CodegenError:
@@ -178,6 +179,18 @@ def _wrong(case: Case, seed: int, device: str) -> Iterator[str]:
     same = zip(before, tensors, strict=True)
     if not all(torch.equal(_bytes(a), _bytes(b)) for a, b in same):
         yield f"{case.text}: it wrote to an input"
+
+
+def _scheduled(ugraphs: list[UGraph], r: random.Random) -> tuple[UGraph, list[Schedule]]:
+    """Return a random µGraph that has schedules, with random ones. Large tiles may have none."""
+    r.shuffle(ugraphs)
+    for last, ugraph in zip((*[False] * (len(ugraphs) - 1), True), ugraphs, strict=True):
+        try:
+            return ugraph, [r.choice(schedules(op, limit=24)) for op in place_kernels(ugraph)]
+        except CodegenError:
+            if last:
+                raise
+    raise AssertionError("the search found no µGraph")
 
 
 def _bytes(x: Tensor) -> Tensor:
