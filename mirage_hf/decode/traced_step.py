@@ -378,14 +378,13 @@ def record_step(
                 recording = generalized(recording, at(*both, form), (both, both))
             return recording
 
-        why: TraceError | None = None
+        why = ""  # an error itself would keep the caches of its stack alive
         for form in forms:
             try:
                 return replace(of_all_sizes(form), coded=coded)
             except TraceError as error:
-                why = why or error
-    assert why is not None
-    raise why
+                why = why or str(error)
+    raise TraceError(why)
 
 
 def _grows(recording: Recording, capacity: int) -> bool:

@@ -137,15 +137,14 @@ class _Tracer:
             TraceError: The model cannot be traced, or a traced step differs from stock's. Or it
                 should be whole, and some attention or experts have no kernel.
         """
-        why: TraceError | None = None
+        why = ""  # an error itself would keep the caches of its stack alive
         for form in FORMS:
             self.report_rows.clear()
             try:
                 return self._trace_in(form, rows, whole)
             except UnfitFormError as error:
-                why = why or error
-        assert why is not None
-        raise why
+                why = why or str(error)
+        raise TraceError(why)
 
     def _trace_in(self, form: Form, rows: Sequence[int], whole: bool) -> TracedSteps:
         """Trace the steps of these numbers of rows in a form.

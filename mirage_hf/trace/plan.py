@@ -282,18 +282,9 @@ class StepPlan:
         outputs = [Value(number, n) for n in range(len(node.outputs))]
 
         def action(tensors: dict[Any, Tensor]) -> None:
-            def given(x: Any) -> Any:
-                if isinstance(x, Value):
-                    return tensors[x]
-                if isinstance(x, Input):
-                    return inputs[x.name]
-                if isinstance(x, Held):
-                    return x.tensor
-                if isinstance(x, (tuple, list)):
-                    return type(x)([given(each) for each in x])
-                return x
-
-            result = op(*[given(x) for x in args], **{k: given(x) for k, x in kwargs.items()})
+            given = [_given(x, tensors, inputs) for x in args]
+            options = {name: _given(x, tensors, inputs) for name, x in kwargs.items()}
+            result = op(*given, **options)
             results = result if isinstance(result, (tuple, list)) else [result]
             for key, value in zip(outputs, results, strict=True):
                 tensors[key] = value
@@ -468,3 +459,16 @@ def _ordered(needs: dict[Unit, set[Unit]]) -> list[Unit]:
     if len(order) < len(needs):
         raise TraceError("its kernels would have to wait for each other")
     return order
+
+
+def _given(x: Any, tensors: Mapping[Any, Tensor], inputs: Mapping[str, Tensor]) -> Any:
+    """Return an argument of a recorded op with tensors in place of their names."""
+    if isinstance(x, Value):
+        return tensors[x]
+    if isinstance(x, Input):
+        return inputs[x.name]
+    if isinstance(x, Held):
+        return x.tensor
+    if isinstance(x, (tuple, list)):
+        return type(x)([_given(each, tensors, inputs) for each in x])
+    return x

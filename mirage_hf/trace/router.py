@@ -9,7 +9,7 @@ scores, and makes weights of them. These are up to thirty torch ops on small ten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -67,16 +67,19 @@ def route(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
     router = router_of(number)
     made: dict[Local, Tensor] = {Local(-1, n): x for n, x in enumerate(inputs)}
 
-    def given(x: Any) -> Any:
-        if isinstance(x, Local):
-            return made[x]
-        return [given(each) for each in x] if isinstance(x, tuple) else x
-
     for n, step in enumerate(router.steps):
-        result = step.op(*map(given, step.args), **{name: given(x) for name, x in step.kwargs})
+        args = [_given(x, made) for x in step.args]
+        result = step.op(*args, **{name: _given(x, made) for name, x in step.kwargs})
         results = result if isinstance(result, (tuple, list)) else [result]
         made |= {Local(n, k): x for k, x in enumerate(results)}
     return [made[x] for x in router.results]
+
+
+def _given(x: Any, made: Mapping[Local, Tensor]) -> Any:
+    """Return an argument of a step with tensors in place of their names."""
+    if isinstance(x, Local):
+        return made[x]
+    return [_given(each, made) for each in x] if isinstance(x, tuple) else x
 
 
 library.impl("mirage_hf::route", "CompositeExplicitAutograd", route)

@@ -6,6 +6,7 @@ Kernels run their programs op by op here, so that no search is needed.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -534,6 +535,34 @@ def test_a_kernel_that_raises_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Resolved, "run", run)
     assert "the check of a step raised RuntimeError: out of registers" in not_traced(built("gpt2"))
+
+
+def tensors_of_caches() -> set[int]:
+    """Return what identifies the tensors with as many slots as the caches of checks."""
+    slots = {traced_step.rings_variants([None])[0][2][0]}
+    found = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
+    return {id(x) for x in found if slots & {*x.shape}}
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_the_check_leaves_no_memory_to_the_garbage_collector(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches of 16 rows take gigabytes, and the collector does not know the memory of a GPU."""
+    model = built("gpt2")
+    if is_refused:
+        monkeypatch.setattr(resolver, "resolve", lambda program, **_: Resolved(program, scale=1.01))
+    gc.collect()
+    before = tensors_of_caches()
+    gc.disable()
+    try:
+        if is_refused:
+            not_traced(model)
+        else:
+            optimize(model, verify=False)
+        assert not tensors_of_caches() - before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["no kernel", "the library"])
