@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import held_tokens, read_cache
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.near_ties import KeepChoices, TakeChoices
+from mirage_hf.decode.rounding import tolerance_of
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
     EncoderOutput,
@@ -32,13 +32,8 @@ from mirage_hf.trace.record import TraceError
 
 #: Lengths of the texts whose next step is compared with stock's.
 LENGTHS = (3, 6, 17)
-#: How far logits may be from stock's, in units of the largest, by the dtype of the model.
-_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 #: Samples or frames of sound for each slot of an encoder's output, in known models and between.
 _SAMPLES = (2, 4, 8, 80, 160, 320, 640, 1280)
-#: Layers up to which `_TOLERANCE` holds. Errors of rounding add up as a random walk does, so the
-#: logits of deeper models may be further from stock's, by the root of the depth.
-_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -87,8 +82,7 @@ class TraceCheck:
         self.mask_use: MaskUse = "hides"
         if model.config.is_encoder_decoder:
             self.mask_use = _mask_use(model)
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.tolerance = _TOLERANCE.get(model.dtype, 0.0) * math.sqrt(max(1, layers / _LAYERS))
+        self.tolerance = tolerance_of(model)
 
     def run(self, plan: StepPlan, batch: int, windows: Sequence[int | None], capacity: int) -> None:
         """Compare a plan's steps with stock's.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 from mirage_hf.decode.step_inputs import UnreadInputs
 
@@ -16,9 +16,12 @@ from mirage_hf.decode.step_inputs import UnreadInputs
 class Model(nn.Module):
     """A model whose step adds what `read` makes of an argument, and counts its calls."""
 
+    dtype = torch.bfloat16
+
     def __init__(self, read: Callable[[Any], Any]):
         super().__init__()
         self.read, self.calls = read, 0
+        self.config = LlamaConfig(num_hidden_layers=2)
 
     def forward(self, input_ids: Tensor, past_key_values: Any, types: Any = None, **_: Any) -> Any:
         self.calls += 1
@@ -75,3 +78,19 @@ def test_other_arguments_are_compared_by_value() -> None:
     assert not differs(model, unread, "quiet") and not differs(model, unread, "quiet")
     assert model.calls == 2
     assert differs(model, unread, "loud") and differs(model, unread, "loud")
+
+
+@pytest.mark.parametrize(
+    ("read", "types", "is_told"),
+    [
+        (form, TYPES[0], False),  # another rounding, as that of a GPU
+        (lambda x: 0 * x[:, -1], TYPES[0], True),
+        (lambda x: 0, "quiet", True),
+        (lambda x: 0.1, TYPES[0], True),
+    ],
+)
+def test_logits_may_round_in_other_ways_if_nothing_reads_a_tensor(
+    read: Callable[[Any], Any], types: Any, is_told: bool
+) -> None:
+    model = Model(lambda x: read(x) + 0.01)
+    assert differs(model, UnreadInputs(), types) == is_told
