@@ -571,12 +571,16 @@ def assistant_weights(name: str, device: torch.device, layers: int | None) -> Pr
 
 
 def titled(name: str, args: argparse.Namespace) -> str:
-    """Return the row's name for a model: with its layers if cut, adapters, images and padding."""
+    """Return the row's name: the model and all that changes it or its prompts."""
     adapters = f" + LoRA {args.lora}" if args.lora else ""
     adapters += f", {args.weights}" if args.weights else ""
     images = f" + {args.images} image{'s' * (args.images > 1)}" if args.images else ""
     cut = f", {args.layers} layer{'s' * (args.layers > 1)}" if args.layers else ""
-    return name + cut + adapters + images + (", padded" if args.padded else "")
+    drafts = ""
+    if args.draft:
+        right = "" if args.accept is None else f", {args.accept:.0%} right"
+        drafts = f" + {args.draft_tokens} drafts by {args.draft}{right}"
+    return name + cut + adapters + images + drafts + (", padded" if args.padded else "")
 
 
 def cache_bytes(model: PreTrainedModel, tokens: Sequence[int]) -> int:

@@ -160,6 +160,9 @@ def _numbers_of_model(row: dict[str, Any]) -> Iterator[Number]:
         for metric in ("setup_s", "peak_mib_over_weights"):
             if seen.get(metric) is not None and not seen.get("failed"):
                 yield *place, peer, metric, seen[metric], NO_SPREAD
+    if drafts := row.get("drafts"):
+        taken = drafts.get("drafts: taken", 0) / drafts["drafts: steps of a row"]
+        yield *place, "drafted", "tokens_per_step", 1 + taken, NO_SPREAD
     for metric in ("first_rms_ratio", "steps_rms_ratio"):
         if row.get("logits", {}).get(metric) is not None:
             yield *place, "ours", f"logits_{metric}", row["logits"][metric], NO_SPREAD
