@@ -123,4 +123,5 @@ def _sum_of_product(
         operands += [[axes[dim] for dim in wide]]
     result = torch.einsum(*operands, [dim for dim in kept if shape[dim] != 1])
     sizes = [1 if dim in summed else shape[dim] for dim in range(len(shape))]
-    return result.reshape(sizes if keepdim else [shape[dim] for dim in kept])
+    # stock's code may view a sum in another shape
+    return result.reshape(sizes if keepdim else [shape[dim] for dim in kept]).contiguous()
