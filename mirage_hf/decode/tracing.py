@@ -55,6 +55,9 @@ _OTHER_ATTENTION = (
 
 _NO_CACHE = "its forward takes no cache of keys and values, as transformers' generate makes one"
 
+#: A program, and the options with which it is resolved.
+_Wanted = tuple[KernelGraph, dict[str, Any]]
+
 #: The note of a dry run.
 WOULD_BE_TRACED = (
     "steps of generate would be traced: mirage-hf explain says which of their ops become kernels"
@@ -213,23 +216,26 @@ class _Tracer:
         """
         if whole and (why := _why_not_whole(plan)):
             raise TraceError(why)
+        # updates of states take longest, so their searches begin first
+        updates = [region.graph for region in plan.regions if region.state is not None]
         products = [program.graph for program in plan.programs.values()]
-        with self._searching(products):
+        first = [*_traced(updates), *self._attention_programs(plan), *_traced(products)]
+        with self._searching(first):
             kernels = self._find_kernels(plan)
-        if not kernels:
-            raise TraceError("no product of its step has a kernel")
-        attention = self._find_attention(plan)
-        plan.schedule(kernels, attention)
-        with self._searching([region.graph for region in plan.regions_to_run()]):
-            regions = self._find_regions(plan)
+            if not kernels:
+                raise TraceError("no product of its step has a kernel")
+            attention = self._find_attention(plan)
+            plan.schedule(kernels, attention)
+            with self._searching(_traced(region.graph for region in plan.regions_to_run())):
+                regions = self._find_regions(plan)
         if whole:
             _check_whole(plan, attention, regions)
         plan.schedule(kernels, attention, regions)
 
-    def _searching(self, programs: Iterable[KernelGraph]) -> AbstractContextManager[None]:
+    def _searching(self, wanted: Iterable[_Wanted]) -> AbstractContextManager[None]:
         """Search for kernels that are not known, each program in a process of its own."""
-        new = {text: p for p in programs if (text := str(p)) not in self.found}
-        return self.finder.searching((p, {"pattern": TRACED}) for p in new.values())
+        new = {str(program): (program, options) for program, options in wanted}
+        return self.finder.searching([new[text] for text in new if text not in self.found])
 
     def _count_kernels(self, plans: Iterable[StepPlan]) -> int:
         """Return how many different kernels run programs of plans."""
@@ -283,13 +289,24 @@ class _Tracer:
 
     def _attention(self, block: PatternBlock, rows: int) -> list[Resolved | str]:
         """Return the kernels of attention for short and for long caches, or why there are none."""
+        return [
+            self._kernel(program, **options)
+            for program, options in self._programs_of_attention(block, rows)
+        ]
+
+    def _attention_programs(self, plan: StepPlan) -> list[_Wanted]:
+        """Return the programs of a plan's attention that are not resolved yet, with options."""
+        blocks = dict.fromkeys(ATTENTION.block(**one.sizes) for one in plan.attentions)
+        new = [block for block in blocks if (block, plan.rows) not in self.attention]
+        return [x for block in new for x in self._programs_of_attention(block, plan.rows)]
+
+    def _programs_of_attention(self, block: PatternBlock, rows: int) -> Iterator[_Wanted]:
+        """Yield the programs for short and for long caches, with the options to resolve them."""
         blocks = [block]
         if self.model.device.type == "cuda":
             blocks.append(for_long_caches(block))
-        return [
-            self._kernel(each.program(rows), pattern=ATTENTION.name, like=each.searched(rows))
-            for each in blocks
-        ]
+        for each in blocks:
+            yield each.program(rows), {"pattern": ATTENTION.name, "like": each.searched(rows)}
 
     def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
         options = {"pattern": TRACED, **options}
@@ -333,6 +350,10 @@ class _Tracer:
                 self.report_rows.append(replace(row, reason=plan.reasons[group]))
                 continue
             self.report_rows.append(resolved_row(row, self.found[str(program.graph)]))
+
+
+def _traced(programs: Iterable[KernelGraph]) -> list[_Wanted]:
+    return [(program, {"pattern": TRACED}) for program in programs]
 
 
 def _recorded(

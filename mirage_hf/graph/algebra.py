@@ -92,10 +92,19 @@ class TorchAlgebra:
             device: The device of all arrays.
         """
         self.compute, self.mma, self.device = compute, mma, device
+        #: By address: arrays that rounding to `mma` leaves as they are. They live as long as this.
+        self._exact: dict[int, torch.Tensor] = {}
+
+    def note_exact(self, x: torch.Tensor) -> None:
+        """Note that an array and its views hold nothing that rounding to `mma` would change."""
+        self._exact[x.untyped_storage().data_ptr()] = x
 
     def arrange(self, x: torch.Tensor, order: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Convert to the compute dtype, permute and reshape."""
-        return x.to(self.compute).permute(tuple(order)).reshape(tuple(shape))
+        y = x.to(self.compute).permute(tuple(order)).reshape(tuple(shape))
+        if x.dtype == self.mma or self._is_exact(x):
+            self.note_exact(y)
+        return y
 
     def join(self, xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Concatenate along a dim."""
@@ -166,11 +175,19 @@ class TorchAlgebra:
 
     def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the sum of a·b over `dim`."""
-        if self.mma is not None:
-            a, b = a.to(self.mma).to(self.compute), b.to(self.mma).to(self.compute)
+        a, b = self._rounded(a), self._rounded(b)
         if torch.broadcast_shapes(a.shape, b.shape) in (a.shape, b.shape):
             # A kernel runs it as multiply-adds and adds them up in pairs, as `sum` does.
             return (a * b).sum(dim, keepdim=True)
         letters = "abcdefghijklmnopqrstuvwxyz"[: a.dim()]
         out = torch.einsum(f"{letters},{letters}->{letters.replace(letters[dim], '')}", a, b)
         return out.unsqueeze(dim)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a factor as tensor cores read it."""
+        if self.mma is None or self._is_exact(x):
+            return x
+        return x.to(self.mma).to(self.compute)
+
+    def _is_exact(self, x: torch.Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self._exact

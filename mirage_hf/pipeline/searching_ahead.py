@@ -32,9 +32,11 @@ _begun: dict[str, Future[SearchAnswer | None]] = {}
 def searching(requests: Sequence[Request]) -> Iterator[None]:
     """Search for the programs of requests in other processes, until the block ends.
 
-    `take` gives what was found. Searches that nobody took are dropped.
+    `take` gives what was found. Searches that nobody took are dropped. A block within another one
+    does not begin the searches of the outer one again.
     """
     tasks = {_name(request): _task(request) for request in requests}
+    tasks = {name: task for name, task in tasks.items() if name not in _begun}
     threads = settings().threads
     if threads < THREADS_FROM or len(tasks) < PROGRAMS_FROM:
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mirage_hf import errors
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.indices import indices_of
@@ -28,6 +30,10 @@ _WIDE_BATCH = 2
 
 #: Dims from which an index chooses are cut to this many elements.
 _CHOICES = 4
+
+#: Dims are cut further if an output has more elements, as the state of 16 sequences has. So many
+#: show what rounding does.
+_MOST_ELEMENTS = 1 << 16
 
 
 def narrowed(ugraph: UGraph) -> UGraph | None:
@@ -74,9 +80,25 @@ class _NarrowSizes:
         }
         for rule in self.classes.rules:
             self._apply(rule, sizes)
+        self._cut_outputs(sizes)
         for rule in self.classes.rules:
             self._check(rule, sizes)
         return sizes
+
+    def _cut_outputs(self, sizes: dict[Key, int]) -> None:
+        """Halve the longest dims of outputs that have too many elements."""
+        fixed = set(self.kept)
+        for rule in self.classes.rules:
+            total, parts = self._roots_of(rule)
+            fixed |= {total, *parts}
+        for t in self.classes.program.outputs:
+            roots = [self.classes.find(TensorDim(PROGRAM, t.index, d)) for d in range(len(t.dims))]
+            free = [root for root in roots if root not in fixed]
+            while math.prod(sizes[root] for root in roots) > _MOST_ELEMENTS:
+                longest = max(free, key=sizes.__getitem__, default=None)
+                if longest is None or sizes[longest] <= _WIDE_BATCH:
+                    break
+                sizes[longest] //= 2
 
     def _limit(self, root: Key) -> int:
         return self.wide.get(root, _WIDE_AXIS)
@@ -151,7 +173,13 @@ def resized(
         return resized_dims(classes, side, t, sizes)
 
     new = {
-        t.index: small.new_input(dims(t), t.dtype, t.strides if keep_strides else None, name=t.name)
+        t.index: small.new_input(
+            dims(t),
+            t.dtype,
+            t.strides if keep_strides else None,
+            name=t.name,
+            constant=t.constant,
+        )
         for t in graph.inputs
     }
     for number, op in enumerate(graph.ops):

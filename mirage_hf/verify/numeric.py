@@ -49,6 +49,9 @@ _AT_ONCE = 1 << 22
 #: Bytes of outputs that a check keeps for the next candidate. Others are computed again.
 _KEPT_BYTES = 1 << 27
 
+#: Bytes of constants that a check keeps in float32.
+_KEPT_FLOATS = 1 << 28
+
 #: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
 #: mostly wait for each other (docs/decisions/010-tuning.md).
 _THREADS = 1
@@ -137,12 +140,17 @@ class NumericCheck:
     >>> check = NumericCheck(program)
     >>> check.judge(lambda inputs: my_kernel(*inputs))
     Accepted(bound=0.0, detail='largest error 1.02× eager's')
+
+    Attributes:
+        program: The program.
+        constants: Its constants in float32, for `run_kernels`.
     """
 
     def __init__(self, program: KernelGraph, device: torch.device | str = "cpu", seed: int = 0):
         self.program = program
         self._inputs = CaseInputs(program, seed, device)
         self._wide = WideRun(program)
+        self.constants = FloatConstants()
         self._fitted: dict[Case, Case | None] = {}
         self._data: dict[Case, _CaseData] = {}
         self._eager_errors: dict[tuple[Case, int], Errors] = {}
@@ -289,8 +297,28 @@ def _largest_number(dtype: torch.dtype) -> float:
     return (torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)).max
 
 
+class FloatConstants:
+    """Keeps constants in float32, so that a weight is not converted in each run."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids last while these live
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a constant in float32, or as it is if it is no narrower float or too large."""
+        if not x.is_floating_point() or x.itemsize != 2 or 4 * x.numel() > _KEPT_FLOATS:
+            return x
+        if id(x) not in self._kept:
+            if sum(wide.nbytes for _, wide in self._kept.values()) + 4 * x.numel() > _KEPT_FLOATS:
+                self._kept.clear()
+            self._kept[id(x)] = x, x.float()
+        return self._kept[id(x)][1]
+
+
 def run_kernels(
-    kernels: KernelGraph, inputs: Sequence[torch.Tensor], tensor_cores: bool
+    kernels: KernelGraph,
+    inputs: Sequence[torch.Tensor],
+    tensor_cores: bool,
+    constants: FloatConstants | None = None,
 ) -> list[torch.Tensor]:
     """Run a µGraph's kernels as a GPU would.
 
@@ -300,13 +328,20 @@ def run_kernels(
     is rounded there. Library ops run by their oracle.
     """
     values = {t.index: unpacked(t, x) for t, x in zip(kernels.inputs, inputs, strict=True)}
+    floats = {
+        t.index: constants.of(values[t.index]) for t in kernels.inputs if constants and t.constant
+    }
     for op in kernels.ops:
         if op.block is not None:
             operands = [x for x in op.inputs if isinstance(x, DTensor)]
             halves = {t.dtype for t in operands if t.dtype.itemsize == 2}
             rounded_to = halves.pop() if tensor_cores and halves else None
             algebra = TorchAlgebra(torch.float32, rounded_to, inputs[0].device)
-            stored = run_block_graph(op.block, [values[t.index] for t in operands], algebra)
+            for t in operands:
+                if t.index in floats and t.dtype == rounded_to:
+                    algebra.note_exact(floats[t.index])
+            arrays = [floats.get(t.index, values[t.index]) for t in operands]
+            stored = run_block_graph(op.block, arrays, algebra)
             results = [y.to(t.dtype) for y, t in zip(stored, op.outputs, strict=True)]
         else:
             args = [values[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
@@ -327,8 +362,13 @@ def judge_on_cpu(ugraph: UGraph, checks: dict[object, NumericCheck], tensor_core
     key = str(small.program)
     if key not in checks:
         checks[key] = NumericCheck(small.program)
+    check = checks[key]
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return run_kernels(small.kernels, inputs, tensor_cores, check.constants)
+
     with _few_threads():
-        return checks[key].judge(lambda inputs: run_kernels(small.kernels, inputs, tensor_cores))
+        return check.judge(run)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,18 @@ def test_what_nobody_takes_is_dropped() -> None:
     assert searching_ahead.take(wanted[0]) is None
 
 
+def test_a_block_within_another_begins_no_search_again() -> None:
+    outer, both, inner = requests()
+    third = replace(inner, seed=1)
+    with searching_ahead.searching([outer, both]):
+        begun = dict(searching_ahead._begun)
+        with searching_ahead.searching([both, inner, third]):
+            assert len(searching_ahead._begun) == 4
+            assert begun.items() <= searching_ahead._begun.items()
+        assert searching_ahead._begun == begun
+        assert searching_ahead.take(both) is not None
+
+
 @pytest.mark.parametrize("threads, count", [(2, 3), (4, 1)])
 def test_few_threads_or_programs_start_no_process(
     threads: int, count: int, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,19 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify import numeric, slices
-from mirage_hf.verify.numeric import Errors, NumericCheck, _CaseData, measure, run_kernels
+from mirage_hf.verify.numeric import (
+    Errors,
+    FloatConstants,
+    NumericCheck,
+    _CaseData,
+    measure,
+    run_kernels,
+)
 from mirage_hf.verify.numeric_cases import Case, cases
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import multi_kernel_ugraphs, ugraphs
@@ -336,6 +347,37 @@ def test_float32_inputs_beside_others_do_not_keep_factors_exact(dtype: str) -> N
     assert not torch.equal(exact, rounded)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_constants_in_float32_give_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors that are rounded already need not be rounded, in whatever kernel they are read."""
+    g = KernelGraph()
+    x = g.new_input((3, 64), dtype)
+    gamma, w = (g.new_input(d, dtype, constant=True) for d in ((1, 64), (64, 48)))
+    g.mark_output(g.matmul(g.rms_norm(x, gamma), w))
+    inputs = ugraphs.random_inputs(g)
+    found = [candidate.ugraph for candidate in search(g, SearchOptions())[0]]
+    assert {u.num_kernels for u in found} >= {1, 2}
+    constants = FloatConstants()
+    for u in found:
+        kept = [run_kernels(u.kernels, inputs, mma, constants) for mma in (False, True)]
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchAlgebra, "_is_exact", lambda *_: False)
+            plain = [run_kernels(u.kernels, inputs, mma) for mma in (False, True)]
+        for ours, theirs in zip(kept, plain, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+
+
+def test_constants_in_float32_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numeric, "_KEPT_FLOATS", 64)
+    constants, x, large = FloatConstants(), torch.ones(8).half(), torch.ones(32).half()
+    assert constants.of(x) is constants.of(x) and constants.of(x).dtype == torch.float32
+    assert constants.of(large) is large, "it would take too much memory"
+    for n in range(9):
+        assert constants.of(torch.full((8,), n).half()).tolist() == [n] * 8
+
+
 def test_partial_results_are_stored_in_their_own_dtype() -> None:
     """A kernel of float32 partial results rounds no factors, and libraries run in between."""
     u = multi_kernel_ugraphs.norm_in_two()
@@ -378,7 +420,7 @@ def test_tensor_cores_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     run = numeric.run_kernels
     monkeypatch.setattr(
-        numeric, "run_kernels", lambda k, i, mma: asked.append(mma) or run(k, i, mma)
+        numeric, "run_kernels", lambda k, i, mma, c: asked.append(mma) or run(k, i, mma, c)
     )
     u = ugraphs.rms_norm_linear()
     for tensor_cores in (False, True):

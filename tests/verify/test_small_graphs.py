@@ -26,6 +26,8 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify import narrow, size_relations
 from mirage_hf.verify import shrink as shrinking
 from mirage_hf.verify.field_proof import prove
@@ -360,6 +362,24 @@ def test_a_slice_can_be_narrowed_along_other_dims_only() -> None:
 def test_a_slice_of_the_second_operand_does_not_matter() -> None:
     small = narrowed(in_one_kernel(lambda g, x: g.concat([x[0], x[0]], 1), (40, 90)))
     assert small is not None and small.program.inputs[0].dims == (32, 16)
+
+
+def test_dims_of_large_outputs_are_narrowed_further() -> None:
+    """The state of 16 sequences has 32 heads. A few of both show what rounding does."""
+    small = narrowed(in_one_kernel(lambda g, x: g.reduction(x[0], 3), (16, 32, 128, 128)))
+    assert small is not None and small.program.inputs[0].dims == (16, 32, 32, 128)
+    small = narrowed(in_one_kernel(lambda g, x: x[0], (16, 32, 64, 128)))
+    assert small is not None and small.program.outputs[0].dims == (16, 16, 16, 16)
+
+
+def test_constants_stay_constant() -> None:
+    g = mi.new_kernel_graph()
+    x, w = g.new_input((4, 64)), g.new_input((64, 80), constant=True)
+    g.mark_output(g.matmul(x, w))
+    small = narrowed(search(g, SearchOptions())[0][0].ugraph)
+    assert small is not None
+    assert [t.constant for t in small.program.inputs] == [False, True]
+    assert [t.constant for t in small.kernels.inputs] == [False, True]
 
 
 def test_what_is_narrowed_has_row_major_tensors_and_the_same_interface() -> None:
