@@ -54,9 +54,7 @@ def plan_drafts(
     return plan.constant() if schedule == CONSTANT else plan
 
 
-def _by_assistant(
-    runner: DecodeRunner, inputs: CallInputs, model: Any, schedule: Any
-) -> DraftPlan:
+def _by_assistant(runner: DecodeRunner, inputs: CallInputs, model: Any, schedule: Any) -> DraftPlan:
     """Return how an assistant drafts for a call.
 
     HF reads the schedule from the assistant's own config. A call may ask for a constant number.
