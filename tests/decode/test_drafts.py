@@ -377,42 +377,6 @@ def test_a_time_limit_ends_a_call() -> None:
     assert verified(ours) == 1
 
 
-class Interrupted(Exception):
-    """What a streamer raises."""
-
-
-def test_mixed_and_interrupted_calls_leave_memory_and_tokens_as_they_are() -> None:
-    stock, ours = pair("gemma2")
-    helper, runner = assistant("gemma2"), ours.generate.runner
-    generator, sizes = torch.Generator().manual_seed(0), []
-    wanted: dict[Any, Any] = {}
-
-    def interrupt(_: torch.Tensor) -> None:
-        if streamer.events:
-            raise Interrupted
-        streamer.events.append(())
-
-    for n in range(120):
-        kind, batch = n % 6, (1, 3)[n // 6 % 2]
-        length = int(torch.randint(1, 4, (), generator=generator)) * 7
-        given = {"inputs": prompt(batch, length), "do_sample": False, "max_new_tokens": 24}
-        drafts = ({}, LOOKUP, {"assistant_model": helper})[kind % 3]
-        if kind > 2:
-            streamer = Recorder()
-            streamer.put = interrupt  # type: ignore[method-assign]
-            with pytest.raises(Interrupted):
-                ours.generate(**given, **drafts, streamer=streamer)
-        else:
-            if (batch, length) not in wanted:
-                wanted[batch, length] = stock.generate(**given).tolist()
-            assert ours.generate(**given, **drafts).tolist() == wanted[batch, length]
-        if n % 12 == 11:
-            sizes.append(runner.bytes)
-    assert len(set(sizes[2:])) == 1, sizes
-    full = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 24}
-    assert_same(stock.generate(**full), ours.generate(**full, **LOOKUP))
-
-
 def test_checked_steps_are_used() -> None:
     stock = tiny("qwen3", num_hidden_layers=2)
     ours = optimize(twin_of(stock), draft_tokens=3)
