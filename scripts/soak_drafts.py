@@ -77,7 +77,7 @@ def drafted_processors(pair: Pair, rng: random.Random) -> None:
 
 @kind
 def drafted_stop_strings(pair: Pair, rng: random.Random) -> None:
-    """Stop strings of one or two characters, each of which is a token."""
+    """Stop strings of one or two tokens. A token is a character."""
     strings = ["".join(chr(33 + rng.randrange(96)) for _ in range(n)) for n in (1, 1, 1, 2)]
     given = {**call_of(rng, 1), "stop_strings": strings, "tokenizer": tokenizer()}
     pair.agree(given, drafts=drafts_of(pair, rng))

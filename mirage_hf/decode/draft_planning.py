@@ -17,12 +17,9 @@ from mirage_hf.layers.part import StepShape
 #: How much longer a step takes for each row more, if its kernels were not measured. Decision 028
 #: has the evidence: for Llama-3.1-8B a step of four rows takes 1.13 times as long as one of one.
 COST_OF_ROW = 0.045
-#: The schedule with which the number of drafts does not change. HF has other names for others.
-CONSTANT = "constant"
-#: The schedule that goes on from one call to the next with the same assistant.
-PERSISTENT = "heuristic"
-#: What a call that begins keeps of what the calls before saw, for `PERSISTENT`.
-KEPT_FROM_CALLS_BEFORE = 0.5
+#: Values of HF's `num_assistant_tokens_schedule`. With the first one the number of drafts does not
+#: change. With the second one a call goes on from the calls before. With all others it begins anew.
+CONSTANT, PERSISTENT = "constant", "heuristic"
 
 
 def plan_drafts(
@@ -50,7 +47,7 @@ def plan_drafts(
     if most < 1 or longest < 1:
         raise NotCoveredError("prompt lookup with options that stock rejects")
     kernels, shapes = _draft_shapes(runner, inputs, most, "prompt lookup")
-    plan = DraftPlan(shapes, step_costs(kernels, shapes), PromptLookup(most, longest))
+    plan = DraftPlan(shapes, step_costs(kernels, shapes), most, PromptLookup(most, longest))
     return plan.constant() if schedule == CONSTANT else plan
 
 
@@ -61,14 +58,15 @@ def _by_assistant(runner: DecodeRunner, inputs: CallInputs, model: Any, schedule
     """
     assistant = Assistant.of(model, inputs)
     kernels, shapes = _draft_shapes(runner, inputs, assistant.most, "assisted decoding")
-    costs = step_costs(kernels, shapes, assistant.runner.model_kernels)
-    plan = DraftPlan(shapes, costs, None, assistant)
+    of_step = assistant.runner.model_kernels.weight_bytes / kernels.weight_bytes
+    costs = step_costs(kernels, shapes, of_step, assistant.most)
+    plan = DraftPlan(shapes, costs, assistant.most, None, assistant)
     of_assistant = model.generation_config.num_assistant_tokens_schedule
     if CONSTANT in (schedule, of_assistant):
         return plan.constant()
     if of_assistant == PERSISTENT:
         acceptance = assistant.runner.acceptance
-        acceptance.add((), KEPT_FROM_CALLS_BEFORE)
+        acceptance.forget_half()
         return replace(plan, acceptance=acceptance)
     return plan
 
@@ -98,7 +96,10 @@ def _draft_shapes(
 
 
 def step_costs(
-    kernels: ModelKernels, shapes: Sequence[StepShape], assistant: ModelKernels | None = None
+    kernels: ModelKernels,
+    shapes: Sequence[StepShape],
+    cost_of_assistant: float = 0.0,
+    most: int = 0,
 ) -> dict[int, float]:
     """Return the time of steps as a multiple of the time of a step of one token, by tokens.
 
@@ -108,9 +109,9 @@ def step_costs(
     Args:
         kernels: The kernels of the model.
         shapes: The shapes of the steps, that of one token included.
-        assistant: The kernels of the assistant that drafts in steps of several tokens.
+        cost_of_assistant: The time of an assistant's step, likewise.
+        most: The most tokens that it drafts.
     """
-    per_draft = 0.0 if assistant is None else assistant.weight_bytes / kernels.weight_bytes
     plain_us = kernels.products_us(min(shapes))
     costs = {}
     for shape in shapes:
@@ -118,7 +119,7 @@ def step_costs(
         cost = 1 + COST_OF_ROW * (shape.rows - shape.batch)
         if us is not None and plain_us:
             cost = max(1.0, us / plain_us)
-        # an assistant makes as many steps as there are tokens: it feeds the last draft, too
-        drafting = per_draft * shape.tokens if shape.tokens > 1 else 0.0
-        costs[shape.tokens] = cost + drafting
+        if shape.tokens > 1:  # an assistant feeds the last draft, too
+            cost += cost_of_assistant * (min(shape.tokens - 1, most) + 1)
+        costs[shape.tokens] = cost
     return costs

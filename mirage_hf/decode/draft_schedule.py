@@ -52,15 +52,20 @@ class Acceptance:
             self.right = memory * self.right + sum(taken for _, taken in rows)
             self.wrong = memory * self.wrong + sum(taken < verified for verified, taken in rows)
 
-    def tokens_of(self, width: int) -> float:
-        """Return how many tokens of a row a step of `width` tokens probably takes."""
+    def forget_half(self) -> None:
+        """Give what was seen half of its weight. The other half goes to what new calls assume."""
+        for name, assumed in vars(Acceptance()).items():
+            setattr(self, name, (getattr(self, name) + assumed) / 2)
+
+    def tokens_after(self, drafts: int) -> float:
+        """Return how many tokens a row probably gets from a step that verifies so many drafts."""
         rate = self.right / (self.right + self.wrong)
-        return 1 + self.drafted / self.steps * sum(rate**n for n in range(1, width))
+        return 1 + self.drafted / self.steps * sum(rate**n for n in range(1, drafts + 1))
 
 
 @dataclass
 class DraftSchedule:
-    """Chooses how many tokens the next step takes, by what became of the drafts so far.
+    """Chooses how many tokens the next step takes, from the share of drafts that were taken.
 
     A step of 1 + k tokens takes longer than a step of one token. It pays if enough drafts are
     taken. The schedule estimates which share of drafts is right, and takes the number of tokens
@@ -73,11 +78,13 @@ class DraftSchedule:
     Attributes:
         costs: By the tokens of a step: its time as a multiple of the time of a step of one token.
             If there is only one number, all steps take so many tokens.
+        most: The most drafts of a row in a step.
         resumes: Whether there can be drafts again after steps without drafts.
         acceptance: What was seen of drafts.
     """
 
     costs: Mapping[int, float]
+    most: int
     resumes: bool = True
     acceptance: Acceptance = field(default_factory=Acceptance)
     _tokens: int = field(init=False)
@@ -99,9 +106,7 @@ class DraftSchedule:
         return 1
 
     def observe(self, tokens: int, rows: Sequence[tuple[int, int]]) -> None:
-        """Take into account what became of a step, and choose anew.
-
-        Steps may be reported some steps late.
+        """Add a step, and choose anew. Steps may be reported some steps late.
 
         Args:
             tokens: Tokens of the step.
@@ -110,6 +115,8 @@ class DraftSchedule:
         if tokens == 1 or len(self.costs) == 1 or not rows:
             return
         self.acceptance.add(rows, MEMORY_AT_PROBE if self._is_probing else MEMORY)
+        if self._tokens == 1 and not self.resumes:
+            return
         best = self._best()
         if best == 1 and self._is_probing:
             self._pause = min(2 * self._pause, self._longest_pause)
@@ -130,7 +137,10 @@ class DraftSchedule:
 
     def _best(self) -> int:
         """Return the number of tokens that gives most tokens in a time."""
-        values = {n: self.acceptance.tokens_of(n) / cost for n, cost in self.costs.items()}
+        values = {
+            tokens: self.acceptance.tokens_after(min(tokens - 1, self.most)) / cost
+            for tokens, cost in self.costs.items()
+        }
         best = max(values, key=lambda n: values[n])
         if values[best] < ADVANTAGE * values[self._tokens]:
             best = self._tokens

@@ -105,6 +105,7 @@ class DraftPlan:
     Attributes:
         shapes: The shapes of its steps. The last one takes most tokens.
         costs: By tokens of a step: its time as a multiple of that of one token.
+        most: The most drafts of a row in a step.
         source: Where drafts come from. None: from an assistant.
         assistant: The assistant (assistants.py), if there is one.
         acceptance: What earlier calls saw of the drafts, if the call goes on from it.
@@ -112,6 +113,7 @@ class DraftPlan:
 
     shapes: tuple[StepShape, ...]
     costs: Mapping[int, float]
+    most: int
     source: DraftSource | None
     assistant: Any = None
     acceptance: Acceptance | None = None
@@ -129,7 +131,7 @@ class DraftPlan:
     def schedule(self, source: DraftSource) -> DraftSchedule:
         """Return what chooses among the shapes in a call."""
         acceptance = Acceptance() if self.acceptance is None else self.acceptance
-        return DraftSchedule(self.costs, source.resumes, acceptance)
+        return DraftSchedule(self.costs, self.most, source.resumes, acceptance)
 
 
 def drafts_of(block: CacheBlock, tokens: int) -> Drafts:
@@ -215,10 +217,9 @@ class Verifier(Chooser):
 
 
 def outcome(report: list[list[int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the tokens of a step that was reported, and what became of its drafts.
+    """Return the tokens of a reported step, and how many drafts each row verified and took.
 
-    The second result has an entry for each row that was alive: the drafts that the step verified,
-    and how many it took.
+    Rows that were not alive have no entry.
     """
     rows = [(verified, taken - 1) for *_, verified, taken, _ in report if taken]
     return len(report[0]) - 3, rows

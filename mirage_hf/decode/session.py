@@ -104,7 +104,7 @@ class Session:
         source: Where drafts come from, if the call drafts.
         schedule: What chooses how many tokens a step takes, if the call drafts.
         tokens: The tokens of a row in the present step.
-        draft_counts: What became of the drafts.
+        draft_counts: What the report counts of drafts.
         slot: The slot that the next step writes if every step so far found a row alive, and took
             all drafts. Before the end of the prefill any slot may have been written.
         cached: Tokens that stock's cache would hold now.
@@ -211,7 +211,7 @@ class Session:
     def _note_drafts(
         self, schedule: DraftSchedule, tokens: int, rows: list[tuple[int, int]]
     ) -> None:
-        """Count what became of a step's drafts, and let later steps depend on it."""
+        """Count a step's drafts, and let later steps depend on them."""
         schedule.observe(tokens, rows)
         self.draft_counts["steps of a row"] += sum(verified > 0 for verified, _ in rows)
         self.draft_counts["drafted"] += sum(verified for verified, _ in rows)

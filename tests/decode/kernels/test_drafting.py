@@ -177,10 +177,11 @@ def test_a_block_keeps_its_drafts_until_the_logits_change():
 INT32, INT64, UINT8 = torch.int32, torch.int64, torch.uint8
 
 
-@pytest.mark.parametrize("batch, tokens, room", [(1, 4, 273), (5, 16, 4113)])
+@pytest.mark.parametrize("batch, tokens, room", [(1, 4, 273), (5, 16, 4113), (3, 1, 273)])
 def test_kernels_compile_and_wait_before_they_read(batch, tokens, room):
     pytest.importorskip("triton")
     accepted = [INT64, UINT8, *[INT64] * 7, UINT8, INT64]
     assert_compiles_and_waits(drafting.accept_launch(batch, tokens, room), accepted)
-    looked_up = drafting.look_up_launch(batch, tokens, room, tokens - 1, 2)
-    assert_compiles_and_waits(looked_up, [INT64] * 6)
+    if tokens > 1:  # a step of one token drafts nothing
+        looked_up = drafting.look_up_launch(batch, tokens, room, tokens - 1, 2)
+        assert_compiles_and_waits(looked_up, [INT64] * 6)
