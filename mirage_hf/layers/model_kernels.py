@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class ModelKernels:
         of_batch = sorted(s for s in self.shapes if s.batch == batch and s.tokens > 1)
         return next((s for s in of_batch if s.tokens >= tokens), of_batch[-1] if of_batch else None)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """The bytes of the weights of all layers and the head."""
         _embedding, *weights = self.weights
