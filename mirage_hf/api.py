@@ -194,6 +194,8 @@ def optimize(
                 return model
             attach(model, handle)
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
+            if drafts:
+                _note_drafts(handle)
             if tune == "background":
                 layers = [*blocks.unmeasured_layers(made), *([block] for block in untuned)]
                 options = dict(device=device, backend=backend, zoo=zoo, verify=verify)
@@ -291,6 +293,23 @@ def _step_shapes(
         tokens = [1 + drafts for drafts in draft_tokens]
         shapes += [StepShape(batch, n, windowed) for batch in batch_sizes for n in tokens]
     return shapes
+
+
+def _note_drafts(handle: Handle) -> None:
+    """Note why calls with drafts will run stock, if they will."""
+    runner = handle.runner
+    if runner is None:
+        return
+    kernels = runner.model_kernels
+    if runner.traced is not None:
+        why = "steps are traced, and take one token"
+    elif kernels is None:
+        why = "steps are not all by kernels"
+    elif all(shape.tokens == 1 for shape in kernels.shapes):
+        why = "no step of several tokens has all of its kernels"
+    else:
+        return
+    handle.add_note(f"draft_tokens: calls with drafts run stock, because {why}")
 
 
 def _release_cached_memory(device: torch.device) -> None:

@@ -47,7 +47,8 @@ and eager and static run them as transformers does: it decodes int4 at the first
 --draft says where drafts come from: prompt lookup, or an assistant, another model of the list. Its
 weights are random, so its own drafts are hardly ever taken. With --accept, the source runs and its
 drafts are replaced by the model's own greedy tokens, each of which is wrong with the rest of the
-probability. `drafts` says how many were made and taken.
+probability. `drafts` says how many were made and taken. Each step verifies --draft-tokens drafts.
+With --adapt the number depends on how many were taken before, in HF's assisted decoding, too.
 """
 
 from __future__ import annotations
@@ -371,11 +372,15 @@ def drafts_of(
     """Return the option of generate that asks for drafts. An assistant of ours is optimized."""
     import mirage_hf as mi
 
+    schedule = "heuristic_transient" if args.adapt else "constant"
     if args.draft == LOOKUP:
-        return {"prompt_lookup_num_tokens": args.draft_tokens}
+        return {
+            "prompt_lookup_num_tokens": args.draft_tokens,
+            "num_assistant_tokens_schedule": schedule,
+        }
     assistant = twin(assistant_weights(args.draft, model.device, args.layers))
     assistant.generation_config.num_assistant_tokens = args.draft_tokens
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.num_assistant_tokens_schedule = schedule
     assistant.generation_config.assistant_confidence_threshold = 0.0
     if is_ours:
         mi.optimize(assistant, batch_sizes=(len(prompts.ids),), tune=args.tune)
@@ -924,6 +929,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--accept", type=float, metavar="P", help="the probability that a draft is right"
+    )
+    parser.add_argument(
+        "--adapt", action="store_true", help="let the number of drafts depend on how many are taken"
     )
     parser.add_argument("--layers", type=int, help="a model cut down to so many layers")
     parser.add_argument("--tune", default="auto", choices=("auto", "never", "full"))

@@ -36,6 +36,11 @@ class Scripted(DraftSource):
         """What identifies the source."""
         return "scripted", self.name, self.inner.key
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the other source can draft again after steps without drafts."""
+        return self.inner.resumes
+
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
     ) -> None:

@@ -1,12 +1,14 @@
-"""Train the test asset: a byte-level Llama of 1.9 M parameters, and a rank-8 LoRA for it.
+"""Train the test assets: a byte-level Llama of 1.9 M parameters, a LoRA and an assistant for it.
 
     python -m scripts.train_tiny --seconds 100         # the model, tests/assets/tiny_llama
     python -m scripts.train_tiny --lora --seconds 30   # the adapter, tests/assets/tiny_llama_lora
+    python -m scripts.train_tiny --assistant --seconds 400   # tests/assets/tiny_llama_assistant
 
 Tests compare tokens, so logits must not be noise, and the model must be really trained. The text
 comes with every CPython. The model reads the language reference (`pydoc_data/topics.py`) and the
 docstrings of a fixed list of standard modules. The adapter reads the code of some of them without
-docstrings and comments, so its effect is plain to see. Both texts are (c) Python Software
+docstrings and comments, so its effect is plain to see. The assistant is a smaller Llama that reads
+what the model reads. It drafts tokens for the model. Both texts are (c) Python Software
 Foundation, under the PSF licence version 2 (https://docs.python.org/3/license.html). Another Python
 version gives slightly other text.
 
@@ -179,15 +181,27 @@ def byte_letters() -> list[str]:
     return [chr(shifted.get(b, b)) for b in range(256)]
 
 
-def new_model() -> LlamaForCausalLM:
-    """Return the untrained model."""
+#: Sizes of the model, and of the assistant. The assistant's file has less than 1 MB.
+MODEL_SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 480,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+}
+ASSISTANT_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def new_model(sizes: dict[str, int]) -> LlamaForCausalLM:
+    """Return an untrained model."""
     return LlamaForCausalLM(
         LlamaConfig(
+            **sizes,
             vocab_size=VOCAB,
-            hidden_size=192,
-            intermediate_size=480,
-            num_hidden_layers=5,
-            num_attention_heads=6,
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=1024,
@@ -298,7 +312,8 @@ def write_readme(
     limit = (
         f"--seconds {args.seconds:g}" if math.isfinite(args.seconds) else f"--steps {args.steps}"
     )
-    flags = f"{'--lora ' * args.lora}{limit} --batch {args.batch} --context {args.context}"
+    kind = "--lora " * args.lora + "--assistant " * args.assistant
+    flags = f"{kind}{limit} --batch {args.batch} --context {args.context}"
     flags += f" --lr {args.lr:g}"
     untrained = (
         ""
@@ -334,9 +349,10 @@ It writes (temperature 0.6):
 
 
 def make_model(args) -> None:
-    """Train and save the model."""
+    """Train and save the model, or the assistant."""
     ids, held = streams(prose(), args.device)
-    model, tokenizer = new_model().to(args.device), byte_tokenizer()
+    sizes = ASSISTANT_SIZES if args.assistant else MODEL_SIZES
+    model, tokenizer = new_model(sizes).to(args.device), byte_tokenizer()
     size = f"{model.num_parameters() / 1e6:.2f} M parameters"
     print(f"{size}, {len(ids) / 1e6:.2f} MB of text, on {args.device}", flush=True)
     done = train(model, ids, held, args)
@@ -344,9 +360,10 @@ def make_model(args) -> None:
     tokenizer.save_pretrained(args.out)
     example = sample(model, tokenizer, "The ")
     print(example)
+    role = " that drafts for `tiny_llama`" if args.assistant else ""
     write_readme(
         args.out,
-        f"A byte-level Llama of {size}, for tests.",
+        f"A byte-level Llama of {size}{role}, for tests.",
         "language reference (`pydoc_data/topics.py`) and standard-library docstrings",
         args,
         ids,
@@ -390,13 +407,17 @@ def make_lora(args) -> None:
 def main() -> None:
     """Run the training."""
     parser = argparse.ArgumentParser(
-        description="Train the tiny byte-level Llama of the tests, or its LoRA."
+        description="Train the tiny byte-level Llama of the tests, its LoRA, or its assistant."
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--lora", action="store_true", help="train the adapter, on a model that is there already"
     )
+    which.add_argument("--assistant", action="store_true", help="train the smaller model")
     parser.add_argument(
-        "--out", type=Path, help="default: tests/assets/tiny_llama or tests/assets/tiny_llama_lora"
+        "--out",
+        type=Path,
+        help="default: tests/assets/tiny_llama, tiny_llama_lora or tiny_llama_assistant",
     )
     parser.add_argument(
         "--base", type=Path, default=ASSETS / "tiny_llama", help="the model that --lora adapts"
@@ -420,7 +441,8 @@ def main() -> None:
         help="bfloat16 autocast; worth it on a CPU with AVX512-BF16 or AMX",
     )
     args = parser.parse_args()
-    args.out = args.out or ASSETS / ("tiny_llama_lora" if args.lora else "tiny_llama")
+    suffix = "_lora" * args.lora + "_assistant" * args.assistant
+    args.out = args.out or ASSETS / f"tiny_llama{suffix}"
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

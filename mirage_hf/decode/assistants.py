@@ -112,7 +112,7 @@ class Assistant:
         # the choice of the target's first token moves its own state on likewise
         own.control.length.add_(1)
         own.control.position.add_(1)
-        return AssistantDrafts(program, cursor, min(self.most, tokens - 1))
+        return AssistantDrafts(program, cursor, self.most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class AssistantDrafts(DraftSource):
     Attributes:
         program: A step of the assistant, for one token of each row.
         cursor: What it is fed, and how far each row has got.
-        most: How many tokens are drafted.
+        most: The most tokens that are drafted.
     """
 
     program: StepProgram
@@ -140,6 +140,11 @@ class AssistantDrafts(DraftSource):
         """What identifies the source."""
         return "assistant", self.most
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it can draft again: its cache lacks tokens of steps that it did not see."""
+        return False
+
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
     ) -> None:
@@ -147,7 +152,8 @@ class AssistantDrafts(DraftSource):
         cursor = self.cursor
         cursor.tokens.copy_(drafts.tokens[:, :1])
         cursor.ahead.copy_(drafts.ahead)
-        for number in range(1, self.most + 1):
+        most = min(self.most, drafts.tokens.shape[1] - 1)
+        for number in range(1, most + 1):
             self.program.feed()
             token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
             token = token.masked_fill(token == NOTHING, 0)
@@ -156,4 +162,4 @@ class AssistantDrafts(DraftSource):
             cursor.ahead.add_(1)
             drafts.tokens[:, number : number + 1].copy_(token)
         self.program.feed()
-        drafts.count.fill_(self.most)
+        drafts.count.fill_(most)

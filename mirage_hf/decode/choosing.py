@@ -21,10 +21,12 @@ class Picked(NamedTuple):
     Attributes:
         token: (rows,) int64, NOTHING where no token can be drawn.
         ended: (rows,) bool: whether the row ends there whatever the token is. None if no row does.
+        scores: (rows, vocabulary) float32: scores after all processors, if the call keeps them.
     """
 
     token: Tensor
     ended: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class Chooser(ABC):
@@ -70,6 +72,13 @@ class Chooser(ABC):
             drafts: What the step was fed.
             history: The text.
             logits: (batch · tokens, vocabulary).
+        """
+        raise NotImplementedError
+
+    def keep_scores(self, scores: Tensor) -> None:
+        """Copy the scores (rows, vocabulary) of a step to where `scores_of` finds them.
+
+        Only choosers that pick scores have memory for them.
         """
         raise NotImplementedError
 

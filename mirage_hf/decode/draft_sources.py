@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.control import Control, TokenHistory
+from mirage_hf.decode.draft_schedule import Acceptance, DraftSchedule
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels import drafting
 from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB, launch
@@ -33,6 +34,11 @@ class DraftSource(ABC):
     def key(self) -> tuple[Any, ...]:
         """What identifies the source."""
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it can draft again after steps without drafts."""
+        return True
+
     @abstractmethod
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
@@ -45,6 +51,20 @@ class DraftSource(ABC):
             history: The text.
             chooser: Chooses tokens as plain decoding does.
         """
+
+
+class NoDrafts(DraftSource):
+    """Drafts nothing, in steps of one token."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the source."""
+        return ("none",)
+
+    def draft(
+        self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
+    ) -> None:
+        """Leave the drafts as they are: there are none."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +103,35 @@ class DraftPlan:
     """How a call drafts.
 
     Attributes:
-        shape: The shape of its steps.
+        shapes: The shapes of its steps. The last one takes most tokens.
+        costs: By tokens of a step: its time as a multiple of that of one token.
+        most: The most drafts of a row in a step.
         source: Where drafts come from. None: from an assistant.
         assistant: The assistant (assistants.py), if there is one.
+        acceptance: What earlier calls saw of the drafts, if the call goes on from it.
     """
 
-    shape: StepShape
+    shapes: tuple[StepShape, ...]
+    costs: Mapping[int, float]
+    most: int
     source: DraftSource | None
     assistant: Any = None
+    acceptance: Acceptance | None = None
+
+    @property
+    def shape(self) -> StepShape:
+        """The shape with most tokens."""
+        return self.shapes[-1]
+
+    def constant(self) -> DraftPlan:
+        """Return the plan with steps of one shape only."""
+        tokens = self.shape.tokens
+        return replace(self, shapes=(self.shape,), costs={tokens: self.costs[tokens]})
+
+    def schedule(self, source: DraftSource) -> DraftSchedule:
+        """Return what chooses among the shapes in a call."""
+        acceptance = Acceptance() if self.acceptance is None else self.acceptance
+        return DraftSchedule(self.costs, self.most, source.resumes, acceptance)
 
 
 def drafts_of(block: CacheBlock, tokens: int) -> Drafts:
@@ -118,8 +159,6 @@ class Verifier(Chooser):
     ):
         super().__init__(("verified", source.key, drafts.tokens.shape[1]))
         self.chooser, self.source, self.drafts, self.history = chooser, source, drafts, history
-        #: What the host has read: steps of a row with drafts, and drafts made and taken.
-        self.counts: Counter[str] = Counter()
 
     @property
     def keys(self) -> tuple[tuple[Any, ...], ...]:
@@ -129,13 +168,23 @@ class Verifier(Chooser):
     def begin(self, control: Control, logits: Tensor) -> None:
         """Choose each row's first token from the prompt's logits, and draft."""
         self.chooser.choose(control, logits)
+        if self.chooser.scores is not None:
+            self.chooser.keep_scores(self.chooser.scores)
         self.drafts.start(control, self.history)
         self.source.draft(control, self.drafts, self.history, self.chooser)
+
+    def continue_from(self, other: Verifier, control: Control) -> None:
+        """Go on after steps of another shape, which end with another verifier."""
+        self.drafts.continue_from(other.drafts)
+        if isinstance(other.source, NoDrafts):
+            self.source.draft(control, self.drafts, self.history, self.chooser)
 
     def choose(self, control: Control, logits: Tensor) -> None:
         """Choose from (batch · tokens, vocabulary) logits and move the state on."""
         drafts, history = self.drafts, self.history
-        token, ended = self.chooser.pick(control, drafts, history, logits)
+        token, ended, scores = self.chooser.pick(control, drafts, history, logits)
+        if scores is not None:
+            self.chooser.keep_scores(scores)
         picked = token.view(drafts.tokens.shape)
         ended = None if ended is None else ended.view(picked.shape)
         if drafts.sampler.by_kernels:
@@ -164,9 +213,13 @@ class Verifier(Chooser):
 
     def read(self, report: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Return the new tokens of each row in a report, and 1 for each row that goes on."""
-        for *_, verified, taken, _ in report:
-            if verified:
-                self.counts["steps of a row"] += 1
-                self.counts["drafted"] += verified
-                self.counts["taken"] += taken - 1
         return [row[: row[-2]] for row in report], [row[-1] for row in report]
+
+
+def outcome(report: list[list[int]]) -> tuple[int, list[tuple[int, int]]]:
+    """Return the tokens of a reported step, and how many drafts each row verified and took.
+
+    Rows that were not alive have no entry.
+    """
+    rows = [(verified, taken - 1) for *_, verified, taken, _ in report if taken]
+    return len(report[0]) - 3, rows

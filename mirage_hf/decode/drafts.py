@@ -84,9 +84,14 @@ class Drafts:
         history.ids.index_copy_(1, history.prompt, control.ids)
 
     def continue_from(self, other: Drafts) -> None:
-        """Copy the state of a block with fewer slots."""
-        for name in ("tokens", "count", "ahead", "report"):
-            getattr(self, name).copy_(getattr(other, name))
+        """Copy the state of steps of another shape, or in a block with fewer slots.
+
+        Drafts for which these steps have no room are dropped.
+        """
+        shared = min(self.tokens.shape[1], other.tokens.shape[1])
+        self.tokens[:, :shared].copy_(other.tokens[:, :shared])
+        self.count.copy_(other.count.clamp_max(shared - 1))
+        self.ahead.copy_(other.ahead)
 
     def text_length(self, history: TokenHistory) -> Tensor:
         """Return the tokens (batch, 1) of each row's text, the one chosen last included."""

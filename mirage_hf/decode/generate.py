@@ -39,6 +39,7 @@ from mirage_hf.decode.cache_exchange import (
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
+from mirage_hf.decode.draft_planning import plan_drafts
 from mirage_hf.decode.draft_sources import DraftSource
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
@@ -80,6 +81,7 @@ def generate(
     streamer: Any,
     cache_is_users: bool,
     assistant: Any = None,
+    draft_schedule: Any = None,
 ) -> Any:
     """Do what stock's decoding method would do, from prefill to output.
 
@@ -89,6 +91,7 @@ def generate(
         streamer: Gets every token, if there is one. Stock's generate has given it the prompt.
         cache_is_users: Whether the user passed the cache.
         assistant: The model that drafts, if there is one.
+        draft_schedule: The call's `num_assistant_tokens_schedule`.
 
     Returns:
         Sequences, or the output object that the config asks for.
@@ -99,7 +102,7 @@ def generate(
     plan_with = partial(
         plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
     )
-    traced, drafts = runner.traced, runner.plan_drafts(inputs, assistant)
+    traced, drafts = runner.traced, plan_drafts(runner, inputs, assistant, draft_schedule)
     expected = runner.expected_fingerprint(inputs.model)
     if traced is None:
         plan = plan_with(expected=expected, drafts=drafts)
@@ -305,15 +308,16 @@ def decode(session: Session, streamer: Any) -> Tensor:
 def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tensor:
     """Let the device choose tokens, and read them while later steps run.
 
-    A step gives each row a token, or several if it verifies drafts.
+    A step gives each row a token, or several if it verifies drafts. How many drafts a step verifies
+    depends on how many were taken so far (draft_schedule.py).
 
     Steps that were enqueued after the last token are dropped. They find no row alive and write
     nothing, unless a clock of the host ended the call.
     """
     plan, input_ids = session.plan, session.inputs.input_ids
-    session.source = draft_source(session)
+    session.draft_from(draft_source(session))
     session.choose_on_device(selection)
-    session.make_step()
+    session.make_steps()
     if not selection.is_plain or plan.drafts is not None:
         session.block.own_history().start(input_ids, plan.budget)
     reader, prompt_cached = TokenReader(session.depth(selection)), session.cached
@@ -377,7 +381,7 @@ def decode_with_host(session: Session, streamer: Any) -> Tensor:
     numbers = None
     if session.seed is not None:
         numbers = UniformNumbers(session.seed, input_ids.shape[0], input_ids.device)
-    session.make_step()
+    session.make_steps()
     session.is_seen = True
     # nothing on the device chooses from the prompt, so nothing has moved the state on
     block.control.length.add_(1)

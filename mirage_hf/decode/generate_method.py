@@ -50,6 +50,7 @@ class CoveredCall:
         cache_is_users: Whether the user passed a cache.
         is_segment: Whether the model's own generate calls the standard one, maybe several times.
         assistant: The model that drafts, if there is one.
+        draft_schedule: The call's `num_assistant_tokens_schedule`. HF fills in its default later.
     """
 
     runner: DecodeRunner
@@ -57,6 +58,7 @@ class CoveredCall:
     cache_is_users: bool
     is_segment: bool = False
     assistant: Any = None
+    draft_schedule: Any = None
 
     def __call__(
         self,
@@ -78,6 +80,7 @@ class CoveredCall:
                 streamer=self.streamer,
                 cache_is_users=self.cache_is_users,
                 assistant=self.assistant,
+                draft_schedule=self.draft_schedule,
             )
         except NotCoveredError as reason:
             # earlier segments stay as they are, so only this one runs stock
@@ -249,7 +252,12 @@ class Generate:
         if assistant is not None and (is_own or (option("num_return_sequences") or 1) > 1):
             return "assisted decoding with options that stock rejects"
         arguments["custom_generate"] = CoveredCall(
-            self.runner, streamer, cache_is_users, is_own, assistant
+            self.runner,
+            streamer,
+            cache_is_users,
+            is_own,
+            assistant,
+            option("num_assistant_tokens_schedule"),
         )
         if given is None and not is_own and self._has_no_options(model.config):
             return _with_config(arguments, names)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.assistants import Assistant
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_pool import CachePool
 from mirage_hf.decode.call_plan import CallInputs, CallPlan
 from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.counters import AttemptCounters
-from mirage_hf.decode.draft_sources import DraftPlan, PromptLookup
+from mirage_hf.decode.draft_schedule import Acceptance
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.graphs import why_no_capture
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, is_expected_to_hold
@@ -57,7 +56,8 @@ class DecodeRunner:
             kernels without a graph ("called, by kernels"). Also the reasons against kernels. All
             other prefills ran HF's forward.
         drafts: What became of drafts: the steps of a row that had some, and how many drafts were
-            made and taken.
+            made and taken. Also how many steps took how many tokens.
+        acceptance: What calls that this model drafted for have seen, if its schedule keeps it.
         selections: Where tokens were chosen, for calls that want more than the greatest logit: "on
             the device" or "by the host: <why>".
     """
@@ -85,6 +85,7 @@ class DecodeRunner:
         self.prefills: Counter[str] = Counter()
         self.selections: Counter[str] = Counter()
         self.drafts: Counter[str] = Counter()
+        self.acceptance = Acceptance()
         self.counters = AttemptCounters()
         self.prompts = Prefills(partial(self.counters.count, self.prefills))
         self.unread = UnreadInputs()
@@ -176,51 +177,6 @@ class DecodeRunner:
             return f"a text longer than {traced.most_slots:.0f} tokens, beyond a table of the model"
         return CHANGED if plan.fingerprint.graph_facts != self.traced_for else ""
 
-    def plan_drafts(self, inputs: CallInputs, assistant: Any = None) -> DraftPlan | None:
-        """Return how a call drafts, None if it does not.
-
-        As in stock, prompt lookup comes before an assistant.
-
-        Raises:
-            NotCoveredError: It wants drafts, and there are no steps that verify them.
-        """
-        config, batch = inputs.config, len(inputs.input_ids)
-        most = config.prompt_lookup_num_tokens
-        if most is None:
-            return None if assistant is None else self._plan_assistant(inputs, assistant)
-        longest = config.max_matching_ngram_size
-        longest = 2 if longest is None else longest
-        if most < 1 or longest < 1:
-            raise NotCoveredError("prompt lookup with options that stock rejects")
-        shape = self._draft_shape(inputs, batch, most, "prompt lookup")
-        return DraftPlan(shape, PromptLookup(most, longest))
-
-    def _plan_assistant(self, inputs: CallInputs, model: Any) -> DraftPlan:
-        """Return how an assistant drafts for a call."""
-        assistant = Assistant.of(model, inputs)
-        batch = len(inputs.input_ids)
-        shape = self._draft_shape(inputs, batch, assistant.most, "assisted decoding")
-        return DraftPlan(shape, None, assistant)
-
-    def _draft_shape(self, inputs: CallInputs, batch: int, most: int, what: str) -> StepShape:
-        """Return the shape of steps that verify about so many drafts.
-
-        Raises:
-            NotCoveredError: There are no such steps.
-        """
-        if batch > 1 and inputs.config.return_dict_in_generate:
-            raise NotCoveredError(f"{what} for several rows with outputs besides tokens")
-        if self.model_kernels is None:
-            why = "are traced" if self.traced is not None else "are not all by kernels"
-            raise NotCoveredError(f"{what}: steps {why}, and take one token")
-        shape = self.model_kernels.shape_for(batch, 1 + most)
-        if shape is None:
-            raise NotCoveredError(
-                f"{what}: no kernels for steps of several tokens of {batch} rows; "
-                "optimize(draft_tokens=…) makes them"
-            )
-        return shape
-
     def _usable_kernels(self, plan: CallPlan, block: CacheBlock) -> ModelKernels | None:
         """Return the model's kernels if they serve a call."""
         why_not = why_no_step_program(self.model_kernels, plan, block, self.made_for)
@@ -310,11 +266,12 @@ class DecodeRunner:
         block: CacheBlock,
         key: GraphKey,
         chooser: Chooser | None,
+        shape: StepShape,
         drafts: Drafts | None = None,
         *,
         is_counted: bool = False,
     ) -> Step:
-        """Return the step for a block, with graphs if model, device and chooser allow it.
+        """Return the step of a shape, with graphs if model, device and chooser allow it.
 
         Args:
             model: The model.
@@ -322,12 +279,12 @@ class DecodeRunner:
             block: Memory of the call.
             key: What graphs depend on.
             chooser: What chooses on the device, if anything does.
+            shape: The shape of the step.
             drafts: State of the drafts, if the call drafts.
             is_counted: Whether the call is in `counts` already.
         """
         model_kernels, traced = self.model_kernels, self.traced
         by_kernels = "all by kernels"
-        shape = StepShape(block.batch) if plan.drafts is None else plan.drafts.shape
         why_forward = self.no_kernels or why_no_step_program(
             model_kernels, plan, block, self.made_for, shape
         )

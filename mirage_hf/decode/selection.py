@@ -310,11 +310,14 @@ class ProcessedChooser(Chooser):
             step = history.budget - control.budget + drafts.ahead + number
             numbers = history.numbers.gather(1, step).view(rows, 1)
         token = self._token(drafts.sampler, scores, numbers, is_valid)
-        if self.scores is not None and len(number) > 1:  # otherwise an assistant drafts
-            if rows not in self._scores_after_drafts:
-                self._scores_after_drafts[rows] = torch.empty_like(scores)
-            self._scores_after_drafts[rows].copy_(scores)
-        return Picked(token, self._ended(text, token))
+        return Picked(token, self._ended(text, token), None if self.scores is None else scores)
+
+    def keep_scores(self, scores: Tensor) -> None:
+        """Copy the scores (rows, vocabulary) of a step to where `scores_of` finds them."""
+        rows = len(scores)
+        if rows not in self._scores_after_drafts:
+            self._scores_after_drafts[rows] = torch.empty_like(scores)
+        self._scores_after_drafts[rows].copy_(scores)
 
     def scores_of(self, rows: int) -> Tensor | None:
         """Return the scores (rows, vocabulary) of the last step, None if they are not kept."""

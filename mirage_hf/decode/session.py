@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,8 +14,8 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import write_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan
 from mirage_hf.decode.choosing import Chooser
-from mirage_hf.decode.draft_sources import DraftSource, Verifier, drafts_of
-from mirage_hf.decode.drafts import Drafts
+from mirage_hf.decode.draft_schedule import DraftSchedule
+from mirage_hf.decode.draft_sources import DraftSource, NoDrafts, Verifier, drafts_of, outcome
 from mirage_hf.decode.model_fingerprint import ModelFingerprint, take_fingerprint
 from mirage_hf.decode.rings import bucket, rings_of
 from mirage_hf.decode.runner import DecodeRunner
@@ -23,6 +23,7 @@ from mirage_hf.decode.sampler import Greedy, sampler_of
 from mirage_hf.decode.selection import ProcessedChooser, Selection
 from mirage_hf.decode.step import Step
 from mirage_hf.decode.uniform_numbers import uniforms
+from mirage_hf.layers.part import StepShape
 
 #: Steps that a GPU may be ahead of the host. One step hides the host's work if that takes less time
 #: than a step. The second is for streamers. A call that ends at a stop token has run as many steps
@@ -75,6 +76,21 @@ class CallRecord:
             self.scores.extend(by_token if scores is None else scores.split(batch)[:count])
 
 
+@dataclass(eq=False)
+class SizedStep:
+    """A step of a call, for so many tokens of a row.
+
+    Attributes:
+        step: The step.
+        chooser: What it ends with, None if the host chooses.
+        run: Runs it, by a graph if it is captured. None before its first use.
+    """
+
+    step: Step
+    chooser: Chooser | None
+    run: Callable[[], None] | None = None
+
+
 class Session:
     """One call: its block, which may grow, its step, and how far it has got.
 
@@ -85,8 +101,10 @@ class Session:
         block: Memory of the call.
         graph_key: What graphs depend on.
         returns_cache: Whether the caller will hold the cache.
-        drafts: State of the drafts, if the call drafts.
-        source: Where they come from.
+        source: Where drafts come from, if the call drafts.
+        schedule: What chooses how many tokens a step takes, if the call drafts.
+        tokens: The tokens of a row in the present step.
+        draft_counts: What the report counts of drafts.
         slot: The slot that the next step writes if every step so far found a row alive, and took
             all drafts. Before the end of the prefill any slot may have been written.
         cached: Tokens that stock's cache would hold now.
@@ -95,8 +113,6 @@ class Session:
         seed: Seed of the call's random numbers, if it samples.
         record: What the call keeps besides its tokens.
     """
-
-    step: Step
 
     def __init__(self, runner: DecodeRunner, inputs: CallInputs, plan: CallPlan, block: CacheBlock):
         self.runner, self.inputs, self.plan, self.block = runner, inputs, plan, block
@@ -110,12 +126,15 @@ class Session:
         if config.return_dict_in_generate:
             self.record.scores = [] if config.output_scores else None
             self.record.logits = [] if config.output_logits else None
-        self.drafts: Drafts | None = None
         self.source: DraftSource | None = None
-        self._chooser: Chooser | None = None
+        self.schedule: DraftSchedule | None = None
+        self.tokens = plan.tokens
+        self.draft_counts: Counter[str] = Counter()
+        #: By the tokens of a row. A call without drafts has one of each.
+        self._choosers: dict[int, Chooser] = {}
+        self._steps: dict[int, SizedStep] = {}
+        self._has_read_first = False
         self._outgrown: list[CacheBlock] = []
-        self._run_step: Callable[[], None]
-        self._prepared_for: CacheBlock | None = None
         self._has_failed_capture = False
         self.is_confirmed = not plan.expected
 
@@ -145,53 +164,89 @@ class Session:
             numbers = block.own_history().numbers
             steps = min(plan.budget, numbers.shape[1])
             block.own_history().set_numbers(uniforms(self.seed, block.batch, steps))
-        if plan.drafts is not None:
+        self._choosers = {plan.tokens: chooser}
+        for shape in () if plan.drafts is None else plan.drafts.shapes:
             assert self.source is not None
-            self.drafts = drafts_of(block, plan.tokens)
-            chooser = Verifier(chooser, self.source, self.drafts, block.own_history())
-        self._chooser = chooser
+            source = self.source if shape.tokens > 1 else NoDrafts()
+            drafts = drafts_of(block, shape.tokens)
+            verifier = Verifier(chooser, source, drafts, block.own_history())
+            self._choosers[shape.tokens] = verifier
+
+    def draft_from(self, source: DraftSource | None) -> None:
+        """Set where drafts come from, if the call drafts."""
+        self.source = source
+        if self.plan.drafts is not None and source is not None:
+            self.schedule = self.plan.drafts.schedule(source)
 
     def choose(self) -> None:
         """Enqueue the choice from the prompt's logits."""
-        assert self._chooser is not None
         self._chooser.begin(self.block.control, self.block.logits)
         self._keep_outputs(self.block.logits)
 
     @property
+    def step(self) -> Step:
+        """The present step."""
+        return self._steps[self.tokens].step
+
+    @property
+    def _chooser(self) -> Chooser:
+        """What ends the present step."""
+        return self._choosers[self.tokens]
+
+    @property
     def report(self) -> Tensor:
         """What the host reads of the step enqueued last, or of the choice from the prompt."""
-        assert self._chooser is not None
         return self._chooser.report(self.block.control)
 
     def read(self, report: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Return the new tokens of each row in a report, and 1 for each row that goes on."""
-        assert self._chooser is not None
         tokens, rows_go_on = self._chooser.read(report)
         self.record.take(self.block.batch, len(tokens[0]))
+        # the first report is that of the choice from the prompt
+        if self.schedule is not None and self._has_read_first:
+            self._note_drafts(self.schedule, *outcome(report))
+        self._has_read_first = True
         return tokens, rows_go_on
+
+    def _note_drafts(
+        self, schedule: DraftSchedule, tokens: int, rows: list[tuple[int, int]]
+    ) -> None:
+        """Count a step's drafts, and let later steps depend on them."""
+        schedule.observe(tokens, rows)
+        self.draft_counts["steps of a row"] += sum(verified > 0 for verified, _ in rows)
+        self.draft_counts["drafted"] += sum(verified for verified, _ in rows)
+        self.draft_counts["taken"] += sum(taken for _, taken in rows)
+        self.draft_counts[f"tokens of a step: {tokens}"] += bool(rows)
 
     def _keep_outputs(self, of_step: Tensor) -> None:
         """Keep the logits and scores of the choice enqueued last, if the call wants them."""
         if not self.record.is_kept:
             return
         logits = of_step.to(torch.float32, copy=True)
-        assert self._chooser is not None
         scores = self._chooser.scores_of(len(logits))
         self.record.unread.append((None if scores is None else scores.clone(), logits))
 
     # -- steps
 
-    def make_step(self, *, is_counted: bool = False) -> None:
-        """Set up the step, for the present block and its chooser."""
-        self.step = self.runner.make_step(
-            self.inputs.model,
-            self.plan,
-            self.block,
-            self.graph_key,
-            self._chooser,
-            self.drafts,
-            is_counted=is_counted,
-        )
+    def make_steps(self, *, is_counted: bool = False) -> None:
+        """Set up the steps, for the present block and its choosers."""
+        plan, block = self.plan, self.block
+        shapes = (StepShape(block.batch),) if plan.drafts is None else plan.drafts.shapes
+        for shape in reversed(shapes):  # a call counts as one of the steps with most tokens
+            chooser = self._choosers.get(shape.tokens)
+            drafts = chooser.drafts if isinstance(chooser, Verifier) else None
+            step = self.runner.make_step(
+                self.inputs.model,
+                plan,
+                block,
+                self.graph_key,
+                chooser,
+                shape,
+                drafts,
+                is_counted=is_counted,
+            )
+            self._steps[shape.tokens] = SizedStep(step, chooser)
+            is_counted = True
 
     def depth(self, selection: Selection) -> int:
         """Return how many steps may be ahead of the host."""
@@ -215,17 +270,28 @@ class Session:
         is_largest = self.block.capacity >= self.plan.room
         if self.slot + self.plan.tokens > self.block.capacity and not is_largest:
             self._grow()
-        if self._prepared_for is not self.block:
-            self._run_step = self._prepare_step()
-            self._prepared_for = self.block
-        self._run_step()
+        if self.schedule is not None:
+            self._take_tokens(self.schedule.next())
+        present = self._steps[self.tokens]
+        if present.run is None:
+            present.run = self._prepare_step(present)
+        present.run()
         self.slot += self.plan.tokens
-        if self.record.is_kept and self._chooser is not None:
-            self._keep_outputs(self.step.logits)
+        if self.record.is_kept and present.chooser is not None:
+            self._keep_outputs(present.step.logits)
 
-    def _prepare_step(self) -> Callable[[], None]:
-        """Return what runs the step, captured if possible, otherwise called."""
-        step, chooser = self.step, self._chooser
+    def _take_tokens(self, tokens: int) -> None:
+        """Let the next steps take so many tokens of a row."""
+        if tokens == self.tokens:
+            return
+        before = self._chooser
+        self.tokens = tokens
+        assert isinstance(before, Verifier) and isinstance(self._chooser, Verifier)
+        self._chooser.continue_from(before, self.block.control)
+
+    def _prepare_step(self, present: SizedStep) -> Callable[[], None]:
+        """Return what runs a step, captured if possible, otherwise called."""
+        step, chooser = present.step, present.chooser
         if not (step.by_kernels and step.is_captured(chooser)):
             # modules are about to run, and what is captured is kept for the model the plan expects
             self.confirm_model()
@@ -250,7 +316,7 @@ class Session:
 
         The old block is given back at the end: its report may still be read.
         """
-        old, before = self.block, self._chooser
+        old, before = self.block, self._choosers.get(self.tokens)
         # an assistant's memory has room for the whole call, and stays with the call
         capacity = bucket(min(2 * old.capacity, self.plan.room))
         self.block = self.runner.pool.lease(
@@ -259,16 +325,13 @@ class Session:
         self._outgrown.append(old)
         self.block.take_assistant(old)
         self.block.continue_from(old, old.capacity)
-        drafts = self.drafts
         if isinstance(self.plan.selection, Selection):
             self.choose_on_device(self.plan.selection)
         if isinstance(before, ProcessedChooser | Verifier):
             self.block.own_history().continue_from(before.history)
-        if drafts is not None and self.drafts is not None:
-            self.drafts.continue_from(drafts)
-            assert isinstance(before, Verifier) and isinstance(self._chooser, Verifier)
-            self._chooser.counts = before.counts
-        self.make_step(is_counted=True)
+        if isinstance(before, Verifier):
+            drafts_of(self.block, self.tokens).continue_from(before.drafts)
+        self.make_steps(is_counted=True)
 
     # -- the end
 
@@ -296,9 +359,8 @@ class Session:
 
     def end(self) -> None:
         """Give the memory back. What is enqueued on it runs before its next use."""
-        if isinstance(self._chooser, Verifier):
-            for what, count in self._chooser.counts.items():
-                self.runner.count(what, self.runner.drafts, by=count)
+        for what, count in self.draft_counts.items():
+            self.runner.count(what, self.runner.drafts, by=count)
         for block in self._outgrown:
             self.runner.pool.give_back(block, block.capacity)
         used = min(self.slot + self.plan.tokens, self.block.capacity)

@@ -56,25 +56,26 @@ class TokenReader:
 
     depth: int
     waiting: deque[Any] = field(default_factory=deque)
-    _slots: list[tuple[Tensor, torch.cuda.Event]] = field(default_factory=list)
-    _next: int = 0
+    #: Pinned copies of reports by their shape. The next one to use is first.
+    _slots: dict[torch.Size, deque[tuple[Tensor, torch.cuda.Event]]] = field(default_factory=dict)
 
     def post(self, report: Tensor) -> None:
         """Enqueue a copy of a report as it is after the steps enqueued so far."""
         if report.device.type == "cpu":
             self.waiting.append(report.tolist())
             return
-        if not self._slots:
+        if report.shape not in self._slots:
             # one more than can wait at once, so that no slot is written before it was read
-            self._slots = [
+            self._slots[report.shape] = deque(
                 (
                     torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True),
                     torch.cuda.Event(),
                 )
                 for _ in range(self.depth + 2)
-            ]
-        slot, event = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
+            )
+        slots = self._slots[report.shape]
+        slot, event = slots[0]
+        slots.rotate(-1)
         slot.copy_(report, non_blocking=True)
         event.record(torch.cuda.current_stream(report.device))
         self.waiting.append((slot, event))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class ModelKernels:
     over_cache: CacheKernels = field(init=False)
     _prefills: dict[PatternBlock, RowChunks] = field(default_factory=dict)
     _obstacles: dict[tuple[StepShape, tuple[int, ...]], str] = field(default_factory=dict)
+    _products_us: dict[StepShape, float | None] = field(default_factory=dict)
     _prefill_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -117,6 +119,29 @@ class ModelKernels:
         """
         of_batch = sorted(s for s in self.shapes if s.batch == batch and s.tokens > 1)
         return next((s for s in of_batch if s.tokens >= tokens), of_batch[-1] if of_batch else None)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights of all layers and the head."""
+        _embedding, *weights = self.weights
+        return sum(weight.numel() * weight.element_size() for weight in weights)
+
+    def products_us(self, shape: StepShape) -> float | None:
+        """Return the time of a step's kernels except attention's, in µs.
+
+        Attention's time depends on the text. None if one of the others was not measured.
+        """
+        if shape not in self._products_us:
+            resolved = [self.heads[shape.rows]]
+            for layer in self.layers:
+                parts = layer.step.parts.items()
+                products = (role for role, part in parts if not part.block.pattern.over_cache)
+                resolved += [layer.found[shape][role] for role in products]
+            times = [each.time_us if each.runs_kernel else each.library_us for each in resolved]
+            measured = [time for time in times if time is not None]
+            is_complete = len(measured) == len(times)
+            self._products_us[shape] = sum(measured) if is_complete else None
+        return self._products_us[shape]
 
     def kernels(self, layer: LayerKernels, shape: StepShape, slots: int) -> dict[str, Kernel]:
         """Return what runs the parts of a layer for caches of `slots` slots.

@@ -136,6 +136,7 @@ _GENERATE_COUNTS = (
     ("drafts: steps of a row", "step", "of a row with drafts"),
     ("drafts: drafted", "token", "drafted"),
     ("drafts: taken", "token", "taken of the drafts"),
+    ("drafts: tokens of a step: ", "step", "in calls with drafts (tokens a row: {})"),
     ("selection: on the device", "call", "with tokens chosen on the device"),
     ("selection: by the host: ", "call", "with tokens chosen by the host ({})"),
     ("prefill: captured, by kernels", "prompt", "by captured kernels"),

@@ -123,6 +123,19 @@ def test_tokens_logits_and_cache_are_stocks(kind: str, resolved: list[Any]) -> N
 
 
 @slow
+def test_drafts_run_stock_and_the_report_says_why(resolved: list[Any]) -> None:
+    stock = tiny("V3")
+    ours = optimize(twin_of(stock), draft_tokens=(3,), verify=False)
+    note = "draft_tokens: calls with drafts run stock, because no step of several tokens has all"
+    assert any(text.startswith(note) for text in ours.mirage.report.notes), ours.mirage.report
+    given = {"inputs": prompt(), "do_sample": False, "max_new_tokens": 9}
+    given |= {"prompt_lookup_num_tokens": 3, "eos_token_id": 98, "pad_token_id": 0}
+    assert ours.generate(**given).tolist() == stock.generate(**given).tolist()
+    (reason,) = steps(ours)
+    assert reason.startswith("stock: prompt lookup: no kernels for steps of several tokens")
+
+
+@slow
 def test_half_precision_parts_from_stock_at_ties_only(resolved: list[Any]) -> None:
     for kind in ("V2 Lite", "V3"):
         parted_at_a_tie(tiny(kind).bfloat16(), prompt(), optimize, tokens=24)

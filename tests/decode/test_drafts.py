@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.generation import configuration_utils
 
 from mirage_hf.api import optimize
+from mirage_hf.decode.draft_planning import COST_OF_ROW, step_costs
 from mirage_hf.errors import OptimizeError
 from scripts.scripted_drafts import drafting
 from tests.decode.test_sampling import bound, chi_square
@@ -55,6 +56,13 @@ def counted_steps(model: Any, arguments: dict[str, Any]) -> tuple[Any, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "enqueue_step", lambda self: steps.append(1) or enqueue(self))
         return model.generate(**arguments), len(steps)
+
+
+def steps_by_tokens(model: Any) -> dict[int, int]:
+    """Return how many steps of calls with drafts took how many tokens, by tokens."""
+    prefix = "drafts: tokens of a step: "
+    counts = model.mirage.report.decode.items()
+    return {int(what.removeprefix(prefix)): n for what, n in counts if what.startswith(prefix)}
 
 
 def scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -263,6 +271,90 @@ def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) ->
     assert verified(ours)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_number_of_drafts_adapts(sampled: bool) -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": sampled, "max_new_tokens": 256}
+    with our_numbers():
+        want = generated(stock, given)
+    wrong_at_first = torch.where(torch.arange(want.shape[1]) < 130, (want + 1) % VOCAB, want)
+    by_name = {}
+    for name, script in {**scripts(want), "wrong at first": wrong_at_first}.items():
+        before = steps_by_tokens(ours)
+        with drafting(script, name):
+            assert generated(ours, {**given, **LOOKUP}).tolist() == want.tolist(), name
+        after = steps_by_tokens(ours)
+        by_name[name] = [after.get(n, 0) - before.get(n, 0) for n in (1, 4, 8)]
+    assert by_name["good"] == [0, 0, 32]
+    plain, short, long = by_name["always wrong"]
+    assert plain + short + long == 255 and long <= 2 and short <= 30
+    plain, short, long = by_name["wrong at first"]
+    assert 90 < plain < 140 and short + long < 60 and long > 10
+    counted = f"{steps_by_tokens(ours)[1]} steps in calls with drafts (tokens a row: 1)"
+    assert counted in str(ours.mirage.report)
+
+
+def test_a_constant_schedule_keeps_the_number_of_drafts() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 60}
+    want = stock.generate(**given)
+    constant = {"num_assistant_tokens_schedule": "constant"}
+    with drafting((want + 1) % VOCAB):
+        assert ours.generate(**given, **LOOKUP, **constant).tolist() == want.tolist()
+        assert steps_by_tokens(ours) == {8: 59}
+        ours.generation_config.num_assistant_tokens_schedule = "constant"
+        assert ours.generate(**given, **LOOKUP).tolist() == want.tolist()
+    assert steps_by_tokens(ours) == {8: 2 * 59}
+
+
+@pytest.mark.parametrize("schedule", [None, "heuristic_transient", "heuristic"])
+def test_an_assistant_that_does_not_pay_is_given_up(schedule: str | None) -> None:
+    stock, ours = pair()
+    for given in ({"input_ids": prompt(1, 9)}, left_padded((4, 11, 7))):
+        given = {**given, "do_sample": False, "max_new_tokens": 60, "pad_token_id": PAD}
+        want, helper, drafted = stock.generate(**given).tolist(), assistant(schedule=schedule), []
+        for _ in range(2):
+            before = steps_by_tokens(ours)
+            assert ours.generate(**given, assistant_model=helper).tolist() == want
+            after = steps_by_tokens(ours)
+            assert after[1] - before.get(1, 0) > 45
+            drafted.append(sum(after[n] - before.get(n, 0) for n in after if n > 1))
+        # only one schedule goes on from call to call
+        goes_on = schedule == "heuristic"
+        assert drafted[1] < drafted[0] if goes_on else drafted[1] == drafted[0] > 0
+
+
+def test_outputs_are_kept_when_an_assistant_is_given_up() -> None:
+    stock, ours = pair()
+    given = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 30, "repetition_penalty": 1.2}
+    assert_same(
+        stock.generate(**given), ours.generate(**given, assistant_model=assistant(schedule=None))
+    )
+    assert steps_by_tokens(ours)[1] > 10
+
+
+def test_costs_of_steps_come_from_measured_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair()
+    kernels = ours.generate.runner.model_kernels
+    shapes = [shape for shape in kernels.shapes if shape.batch == 1]
+    assert step_costs(kernels, shapes) == pytest.approx(
+        {1: 1.0, 4: 1 + 3 * COST_OF_ROW, 8: 1 + 7 * COST_OF_ROW}
+    )
+    # an assistant makes a step for each draft, and one more
+    assert step_costs(kernels, shapes, 0.5, most=5) == pytest.approx(
+        {1: 1.0, 4: 3 + 3 * COST_OF_ROW, 8: 4 + 7 * COST_OF_ROW}
+    )
+    for shape in shapes:
+        monkeypatch.setattr(kernels.heads[shape.rows], "time_us", 10.0 * shape.rows)
+        for found in (layer.found[shape] for layer in kernels.layers):
+            for each in found.values():
+                monkeypatch.setattr(each, "time_us", float(shape.rows))
+    kernels._products_us.clear()
+    assert step_costs(kernels, shapes) == {1: 1.0, 4: 4.0, 8: 8.0}
+    parts = sum(not part.block.pattern.over_cache for part in kernels.layers[0].step.parts.values())
+    assert kernels.products_us(shapes[0]) == 10.0 + 2 * parts
+
+
 def test_a_model_that_changes_runs_stock() -> None:
     stock, ours = pair()
     given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 12}
@@ -284,42 +376,6 @@ def test_a_time_limit_ends_a_call() -> None:
         got = ours.generate(**given, max_new_tokens=40, max_time=0.0, **LOOKUP)[0].tolist()
     assert got == tokens[: len(got)] and 9 < len(got) < 40
     assert verified(ours) == 1
-
-
-class Interrupted(Exception):
-    """What a streamer raises."""
-
-
-def test_mixed_and_interrupted_calls_leave_memory_and_tokens_as_they_are() -> None:
-    stock, ours = pair("gemma2")
-    helper, runner = assistant("gemma2"), ours.generate.runner
-    generator, sizes = torch.Generator().manual_seed(0), []
-    wanted: dict[Any, Any] = {}
-
-    def interrupt(_: torch.Tensor) -> None:
-        if streamer.events:
-            raise Interrupted
-        streamer.events.append(())
-
-    for n in range(120):
-        kind, batch = n % 6, (1, 3)[n // 6 % 2]
-        length = int(torch.randint(1, 4, (), generator=generator)) * 7
-        given = {"inputs": prompt(batch, length), "do_sample": False, "max_new_tokens": 24}
-        drafts = ({}, LOOKUP, {"assistant_model": helper})[kind % 3]
-        if kind > 2:
-            streamer = Recorder()
-            streamer.put = interrupt  # type: ignore[method-assign]
-            with pytest.raises(Interrupted):
-                ours.generate(**given, **drafts, streamer=streamer)
-        else:
-            if (batch, length) not in wanted:
-                wanted[batch, length] = stock.generate(**given).tolist()
-            assert ours.generate(**given, **drafts).tolist() == wanted[batch, length]
-        if n % 12 == 11:
-            sizes.append(runner.bytes)
-    assert len(set(sizes[2:])) == 1, sizes
-    full = {"inputs": prompt(1, 9), **FULL, "max_new_tokens": 24}
-    assert_same(stock.generate(**full), ours.generate(**full, **LOOKUP))
 
 
 def test_checked_steps_are_used() -> None:
@@ -349,13 +405,23 @@ def test_captured_steps_run_ahead_of_the_host(what: str, captures: list[str]) ->
         with our_numbers():
             want = generated(stock, given, seed)
         assert generated(ours, given, seed).tolist() == want.tolist()
-    assert captures.count("step") == 2, captures
+    # each number of tokens that was used has a graph of its own, and so have plain calls
+    used = steps_by_tokens(ours)
+    assert captures.count("step") == len(used) + 1, (captures, used)
+    assert len(used) > 1 or what == "assistant"
 
 
-def assistant(family: str = "llama", seed: int = 1, vocab: int = VOCAB) -> Any:
-    """Return an optimized model that drafts. With the seed 0 it drafts what the others choose."""
+def assistant(
+    family: str = "llama", seed: int = 1, vocab: int = VOCAB, schedule: str | None = "constant"
+) -> Any:
+    """Return an optimized model that drafts. With the seed 0 it drafts what the others choose.
+
+    It is as large as the others, so its drafts do not pay. A constant schedule takes them anyway.
+    """
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "vocab_size": vocab}
-    return optimize(tiny(family, seed, **sizes), batch_sizes=(1, 3), verify=False)
+    helper = optimize(tiny(family, seed, **sizes), batch_sizes=(1, 3), verify=False)
+    helper.generation_config.num_assistant_tokens_schedule = schedule
+    return helper
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])

@@ -47,6 +47,28 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(family: str) -> None:
     decode = ours.mirage.report.decode
     assert not stocks(ours) and decode["captured"] == 10, decode
     assert decode["step: all by kernels"] == 10, decode
+    # wrong drafts are given up, in captured steps, too
+    assert decode["drafts: tokens of a step: 1"] > 300, decode
+
+
+def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
+    stock = tiny("llama", num_hidden_layers=2, max_position_embeddings=1024).cuda()
+    ours = optimize(twin_of(stock), batch_sizes=(1, 3), draft_tokens=(3, 7), tune="never")
+    for given in calls():
+        want = stock.generate(**given)
+        wrong_at_first = torch.where(
+            torch.arange(want.shape[1], device=want.device) < want.shape[1] - 60,
+            (want + 1) % 99,
+            want,
+        )
+        with drafting(wrong_at_first):
+            for _ in range(2):
+                got = ours.generate(**given, prompt_lookup_num_tokens=7)
+                assert got.tolist() == want.tolist()
+    decode = ours.mirage.report.decode
+    assert not stocks(ours) and decode["captured"] == 4, decode
+    by_tokens = [decode[f"drafts: tokens of a step: {n}"] for n in (1, 4, 8)]
+    assert min(by_tokens) > 4 and sum(by_tokens) < 4 * 100, decode
 
 
 def test_an_assistant_drafts_inside_the_captured_step() -> None:
@@ -54,6 +76,8 @@ def test_an_assistant_drafts_inside_the_captured_step() -> None:
     ours = optimize(twin_of(stock), draft_tokens=(3,), tune="never")
     assistant = optimize(twin_of(stock), tune="never")
     assistant.generation_config.num_assistant_tokens = 3
+    # it is as large as the model, so its drafts do not pay
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
     given = next(calls())
     want = stock.generate(**given)
     for _ in range(2):

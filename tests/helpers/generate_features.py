@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +75,8 @@ class Pair:
     options: dict[str, Any] = field(default_factory=dict)
     #: A copy of stock that becomes ours. It is made if not given.
     ours: Any = None
+    #: An optimized model that drafts for ours.
+    assistant: Any = None
     #: How the steps of the calls so far should have run.
     wanted: Counter[str] = field(default_factory=Counter)
     #: Number of calls so far.
@@ -123,22 +125,34 @@ class Pair:
             if self.how == "kernels":
                 self.wanted[step or (KERNELS if batch in ROWS else without)] += calls
 
-    def generate(self, arguments: Arguments, step: str | None = None, seed: int = 5) -> Any:
-        """Return our output, and count the call."""
+    def generate(
+        self,
+        arguments: Arguments,
+        step: str | None = None,
+        seed: int = 5,
+        drafts: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return our output, and count the call. `drafts` are more arguments."""
         torch.manual_seed(seed)
-        out = self.ours.generate(**self.fresh(arguments))
+        out = self.ours.generate(**self.fresh(arguments), **(drafts or {}))
         self.expect(len(out if isinstance(out, torch.Tensor) else out.sequences), step)
         return out
 
-    def agree(self, arguments: Arguments, step: str | None = None, whole: bool = True) -> Any:
+    def agree(
+        self,
+        arguments: Arguments,
+        step: str | None = None,
+        whole: bool = True,
+        drafts: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Return our output after comparing it with stock's for the same arguments.
 
-        Unless `whole`, ours may have stopped earlier.
+        Unless `whole`, ours may have stopped earlier. `drafts` are arguments of our call alone.
         """
         given = self.fresh(arguments)
         torch.manual_seed(5)
         stock = type(self.stock).generate(self.stock, **{**given, **(FULL if self.half else {})})
-        ours = self.generate(arguments, step)
+        ours = self.generate(arguments, step, drafts=drafts)
         if self.half:
             tokens = ours if isinstance(ours, torch.Tensor) else ours.sequences
             parted = rows_parted(self.stock, stock, tokens, given)

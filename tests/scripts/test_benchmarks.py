@@ -621,15 +621,16 @@ def generate_options(**changes):
         side_by_side=False,
         long_calls=False,
         padded=False,
+        adapt=False,
     )
     return argparse.Namespace(**(options | changes))
 
 
 @pytest.mark.parametrize("draft", ["lookup", "smoke"])
-@pytest.mark.parametrize("accept", [None, 0.7])
-def test_drafts_are_timed_beside_stocks(draft, accept):
+@pytest.mark.parametrize("accept, adapt", [(None, False), (0.7, False), (0.7, True)])
+def test_drafts_are_timed_beside_stocks(draft, accept, adapt):
     peers = ("drafted", "assisted")
-    drafting = {"draft": draft, "draft_tokens": 3, "accept": accept, "new": 40}
+    drafting = {"draft": draft, "draft_tokens": 3, "accept": accept, "new": 40, "adapt": adapt}
     args = generate_options(**drafting, peers=peers, tune="never", times_only=True, cap=200)
     row = bench_generate.bench("smoke", 1, 4, args)
     assert all(row["peers"][peer]["ms_per_token"] for peer in peers), row["peers"]
@@ -639,6 +640,9 @@ def test_drafts_are_timed_beside_stocks(draft, accept):
     if accept is not None:
         assert 0 < drafts["drafts: taken"] < drafts["drafts: drafted"]
         assert "tokens a step" in bench_generate.table(row)
+    if not adapt:
+        assert drafts["drafts: tokens of a step: 4"] > 0
+        assert "drafts: tokens of a step: 1" not in drafts
 
 
 def test_attention_by_name_that_torch_runs_is_no_peer():

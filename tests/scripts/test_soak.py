@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts import soak_generate
-from tests.helpers.generate_features import KERNELS, Pair, small
+from tests.helpers.generate_features import KERNELS, Pair
 from tests.helpers.thorough import count
 
 pytestmark = [
@@ -22,12 +22,14 @@ pytestmark = [
 
 
 def pair(family: str) -> Pair:
-    return Pair(small(family, torch.float32, "cpu"), "kernels", {"verify": False})
+    return soak_generate.drafting_pair(family, "cpu", {"verify": False})
 
 
 def test_calls_of_all_kinds() -> None:
-    counts = soak_generate.soak([pair("llama"), pair("mistral")], count(100, 24), seed=3)
-    assert counts[f"step: {KERNELS}"] > 24
+    """Calls with drafts and without, interrupted ones among them."""
+    counts = soak_generate.soak([pair("llama"), pair("mistral")], count(1000, 60), seed=3)
+    assert counts[f"step: {KERNELS}"] > 60
+    assert counts["drafts: taken"] > 10
 
 
 def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +50,14 @@ def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         soak_generate.soak([one], 40, seed=0)
 
 
-def test_growing_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[torch.Tensor] = []
-    leak = {"leak": lambda pair, rng: kept.append(torch.ones(2**22))}
-    monkeypatch.setattr(soak_generate, "KINDS", leak)
-    with pytest.raises(AssertionError, match=r"memory grew in 5 calls by .*host"):
-        soak_generate.soak([pair("llama")], 10, seed=0)
+@pytest.mark.parametrize("what", ["host", "reachable tensors", "objects"])
+def test_growing_memory_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    def leak(pair: Pair, rng: Any) -> None:
+        kept.append([[] for _ in range(1000)] if what == "objects" else torch.ones(2**22))
+
+    monkeypatch.setattr(soak_generate, "KINDS", {"leak": leak})
+    limits = {what: soak_generate.LIMITS[what]}
+    with pytest.raises(AssertionError, match=rf"memory grew in 5 calls by .*{what}"):
+        soak_generate.soak([pair("llama")], 10, seed=0, limits=limits)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scripts import soak_generate
-from tests.helpers.generate_features import WIDE, Pair, small
+from tests.helpers.generate_features import WIDE
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ def test_a_thousand_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     assert not torch.backends.cuda.matmul.allow_tf32
     pairs = [
-        Pair(small(family, torch.float32, "cuda", **WIDE), "kernels", {"tune": "never"})
+        soak_generate.drafting_pair(family, "cuda", {"tune": "never"}, **WIDE)
         for family in ("llama", "mistral")
     ]
     limits = dict(soak_generate.LIMITS)
