@@ -152,8 +152,8 @@ def optimize(
         optimization = Optimization(model, backend, shapes, matches)
         optimization.report_rejected(on_unsupported)
         wants_trace = inner is not None and patterns is None
-        # Experts of known models are called by name in steps. A whole trace joins their kernels
-        # with the sums that follow.
+        # Mixtures of known models are traced one by one. A whole trace joins their kernels with the
+        # sums that follow.
         is_known = wants_trace and not decoding.wants_trace(inner, matches.causal)
         if is_known:
             wants_trace = decoding.wants_experts(inner, matches.modules)
@@ -177,13 +177,14 @@ def optimize(
             noting = partial(_note_untuned, untuned) if tune == "background" else None
             finder = resolver.KernelFinder(device, backend, zoo, tune_now, noting)
             optimization.resolve = finder.resolve
+            optimization.traces_mlps = patterns is None
             if wants_trace:
                 optimization.bind_codes(finder.resolve)
                 traced, traced_rows, why = decoding.trace_steps(
                     inner, rows, finder, note, whole=is_known
                 )
                 if is_known and traced is None:
-                    why = f"experts are called by name (mirage_hf.experts_report()): {why}"
+                    why = f"each mixture of experts is traced by itself: {why}"
                 optimization.add_traced(traced_rows, why)
         optimization.warn_of_unstored(kernels)
         try:

@@ -16,7 +16,7 @@ from torch import nn
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.traced_step import record_step, rings_variants
-from mirage_hf.decode.tracing import axes_of_positions, common_module, weight_bytes, weight_path
+from mirage_hf.decode.tracing import axes_of_positions, weight_bytes
 from mirage_hf.errors import MirageError
 from mirage_hf.formats.config_bytes import CheckpointLayout, WeightLayout, checkpoint_layout
 from mirage_hf.gpus import current_gpu
@@ -24,6 +24,7 @@ from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import VIEWS
 from mirage_hf.trace.terms import Term
+from mirage_hf.trace.weight_names import common_module, weight_path
 
 #: Returns how a checkpoint stores the weight of a linear, by its path. None: as it is.
 _Stored = Callable[[str], "WeightLayout | None"]

@@ -25,11 +25,12 @@ from mirage_hf.decode.rings import bucket
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.step_inputs import UnreadInputs
 from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_program
-from mirage_hf.decode.traced_step import TRACED, TracedStep, TracedSteps, why_no_traced_step
+from mirage_hf.decode.traced_step import TracedStep, TracedSteps, why_no_traced_step
 from mirage_hf.errors import described
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape
 from mirage_hf.pipeline.background import BackgroundTuning
+from mirage_hf.swap.swap_report import TRACED
 
 #: What captured graphs depend on: `ModelFingerprint.graph_facts` and the masks.
 GraphKey = tuple[Any, Any]

@@ -13,7 +13,6 @@ from torch import Tensor
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import held_tokens, read_cache
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.near_ties import KeepChoices, TakeChoices
 from mirage_hf.decode.rounding import tolerance_of
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
@@ -27,6 +26,7 @@ from mirage_hf.decode.sources import (
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.errors import described
+from mirage_hf.trace.near_ties import KeepChoices, TakeChoices
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import TraceError
 

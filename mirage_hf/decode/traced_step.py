@@ -38,6 +38,7 @@ from mirage_hf.errors import described
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node, is_replaced
 from mirage_hf.trace.experts import experts_as_one_node
+from mirage_hf.trace.fixed_experts import experts_of_fixed_shape
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import (
@@ -54,14 +55,10 @@ from mirage_hf.trace.torch_functions import torch_functions_only
 #: Tokens of the prompt that fills the cache before a step is recorded.
 _PROMPT = 4
 
-#: The method that says how a model's experts run, in versions of transformers that have it.
-_EXPERTS = "get_experts_implementation"
 #: The names of inputs that each step makes anew.
 _MADE_BY_STEP = ("mask.", "ring_slot.")
 #: The name of the mask that has a number for each slot.
 PLAIN_MASK = "plain"
-#: What counts call a traced step.
-TRACED = "traced"
 
 Rings = tuple[Ring | None, ...]
 
@@ -515,23 +512,6 @@ def most_slots(recording: Recording) -> float:
         if isinstance(end, Size) and type(count) is int and end.factors[0] > 0:
             most = min(most, (count - end.rest) // end.factors[0])
     return most
-
-
-@contextmanager
-def experts_of_fixed_shape(model: Any) -> Iterator[None]:
-    """Let experts run in the form whose shapes do not depend on which experts are chosen.
-
-    It is the one in which stock's generate runs steps on a GPU.
-    """
-    chosen = model.get_experts_implementation() if hasattr(model, _EXPERTS) else {}
-    grouped = [name for name, kind in chosen.items() if kind == "grouped_mm"]
-    if grouped:
-        model.set_experts_implementation({**chosen, **dict.fromkeys(grouped, "batched_mm")})
-    try:
-        yield
-    finally:
-        if grouped:
-            model.set_experts_implementation(chosen)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.trace_check import TraceCheck, UnfitFormError
 from mirage_hf.decode.traced_step import (
     FORMS,
-    TRACED,
     Form,
     Rings,
     TracedSteps,
@@ -36,16 +35,16 @@ from mirage_hf.match.matches import CausalMatch, Match
 from mirage_hf.patterns.attention import ATTENTION, for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import KernelFinder, Resolved
-from mirage_hf.swap.optimization import resolved_row
-from mirage_hf.swap.swap_report import STOCK, ReportRow
+from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
 from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.coded_linear import coded_linears
 from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, ExpertsForm, form_of
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan
-from mirage_hf.trace.record import Held, Recording, TraceError, Value
+from mirage_hf.trace.record import Recording, TraceError
 from mirage_hf.trace.regions import Region
 from mirage_hf.trace.terms import Term
+from mirage_hf.trace.weight_names import common_module, weight_path
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
 _OTHER_ATTENTION = (
@@ -443,28 +442,6 @@ def axes_of_positions(model: Any) -> int:
 
 
 # -- for the report --------------------------------------------------------------------------------
-
-
-def weight_path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
-    """Return the name of the parameter that a weight is, or is a view of."""
-    assert weight.weight is not None
-    if weight.weight.coded is not None:
-        return weight.weight.coded.path
-    source = weight.weight.source
-    while isinstance(source, Value):
-        (source,) = plan.recording.nodes[source.node].operands
-    assert isinstance(source, Held)
-    return paths.get(id(source.tensor), "a constant").removesuffix(".weight")
-
-
-def common_module(names: Sequence[str]) -> tuple[str, str]:
-    """Return the module that has all these parameters, and their names in it."""
-    split = [name.split(".") for name in names]
-    depth = 0
-    while all(len(s) > depth + 1 and s[depth] == split[0][depth] for s in split):
-        depth += 1
-    parts = dict.fromkeys(".".join(s[depth:]) for s in split)
-    return ".".join(split[0][:depth]), ", ".join(parts)
 
 
 def _bytes_read(plan: StepPlan) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from mirage_hf.layers.rope import Rope, in_order
 from mirage_hf.patterns.schema import LayerLayout
 
 #: The parts that a layer's step needs besides the two halves of its MLP. An MLP of another kind,
-#: such as a mixture of experts, runs its own forward.
+#: such as a mixture of experts, runs as it was recorded (swap/traced_mlp.py) or by its own forward.
 STEP_ROLES = ("qkv", "attention", "out")
 
 
@@ -65,7 +65,7 @@ class StepInputs:
 
 
 class LayerStep(PartRunner):
-    """A decoder layer for new tokens of each sequence. Kernels run it, except for an unknown MLP.
+    """A decoder layer for new tokens of each sequence. Kernels run it, and an unknown MLP by parts.
 
     Rows of hidden states are the tokens of the first sequence, then those of the second, and so on.
     """
@@ -77,6 +77,8 @@ class LayerStep(PartRunner):
         self.multiplier = residual_multiplier(layer)
         self.rope = rope
         self.sizes = dict(self.parts["attention"].block.sizes)
+        #: What runs an unknown MLP in place of its own forward, by the number of rows.
+        self.traced_mlps: dict[int, Callable[[Tensor], Tensor]] = {}
         self.first = first_mlp_role(self.parts)
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, inputs: StepInputs) -> Tensor:
@@ -100,7 +102,10 @@ class LayerStep(PartRunner):
         return add_to_residual(children, layout.mlp_after, self.multiplier, h, y)
 
     def own_mlp(self, x: Tensor) -> Tensor:
-        """Return what the own forward of an unknown MLP gives for normed x (tokens, 1, width)."""
+        """Return what an unknown MLP gives for normed x (tokens, 1, width)."""
+        traced = self.traced_mlps.get(len(x))
+        if traced is not None:
+            return traced(x)
         return apply_own_mlp(self.operands.children, self.layout.mlp, x)
 
     @property

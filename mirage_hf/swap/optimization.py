@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mirage_hf.errors import (
     CodegenError,
@@ -22,6 +22,7 @@ from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
 from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, StepShape, adapter_role
+from mirage_hf.layers.step import LayerStep
 from mirage_hf.match.matches import CausalMatch, Match, Matches
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.patterns import IN_STEPS, decoder_layer
@@ -41,7 +42,17 @@ from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.plain_copies import take_hook
-from mirage_hf.swap.swap_report import PLANNED, STOCK, SWAPPED, Report, ReportRow
+from mirage_hf.swap.swap_report import (
+    PLANNED,
+    STOCK,
+    SWAPPED,
+    TRACED,
+    Report,
+    ReportRow,
+    resolved_row,
+)
+from mirage_hf.swap.traced_mlp import MlpTracer
+from mirage_hf.trace.record import TraceError
 
 #: How the report names the last norm and the head.
 HEAD = "head"
@@ -84,6 +95,8 @@ class Optimization:
         self.traced_note = ""
         #: Finds the kernel of a program.
         self.resolve: Resolve | None = None
+        #: Whether MLPs of another kind may be traced.
+        self.traces_mlps = False
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
@@ -294,8 +307,9 @@ class Optimization:
             else:
                 outcomes = checked
         notes = (self.traced_note,) if self.traced_note else ()
+        mlp_rows: list[ReportRow] = []
         if isinstance(kernels, ModelKernels):
-            self._find_experts(kernels)
+            mlp_rows = self._trace_mlps(kernels)
             self.steps = kernels
             usable = {(shape.batch, shape.tokens) for shape in kernels.shapes}
             why_idle = "another part has no kernel for so many rows"
@@ -311,19 +325,45 @@ class Optimization:
                 if row.status == SWAPPED and (row.rows, row.tokens) not in usable:
                     row = replace(row, status=STOCK, reason=row.reason or why_idle)
             made.append(row)
-        return made, notes
+        return made + mlp_rows, notes
 
-    def _find_experts(self, kernels: ModelKernels) -> None:
-        """Find the kernels of experts, by calls of them, before generate captures steps."""
-        assert isinstance(self.causal, CausalMatch)
+    def _trace_mlps(self, kernels: ModelKernels) -> list[ReportRow]:
+        """Find the kernels of MLPs of another kind, before generate captures steps.
+
+        An MLP that is not traced runs its own forward, and its experts run by name. If steps are
+        traced as a whole, that is enough for the other calls.
+
+        Returns:
+            The rows of the report.
+        """
+        assert isinstance(self.causal, CausalMatch) and self.resolve is not None
+        may_trace = self.traces_mlps and not self.traced_rows
+        own = [layer for layer in kernels.layers if not layer.step.first]
         width = {match.name: match.width for match in self.matches}
+        tracer = MlpTracer(self.causal.model, self.resolve)
+        report_rows: list[ReportRow] = []
         for rows in dict.fromkeys(shape.rows for shape in kernels.shapes):
-            with experts_by_kernels(self.causal.model, rows, self.resolve) as may_run:
-                for layer in kernels.layers if may_run else ():
-                    if not layer.step.first:
-                        x = kernels.embedding.new_zeros(rows, 1, width[layer.name])
-                        with torch.no_grad():
-                            layer.step.own_mlp(x)
+            for layer in own:
+                step, like = layer.step, kernels.embedding.new_zeros(rows, 1, width[layer.name])
+                path = f"{layer.name}.{step.layout.mlp}"
+                if not may_trace:
+                    self._find_experts(step, like)
+                    continue
+                try:
+                    mlp = step.operands.children[step.layout.mlp]
+                    step.traced_mlps[rows], made = tracer.trace(path, mlp, like)
+                except TraceError as error:
+                    reason = f"its own forward runs: {error}"
+                    made = [ReportRow(path, TRACED, STOCK, rows=rows, reason=reason)]
+                    self._find_experts(step, like)
+                report_rows += made
+        return report_rows
+
+    def _find_experts(self, step: LayerStep, like: Tensor) -> None:
+        """Find the kernels of an MLP's experts, by a call of it."""
+        with experts_by_kernels(self.model, len(like), self.resolve) as may_run, torch.no_grad():
+            if may_run:
+                step.own_mlp(like)
 
     def _check_steps(
         self, kernels: ModelKernels, report_rows: Sequence[ReportRow]
@@ -431,28 +471,6 @@ def _resolved_row(
     module: str, part: Part, shape: StepShape, resolved: Resolved | Rejected
 ) -> ReportRow:
     return resolved_row(_row(module, part, shape, STOCK), resolved)
-
-
-def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportRow:
-    """Return a row with what is known of its kernel, or the reason why it has none."""
-    if isinstance(resolved, Rejected):
-        return replace(row, reason=resolved.reason)
-    if isinstance(resolved, str):
-        return replace(row, reason=resolved)
-    row = replace(
-        row,
-        source=resolved.source,
-        time_us=resolved.time_us,
-        library_us=resolved.library_us,
-        error_bound=resolved.error_bound,
-        digest=resolved.digest,
-    )
-    if not resolved.runs_kernel:
-        reason = resolved.reason or "the library path is faster here"
-        return replace(row, kernel="library", reason=reason)
-    count = resolved.ugraph.num_kernels
-    kernel = f"{count} kernel{'s' if count > 1 else ''}"
-    return replace(row, status=SWAPPED, reason=resolved.reason, kernel=kernel)
 
 
 def checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow:

@@ -8,8 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from mirage_hf.errors import Rejected
+from mirage_hf.pipeline.resolver import Resolved
+
 #: The status of a row: its kernels run, would run (in a dry run), or the stock module runs.
 SWAPPED, PLANNED, STOCK = "swapped", "planned", "stock"
+#: The pattern of programs that were recorded, and what counts call a traced step.
+TRACED = "traced"
 
 
 @dataclass(frozen=True)
@@ -246,3 +251,25 @@ _COLUMNS: Mapping[str, Callable[[Sequence[ReportRow]], str]] = {
     "error (stock's)": _largest_error,
     "reason": lambda group: group[0].reason,
 }
+
+
+def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportRow:
+    """Return a row with what is known of its kernel, or the reason why it has none."""
+    if isinstance(resolved, Rejected):
+        return replace(row, reason=resolved.reason)
+    if isinstance(resolved, str):
+        return replace(row, reason=resolved)
+    row = replace(
+        row,
+        source=resolved.source,
+        time_us=resolved.time_us,
+        library_us=resolved.library_us,
+        error_bound=resolved.error_bound,
+        digest=resolved.digest,
+    )
+    if not resolved.runs_kernel:
+        reason = resolved.reason or "the library path is faster here"
+        return replace(row, kernel="library", reason=reason)
+    count = resolved.ugraph.num_kernels
+    kernel = f"{count} kernel{'s' if count > 1 else ''}"
+    return replace(row, status=SWAPPED, reason=resolved.reason, kernel=kernel)

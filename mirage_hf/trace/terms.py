@@ -211,7 +211,7 @@ class Terms:
 
     def _read_view(self, number: int, node: Node) -> None:
         source, meta = node.args[0], node.outputs[0]
-        if not isinstance(source, (Value, Held)) or meta is None:
+        if not isinstance(source, (Value, Held, Input)) or meta is None:
             return
         shape = fixed_shape(meta)
         if shape is None or not meta.dtype.is_floating_point:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mirage_hf.decode.near_ties import KeepChoices, TakeChoices
+from mirage_hf.trace.near_ties import KeepChoices, TakeChoices
 
 STOCKS = torch.tensor([[0.1, 1.000, 2.0, 0.999]])
 

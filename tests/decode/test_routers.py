@@ -16,7 +16,7 @@ pytestmark = pytest.mark.models
 
 NEW = 128
 
-#: Types of models by the kind of their router. Steps of gpt-oss and DeepSeek are not traced.
+#: Types of models by the kind of their router. Of gpt-oss and DeepSeek, mixtures alone are traced.
 KINDS = {
     "softmax, normalized": "qwen3_moe",
     "softmax of the chosen, biases": "gpt_oss",

@@ -1,0 +1,185 @@
+"""Mixtures of experts of known models, traced one by one in steps of generate."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mirage_hf.api import restore
+from mirage_hf.pipeline import resolver
+from mirage_hf.swap import traced_mlp
+from scripts import survey_models
+from tests.helpers.generate_comparison import left_padded
+from tests.helpers.step_pairs import GREEDY, KERNELS, UNTRACED, agree, pair, steps
+from tests.helpers.tiny_models import Resolved, prompt
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.usefixtures("resolved"),
+    pytest.mark.skipif(
+        not hasattr(PreTrainedModel, "get_experts_implementation"),
+        reason="this transformers runs experts of float32 in another way",
+    ),
+]
+
+
+def deepseek() -> Any:
+    """Return a small model with latent attention, groups of experts and a shared expert."""
+    return survey_models.build("deepseek_v2", survey_models.model_types()["deepseek_v2"])
+
+
+def rows_of(model: Any) -> dict[str, set[str]]:
+    """Return the statuses of each part of traced mixtures, by part."""
+    found: dict[str, set[str]] = {}
+    for row in model.mirage.report.rows:
+        if row.pattern == "traced":
+            found.setdefault(row.part, set()).add(row.status)
+    return found
+
+
+def own_layers(model: Any) -> list[Any]:
+    """Return the layers whose MLP is of another kind."""
+    return [x for x in model.mirage.runner.model_kernels.layers if not x.step.first]
+
+
+def own_steps(model: Any) -> list[Any]:
+    """Return the steps of these layers."""
+    return [layer.step for layer in own_layers(model)]
+
+
+@pytest.mark.parametrize("make", ["gpt_oss", deepseek], ids=["gpt_oss", "deepseek"])
+def test_router_experts_and_linears_run_by_kernels(make: Any) -> None:
+    stock, ours = pair(make)
+    agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    agree(stock, ours, {**left_padded(), **GREEDY})
+    assert steps(ours) == {KERNELS: 2}
+    assert own_steps(ours) and all({*step.traced_mlps} == {1, 3} for step in own_steps(ours))
+    found = rows_of(ours)
+    assert all(statuses == {"swapped"} for statuses in found.values())
+    shared = ["shared_experts.gate_proj, shared_experts.up_proj", "shared_experts.down_proj"]
+    products = ["router"] if make == "gpt_oss" else ["gate", *shared]
+    assert [*found] == [*products, "experts, program 1", "experts, program 2"]
+
+
+@pytest.mark.parametrize("make", ["gpt_oss", deepseek], ids=["gpt_oss", "deepseek"])
+def test_a_traced_mixture_computes_what_its_own_forward_does(make: Any) -> None:
+    stock, ours = pair(make)
+    layer = own_layers(ours)[0]
+    mlp = stock.get_submodule(f"{layer.name}.mlp")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 1, ours.config.hidden_size)
+        with torch.no_grad():
+            wanted = mlp(x)
+            wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+            torch.testing.assert_close(layer.step.own_mlp(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_programs_are_asked_for_once(resolved: list[Any]) -> None:
+    pair("gpt_oss", batch_sizes=(1,))
+    texts = [str(program) for program in resolved]
+    experts = [text for text in texts if "take(" in text]
+    assert len(experts) == len({*experts}) == 2
+
+
+@pytest.mark.parametrize("wrong", ["take(", "matmul"])
+def test_a_wrong_kernel_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(program: Any, pattern: str = "", **_: Any) -> Resolved:
+        is_wrong = pattern == "traced" and wrong in str(program)
+        return Resolved(program, scale=1.05 if is_wrong else 1.0)
+
+    monkeypatch.setattr(resolver, "resolve", resolve)
+    stock, ours = pair("gpt_oss", batch_sizes=(1,))
+    agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    assert steps(ours) == {KERNELS: 1}
+    reasons = [row.reason for row in ours.mirage.report.rows if row.pattern == "traced"]
+    assert reasons and all("it differs from its own forward by" in reason for reason in reasons)
+    assert not any(step.traced_mlps for step in own_steps(ours))
+
+
+def reads_on_the_host(model: Any) -> None:
+    own = type(model.model.layers[0].mlp)
+
+    class Reads(own):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: Any) -> Any:
+            assert hidden_states.sum().item() < 1e9
+            return super().forward(hidden_states)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Reads
+
+
+def test_a_forward_that_reads_values_is_called() -> None:
+    def make() -> Any:
+        model = deepseek()
+        reads_on_the_host(model)
+        return model
+
+    stock, ours = pair(make, batch_sizes=(1,))
+    agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    reasons = [row.reason for row in ours.mirage.report.rows if row.pattern == "traced"]
+    assert reasons and all("on the host" in reason for reason in reasons)
+
+
+def another_weight(model: Any) -> None:
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(-experts.down_proj.detach())
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [another_weight, hooked])
+def test_a_changed_mixture_is_served_as_it_is(change: Callable[[Any], None]) -> None:
+    stock, ours = pair("gpt_oss")
+    agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    for model in (stock, ours):
+        change(model)
+    agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    assert steps(ours).get(KERNELS) == 1
+
+
+def test_weights_that_change_in_place_are_read_as_they_are() -> None:
+    stock, ours = pair("gpt_oss")
+    for model in (stock, ours):
+        with torch.no_grad():
+            for p in model.model.layers[0].mlp.parameters():
+                p.mul_(-0.7)
+    agree(stock, ours, {"inputs": prompt(), **GREEDY})
+    assert steps(ours) == {KERNELS: 1}
+
+
+def test_named_patterns_trace_no_mixture() -> None:
+    _, ours = pair("gpt_oss", batch_sizes=(1,), **UNTRACED)
+    assert not rows_of(ours) and not any(step.traced_mlps for step in own_steps(ours))
+
+
+def test_restore_lets_go_of_traces() -> None:
+    _, ours = pair("gpt_oss", batch_sizes=(1,))
+    kept = weakref.ref(own_steps(ours)[0].traced_mlps[1])
+    gc.collect()
+    gc.disable()
+    try:
+        restore(ours)
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_trace_keeps_no_input() -> None:
+    _, ours = pair("gpt_oss", batch_sizes=(1,))
+    mlp = own_steps(ours)[0].traced_mlps[1]
+    assert isinstance(mlp, traced_mlp.TracedMlp)
+    x = torch.randn(1, 1, ours.config.hidden_size)
+    kept = weakref.ref(x)
+    mlp(x)
+    del x
+    assert kept() is None
