@@ -177,7 +177,7 @@ def optimize(
             noting = partial(_note_untuned, untuned) if tune == "background" else None
             finder = resolver.KernelFinder(device, backend, zoo, tune_now, noting)
             optimization.resolve = finder.resolve
-            optimization.traces_mlps = patterns is None
+            optimization.traces_halves = patterns is None
             if wants_trace:
                 optimization.bind_codes(finder.resolve)
                 traced, traced_rows, why = decoding.trace_steps(

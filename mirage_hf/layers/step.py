@@ -22,7 +22,7 @@ from mirage_hf.layers.rope import Rope, in_order
 from mirage_hf.patterns.schema import LayerLayout
 
 #: The parts that a layer's step needs besides the two halves of its MLP. An MLP of another kind,
-#: such as a mixture of experts, runs as it was recorded (swap/traced_mlp.py) or by its own forward.
+#: such as a mixture of experts, runs as recorded (swap/traced_half.py) or by its own forward.
 STEP_ROLES = ("qkv", "attention", "out")
 
 
@@ -77,8 +77,8 @@ class LayerStep(PartRunner):
         self.multiplier = residual_multiplier(layer)
         self.rope = rope
         self.sizes = dict(self.parts["attention"].block.sizes)
-        #: What runs an unknown MLP in place of its own forward, by the number of rows.
-        self.traced_mlps: dict[int, Callable[[Tensor], Tensor]] = {}
+        #: What runs `own_half`, by the number of rows.
+        self.traced_halves: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}
         self.first = first_mlp_role(self.parts)
 
     def __call__(self, kernels: Mapping[str, Kernel], x: Tensor, inputs: StepInputs) -> Tensor:
@@ -97,15 +97,22 @@ class LayerStep(PartRunner):
         mlp_input = x if self.layout.parallel else h
         if self.first:
             return self.run_part(kernels, "down", self.run_part(kernels, self.first, mlp_input), h)
+        traced = self.traced_halves.get(len(h))
+        return (self.own_half if traced is None else traced)(mlp_input, h)
+
+    def own_half(self, x: Tensor, h: Tensor) -> Tensor:
+        """Return the layer's output if its MLP is unknown, by the MLP's own forward.
+
+        Args:
+            x: What the norm before the MLP reads, (tokens, width).
+            h: The residual stream. Unless attention and MLP lie side by side, it is x.
+        """
         children, layout = self.operands.children, self.layout
-        y = self.own_mlp(apply_norm(children, layout.mlp_norm, mlp_input[:, None])).reshape(h.shape)
+        y = self.own_mlp(apply_norm(children, layout.mlp_norm, x[:, None])).reshape(h.shape)
         return add_to_residual(children, layout.mlp_after, self.multiplier, h, y)
 
     def own_mlp(self, x: Tensor) -> Tensor:
-        """Return what an unknown MLP gives for normed x (tokens, 1, width)."""
-        traced = self.traced_mlps.get(len(x))
-        if traced is not None:
-            return traced(x)
+        """Return what the own forward of an unknown MLP gives for normed x (tokens, 1, width)."""
         return apply_own_mlp(self.operands.children, self.layout.mlp, x)
 
     @property

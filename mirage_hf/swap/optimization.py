@@ -51,7 +51,7 @@ from mirage_hf.swap.swap_report import (
     ReportRow,
     resolved_row,
 )
-from mirage_hf.swap.traced_mlp import MlpTracer
+from mirage_hf.swap.traced_half import HalfTracer
 from mirage_hf.trace.record import TraceError
 
 #: How the report names the last norm and the head.
@@ -95,8 +95,8 @@ class Optimization:
         self.traced_note = ""
         #: Finds the kernel of a program.
         self.resolve: Resolve | None = None
-        #: Whether MLPs of another kind may be traced.
-        self.traces_mlps = False
+        #: Whether halves of layers may be traced.
+        self.traces_halves = False
 
     @property
     def wanted(self) -> list[tuple[Part, ...]]:
@@ -307,9 +307,9 @@ class Optimization:
             else:
                 outcomes = checked
         notes = (self.traced_note,) if self.traced_note else ()
-        mlp_rows: list[ReportRow] = []
+        half_rows: list[ReportRow] = []
         if isinstance(kernels, ModelKernels):
-            mlp_rows = self._trace_mlps(kernels)
+            half_rows = self._trace_halves(kernels)
             self.steps = kernels
             usable = {(shape.batch, shape.tokens) for shape in kernels.shapes}
             why_idle = "another part has no kernel for so many rows"
@@ -325,34 +325,33 @@ class Optimization:
                 if row.status == SWAPPED and (row.rows, row.tokens) not in usable:
                     row = replace(row, status=STOCK, reason=row.reason or why_idle)
             made.append(row)
-        return made + mlp_rows, notes
+        return made + half_rows, notes
 
-    def _trace_mlps(self, kernels: ModelKernels) -> list[ReportRow]:
-        """Find the kernels of MLPs of another kind, before generate captures steps.
+    def _trace_halves(self, kernels: ModelKernels) -> list[ReportRow]:
+        """Find the kernels of halves whose MLP is of another kind, before generate captures steps.
 
-        An MLP that is not traced runs its own forward, and its experts run by name. If steps are
-        traced as a whole, that is enough for the other calls.
+        A half that is not traced runs the MLP's own forward, and its experts run by name. If steps
+        are traced as a whole, that is enough for the other calls.
 
         Returns:
             The rows of the report.
         """
         assert isinstance(self.causal, CausalMatch) and self.resolve is not None
-        may_trace = self.traces_mlps and not self.traced_rows
+        may_trace = self.traces_halves and not self.traced_rows
         own = [layer for layer in kernels.layers if not layer.step.first]
         width = {match.name: match.width for match in self.matches}
-        tracer = MlpTracer(self.causal.model, self.resolve)
+        tracer = HalfTracer(self.causal.model, self.resolve)
         report_rows: list[ReportRow] = []
         for rows in dict.fromkeys(shape.rows for shape in kernels.shapes):
             for layer in own:
-                step, like = layer.step, kernels.embedding.new_zeros(rows, 1, width[layer.name])
-                path = f"{layer.name}.{step.layout.mlp}"
+                step, like = layer.step, kernels.embedding.new_zeros(rows, width[layer.name])
                 if not may_trace:
                     self._find_experts(step, like)
                     continue
                 try:
-                    mlp = step.operands.children[step.layout.mlp]
-                    step.traced_mlps[rows], made = tracer.trace(path, mlp, like)
+                    step.traced_halves[rows], made = tracer.trace(layer.name, step, like)
                 except TraceError as error:
+                    path = f"{layer.name}.{step.layout.mlp}"
                     reason = f"its own forward runs: {error}"
                     made = [ReportRow(path, TRACED, STOCK, rows=rows, reason=reason)]
                     self._find_experts(step, like)
@@ -363,7 +362,7 @@ class Optimization:
         """Find the kernels of an MLP's experts, by a call of it."""
         with experts_by_kernels(self.model, len(like), self.resolve) as may_run, torch.no_grad():
             if may_run:
-                step.own_mlp(like)
+                step.own_mlp(like[:, None])
 
     def _check_steps(
         self, kernels: ModelKernels, report_rows: Sequence[ReportRow]

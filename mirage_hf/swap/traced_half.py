@@ -1,6 +1,7 @@
-"""Run an MLP of another kind, such as a mixture of experts, as its forward was recorded.
+"""Run the half of a layer after its attention as it was recorded, if kernels know no such MLP.
 
-Kernels run its router, its experts and its linears. Torch runs what is left.
+An example is a mixture of experts. Kernels run its norms, linears, router and experts, and add to
+the residual stream. Torch runs what is left.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mirage_hf.errors import MirageError, described
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.layers.compose import apply_own_mlp
+from mirage_hf.layers.step import LayerStep
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node
@@ -28,14 +29,14 @@ from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, record
 from mirage_hf.trace.torch_functions import torch_functions_only
 from mirage_hf.trace.weight_names import weight_path
 
-#: How far a traced MLP may be from its own forward, in units of the largest element.
+#: How far a traced half may be from its own forward, in units of the largest number that it adds.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 #: Draws of inputs for the comparison.
 _DRAWS = 2
 
 
-class TracedMlp:
-    """An MLP for some number of tokens, with kernels in place of most of its torch ops.
+class TracedHalf:
+    """The half of a layer with its MLP for some number of tokens, mostly by kernels.
 
     It serves the weights that lay where they lie now. `ModelFingerprint` tells if they move.
     """
@@ -45,18 +46,18 @@ class TracedMlp:
         self._run = plan.bind(self._inputs, ())
         self._lock = threading.Lock()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return what the MLP gives for x (tokens, 1, width)."""
-        out = torch.empty_like(x)
+    def __call__(self, x: Tensor, h: Tensor) -> Tensor:
+        """Return what `LayerStep.own_half` does."""
+        out = torch.empty_like(h)
         with self._lock, torch.no_grad():
-            self._inputs.update(x=x, out=out)
+            self._inputs.update(x=x, h=h, out=out)
             self._run()
             self._inputs.clear()
         return out
 
 
-class MlpTracer:
-    """Traces the MLPs of a model. Equal programs are resolved once.
+class HalfTracer:
+    """Traces halves of a model's layers. Equal programs are resolved once.
 
     Args:
         model: The model.
@@ -68,20 +69,22 @@ class MlpTracer:
         self.paths = {id(p): name for name, p in model.named_parameters()}
         self._found: dict[str, Resolved | str] = {}
 
-    def trace(self, path: str, mlp: nn.Module, like: Tensor) -> tuple[TracedMlp, list[ReportRow]]:
-        """Return an MLP with kernels, and the rows of the report.
+    def trace(
+        self, path: str, step: LayerStep, like: Tensor
+    ) -> tuple[TracedHalf, list[ReportRow]]:
+        """Return the half of a layer by kernels, and the rows of the report.
 
         Args:
-            path: Its name in the model.
-            mlp: The MLP.
-            like: A tensor such as it gets, (tokens, 1, width).
+            path: The layer's name in the model.
+            step: Its step.
+            like: A tensor such as the residual stream (tokens, width).
 
         Raises:
             TraceError: It cannot be recorded, its experts have no kernel, or it computes other
                 numbers.
         """
         try:
-            recording = self._recorded(mlp, like)
+            recording = self._recorded(step, like)
         except TraceError:
             raise
         except Exception as error:  # the forward may raise anything on fake tensors
@@ -97,12 +100,12 @@ class MlpTracer:
         if not any(region.reads for region in regions):
             raise TraceError("its experts have no kernel")
         plan.schedule(kernels, regions=regions)
-        traced = TracedMlp(plan)
-        if wrong := _difference(mlp, traced, like):
+        traced = TracedHalf(plan)
+        if wrong := _difference(step, traced, like):
             raise TraceError(wrong)
         return traced, [*self._rows(path, plan)]
 
-    def _recorded(self, mlp: nn.Module, like: Tensor) -> Recording:
+    def _recorded(self, step: LayerStep, like: Tensor) -> Recording:
         with (
             closing(FakeOnceMode()) as mode,
             torch_functions_only(),
@@ -110,11 +113,13 @@ class MlpTracer:
             experts_of_fixed_shape(self.model),
             experts_as_one_node(),
         ):
+            names = ("x", "h", "out") if step.layout.parallel else ("h", "out")
             with mode:
-                inputs = {name: torch.empty_like(like) for name in ("x", "out")}
+                inputs = {name: torch.empty_like(like) for name in names}
 
             def call() -> None:
-                inputs["out"].copy_(apply_own_mlp({"mlp": mlp}, "mlp", inputs["x"]))
+                h = inputs["h"]
+                inputs["out"].copy_(step.own_half(inputs.get("x", h), h))
 
             return replace(record(call, inputs, mode), coded=coded)
 
@@ -136,25 +141,34 @@ class MlpTracer:
             names = [weight_path(plan, p.operands[1], self.paths) for p in group.products]
             part = ", ".join(name.removeprefix(f"{path}.") for name in names)
             yield resolved_row(replace(row, part=part), self._found[str(program.graph)])
-        programs = [region for region in plan.regions if str(region.graph) in self._found]
-        for number, region in enumerate(programs, 1):
-            part = region.kind if len(programs) == 1 else f"{region.kind}, program {number}"
+        asked = [region for region in plan.regions if str(region.graph) in self._found]
+        kinds = [region.kind for region in asked]
+        for number, region in enumerate(asked):
+            part = region.kind
+            if kinds.count(part) > 1:
+                part = f"{part}, program {kinds[: number + 1].count(part)}"
             yield resolved_row(replace(row, part=part), self._found[str(region.graph)])
 
 
-def _difference(mlp: nn.Module, traced: TracedMlp, like: Tensor) -> str:
-    """Return how a traced MLP differs from its own forward on random inputs, or ""."""
-    tolerance = _TOLERANCE.get(like.dtype, 0.0)
+def _difference(step: LayerStep, traced: TracedHalf, like: Tensor) -> str:
+    """Return how a traced half differs from its own forward on random inputs, or ""."""
+    tolerance, ulp = _TOLERANCE.get(like.dtype, 0.0), torch.finfo(like.dtype).eps
     generator = torch.Generator(like.device).manual_seed(0)
-    for _ in range(_DRAWS):
+
+    def draw() -> Tensor:
         x = torch.randn(like.shape, generator=generator, dtype=torch.float32, device=like.device)
-        x = x.to(like.dtype)
+        return x.to(like.dtype)
+
+    for _ in range(_DRAWS):
+        h = draw()
+        x = draw() if step.layout.parallel else h
         with torch.no_grad():
             with KeepChoices() as choices:
-                wanted = apply_own_mlp({"mlp": mlp}, "mlp", x)
+                wanted = step.own_half(x, h)
             with TakeChoices(choices, tolerance):
-                found = traced(x)
-        most, difference = (float(y.abs().max()) for y in (wanted, wanted - found))
-        if not difference <= tolerance * max(most, 1e-6):
-            return f"it differs from its own forward by {difference:.1e}, of up to {most:.1e}"
+                found = traced(x, h)
+        added, difference = (float(y.abs().max()) for y in (wanted - h, wanted - found))
+        allowed = tolerance * max(added, 1e-6) + ulp * float(wanted.abs().max())
+        if not difference <= allowed:
+            return f"it differs from its own forward by {difference:.1e}, which adds {added:.1e}"
     return ""

@@ -1,4 +1,4 @@
-"""Mixtures of experts of known models, traced one by one in steps of generate."""
+"""Halves of layers with a mixture of experts, traced one by one in steps of known models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mirage_hf.api import restore
 from mirage_hf.pipeline import resolver
-from mirage_hf.swap import traced_mlp
+from mirage_hf.swap import traced_half
 from scripts import survey_models
 from tests.helpers.generate_comparison import left_padded
 from tests.helpers.step_pairs import GREEDY, KERNELS, UNTRACED, agree, pair, steps
@@ -36,7 +36,7 @@ def deepseek() -> Any:
 
 
 def rows_of(model: Any) -> dict[str, set[str]]:
-    """Return the statuses of each part of traced mixtures, by part."""
+    """Return the statuses of each part of traced halves, by part."""
     found: dict[str, set[str]] = {}
     for row in model.mirage.report.rows:
         if row.pattern == "traced":
@@ -55,31 +55,33 @@ def own_steps(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", ["gpt_oss", deepseek], ids=["gpt_oss", "deepseek"])
-def test_router_experts_and_linears_run_by_kernels(make: Any) -> None:
+def test_norm_router_experts_and_linears_run_by_kernels(make: Any) -> None:
     stock, ours = pair(make)
     agree(stock, ours, {"inputs": prompt(), **GREEDY})
     agree(stock, ours, {**left_padded(), **GREEDY})
     assert steps(ours) == {KERNELS: 2}
-    assert own_steps(ours) and all({*step.traced_mlps} == {1, 3} for step in own_steps(ours))
+    assert own_steps(ours) and all({*step.traced_halves} == {1, 3} for step in own_steps(ours))
     found = rows_of(ours)
     assert all(statuses == {"swapped"} for statuses in found.values())
-    shared = ["shared_experts.gate_proj, shared_experts.up_proj", "shared_experts.down_proj"]
-    products = ["router"] if make == "gpt_oss" else ["gate", *shared]
-    assert [*found] == [*products, "experts, program 1", "experts, program 2"]
+    up = "mlp.shared_experts.gate_proj, mlp.shared_experts.up_proj"
+    products = ["mlp.gate", up, "mlp.shared_experts.down_proj"]
+    products = ["mlp.router"] if make == "gpt_oss" else products
+    assert [*found] == [*products, "experts, program 1", "experts, program 2", "norm"]
 
 
 @pytest.mark.parametrize("make", ["gpt_oss", deepseek], ids=["gpt_oss", "deepseek"])
-def test_a_traced_mixture_computes_what_its_own_forward_does(make: Any) -> None:
+def test_a_traced_half_computes_what_stocks_does(make: Any) -> None:
     stock, ours = pair(make)
-    layer = own_layers(ours)[0]
-    mlp = stock.get_submodule(f"{layer.name}.mlp")
+    name, step = own_layers(ours)[0].name, own_steps(ours)[0]
+    layer = stock.get_submodule(name)
     for seed in range(4):
         torch.manual_seed(seed)
-        x = torch.randn(3, 1, ours.config.hidden_size)
+        h = torch.randn(3, ours.config.hidden_size)
         with torch.no_grad():
-            wanted = mlp(x)
-            wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-            torch.testing.assert_close(layer.step.own_mlp(x), wanted, rtol=1e-5, atol=1e-5)
+            added = layer.mlp(layer.post_attention_layernorm(h[:, None]))
+            added = added[0] if isinstance(added, tuple) else added
+            found = step.traced_halves[3](h, h)
+        torch.testing.assert_close(found, h + added[:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_equal_programs_are_asked_for_once(resolved: list[Any]) -> None:
@@ -101,7 +103,7 @@ def test_a_wrong_kernel_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) 
     assert steps(ours) == {KERNELS: 1}
     reasons = [row.reason for row in ours.mirage.report.rows if row.pattern == "traced"]
     assert reasons and all("it differs from its own forward by" in reason for reason in reasons)
-    assert not any(step.traced_mlps for step in own_steps(ours))
+    assert not any(step.traced_halves for step in own_steps(ours))
 
 
 def reads_on_the_host(model: Any) -> None:
@@ -159,12 +161,12 @@ def test_weights_that_change_in_place_are_read_as_they_are() -> None:
 
 def test_named_patterns_trace_no_mixture() -> None:
     _, ours = pair("gpt_oss", batch_sizes=(1,), **UNTRACED)
-    assert not rows_of(ours) and not any(step.traced_mlps for step in own_steps(ours))
+    assert not rows_of(ours) and not any(step.traced_halves for step in own_steps(ours))
 
 
 def test_restore_lets_go_of_traces() -> None:
     _, ours = pair("gpt_oss", batch_sizes=(1,))
-    kept = weakref.ref(own_steps(ours)[0].traced_mlps[1])
+    kept = weakref.ref(own_steps(ours)[0].traced_halves[1])
     gc.collect()
     gc.disable()
     try:
@@ -176,10 +178,10 @@ def test_restore_lets_go_of_traces() -> None:
 
 def test_a_trace_keeps_no_input() -> None:
     _, ours = pair("gpt_oss", batch_sizes=(1,))
-    mlp = own_steps(ours)[0].traced_mlps[1]
-    assert isinstance(mlp, traced_mlp.TracedMlp)
-    x = torch.randn(1, 1, ours.config.hidden_size)
-    kept = weakref.ref(x)
-    mlp(x)
-    del x
+    half = own_steps(ours)[0].traced_halves[1]
+    assert isinstance(half, traced_half.TracedHalf)
+    h = torch.randn(1, ours.config.hidden_size)
+    kept = weakref.ref(h)
+    half(h, h)
+    del h
     assert kept() is None
