@@ -216,6 +216,8 @@ class Terms:
         shape = fixed_shape(meta)
         if shape is None or not meta.dtype.is_floating_point:
             return
+        if isinstance(source, Input) and meta.dtype != self.recording.meta(source).dtype:
+            return
         if source in self._parts and self._row_form(shape) is not None:
             _, start, stop = self._parts[source]
             if shape[-1] == stop - start:

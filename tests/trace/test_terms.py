@@ -291,6 +291,14 @@ def test_products_of_another_dtype_than_their_weight_have_no_term() -> None:
     assert [t.dtype for t in terms] == [torch.bfloat16]
 
 
+def test_views_of_an_input_are_one_term() -> None:
+    """So products of two views are one group."""
+    x = X.view(ROWS, 1, -1)
+    terms = terms_of(lambda x: linear(x.view(ROWS, -1)) + linear(x.reshape(ROWS, -1)), {"x": x})
+    first, second, _ = terms
+    assert first.op == second.op == "matmul" and first.operands[0] is second.operands[0]
+
+
 # -- who reads what -------------------------------------------------------------------------------
 
 
