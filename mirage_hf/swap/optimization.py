@@ -360,7 +360,9 @@ class Optimization:
 
     def _find_experts(self, step: LayerStep, like: Tensor) -> None:
         """Find the kernels of an MLP's experts, by a call of it."""
-        with experts_by_kernels(self.model, len(like), self.resolve) as may_run, torch.no_grad():
+        assert isinstance(self.causal, CausalMatch)
+        model, rows = self.causal.model, len(like)
+        with experts_by_kernels(model, rows, self.resolve) as may_run, torch.no_grad():
             if may_run:
                 step.own_mlp(like[:, None])
 

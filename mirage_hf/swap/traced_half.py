@@ -21,7 +21,7 @@ from mirage_hf.layers.step import LayerStep
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node
-from mirage_hf.trace.experts import experts_as_one_node
+from mirage_hf.trace.experts import EXPERTS, experts_as_one_node
 from mirage_hf.trace.fixed_experts import experts_of_fixed_shape
 from mirage_hf.trace.near_ties import KeepChoices, TakeChoices
 from mirage_hf.trace.plan import RegionRun, StepPlan
@@ -80,8 +80,8 @@ class HalfTracer:
             like: A tensor such as the residual stream (tokens, width).
 
         Raises:
-            TraceError: It cannot be recorded, its experts have no kernel, or it computes other
-                numbers.
+            TraceError: It cannot be recorded, there are no kernels for it or for its experts, or it
+                computes other numbers.
         """
         try:
             recording = self._recorded(step, like)
@@ -97,8 +97,11 @@ class HalfTracer:
             for region in plan.regions_to_run()
             if (k := self._kernel(region.graph))
         }
-        if not any(region.reads for region in regions):
+        experts = sum(node.name == EXPERTS for node in recording.nodes)
+        if sum(bool(region.reads) for region in regions) < 2 * experts:
             raise TraceError("its experts have no kernel")
+        if not kernels and not regions:
+            raise TraceError("nothing of it has a kernel")
         plan.schedule(kernels, regions=regions)
         traced = TracedHalf(plan)
         if wrong := _difference(step, traced, like):

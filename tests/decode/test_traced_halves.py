@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mirage_hf.api import restore
@@ -18,7 +18,7 @@ from mirage_hf.swap import traced_half
 from scripts import survey_models
 from tests.helpers.generate_comparison import left_padded
 from tests.helpers.step_pairs import GREEDY, KERNELS, UNTRACED, agree, pair, steps
-from tests.helpers.tiny_models import Resolved, prompt
+from tests.helpers.tiny_models import Resolved, prompt, tiny
 
 pytestmark = [
     pytest.mark.models,
@@ -82,6 +82,32 @@ def test_a_traced_half_computes_what_stocks_does(make: Any) -> None:
             added = added[0] if isinstance(added, tuple) else added
             found = step.traced_halves[3](h, h)
         torch.testing.assert_close(found, h + added[:, 0], rtol=1e-5, atol=1e-5)
+
+
+class Gates(nn.Module):
+    """An MLP that no pattern has."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.mid, self.down = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(torch.tanh(up) * torch.sigmoid(self.mid(up)))
+
+
+def test_other_mlps_are_traced_too() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = tiny("llama")
+        for layer in model.model.layers:
+            layer.mlp = Gates(model.config.hidden_size).eval()
+        return model
+
+    stock, ours = pair(make)
+    agree(stock, ours, {**left_padded(), **GREEDY})
+    assert steps(ours) == {KERNELS: 1}
+    assert {"mlp.up", "mlp.mid", "mlp.down"} == rows_of(ours).keys() - {"norm"}
 
 
 def test_equal_programs_are_asked_for_once(resolved: list[Any]) -> None:
