@@ -57,6 +57,8 @@ def _locked(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@torch.inference_mode(False)  # under inference mode, torch hides which ops a model runs
+@torch.no_grad()
 def optimize(
     model: Model,
     patterns: Iterable[str] | None = None,

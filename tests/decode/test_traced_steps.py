@@ -345,6 +345,25 @@ def test_restore_brings_back_the_model(name: str) -> None:
     assert torch.equal(generated(model, {"inputs": text(), **GREEDY}), want)
 
 
+def test_optimize_under_inference_mode_traces_the_same() -> None:
+    def rows(model: Any) -> list[tuple[str, ...]]:
+        return [(row.module, row.part, row.status) for row in model.mirage.report.rows]
+
+    stock, outside = pair("lfm2")
+    model = built("lfm2")
+    with torch.inference_mode():
+        inside = optimize(model, verify=False)
+        agree(stock, inside, {"inputs": text(), **GREEDY})
+    assert rows(inside) == rows(outside) and steps(inside) == TRACED
+
+
+def test_a_model_built_under_inference_mode_is_traced() -> None:
+    with torch.inference_mode():
+        stock, ours = pair("lfm2")
+        agree(stock, ours, {"inputs": text(), **GREEDY})
+    assert steps(ours) == TRACED
+
+
 def test_named_patterns_trace_nothing() -> None:
     model = built("gpt2")
     with pytest.warns(OptimizeWarning, match="nothing in this GPT2LMHeadModel was replaced"):
