@@ -19,6 +19,10 @@ FMA_ROWS = 8
 #: Most elements of a side of a tensor-core product that several axes share.
 LONGEST_SIDE = 128
 
+#: Grid axes of a kernel without products that get several tiles, the last ones. More blocks do the
+#: same as longer tiles of the axes before.
+_MOST_TILED = 3
+
 #: Warps to try with multiply-adds.
 _FMA_WARPS = (1, 2, 4, 8)
 
@@ -124,6 +128,10 @@ class _TileChoices:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
         choices = [self._whole_words(a, self._tiles(a)) for a in self._block.axes]
         names = [a.name for a in self._block.axes]
+        if not self._sides:
+            grid = [n for n, a in enumerate(self._block.axes) if a.role is Role.GRID]
+            tiled = [n for n in grid if len(choices[n]) > 1]
+            choices = [c[:1] if n in tiled[:-_MOST_TILED] else c for n, c in enumerate(choices)]
         for sizes in itertools.product(*choices):
             tiles = dict(zip(names, sizes, strict=True))
             if not self._mma or all(self._fits(side, tiles) for side in self._sides):

@@ -13,6 +13,7 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
@@ -80,6 +81,16 @@ def test_tiles_of_parts():
         match="p numbers the splits of k, and a block has one of them; its tile is 4, give 1",
     ):
         plan_kernel(first, Schedule({"m": 1, "p": 4, "n": 8, "k": 64}))
+
+
+def test_kernels_without_products_have_tiles_along_three_axes_at_most():
+    program = KernelGraph()
+    x = program.new_input((4, 8, 16, 32), "float32")
+    program.mark_output(program.mul(program.exp(x), 2.0))
+    (op, *_) = search(program, SearchOptions())[0][0].ugraph.block_ops
+    found = space.schedules(op, limit=100_000)
+    tiles = {axis.name: {s.tiles[axis.name] for s in found} for axis in op.block.axes}
+    assert [len(t) for t in tiles.values()] == [1, 4, 5, 6] and {1} in tiles.values()
 
 
 def test_kinds_that_hold_in_a_ugraph_hold_in_those_with_such_block_graphs_in_any_number_of_parts():
