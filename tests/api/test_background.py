@@ -54,6 +54,30 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
+@pytest.fixture(scope="module")
+def tuned_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the cache that the fake tuner leaves for a model of `models`."""
+    folder = tmp_path_factory.mktemp("tuned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(folder))
+        patch.setenv("MIRAGE_HF_THREADS", "2")
+        patch.setenv("FAKE_TUNER", "{}")
+        patch.setattr(background, "START", fake_tuner.START)
+        patch.setattr(resolver, "can_measure", lambda device, backend: True)
+        model = optimize(tiny("llama", num_hidden_layers=2), tune="background")
+        assert "6 of 6 kernels are tuned" in tuned(model)
+        restore(model)
+    return folder
+
+
+@pytest.fixture
+def replayed(fake_gpu: Callable[..., None], tuned_cache: Path, monkeypatch: Any) -> None:
+    """Let the tuner of the next optimize() leave what the fake one left before."""
+    fake_gpu()
+    monkeypatch.setenv("FAKE_TUNER_CACHE", str(tuned_cache))
+    monkeypatch.setattr(background, "START", fake_tuner.REPLAY)
+
+
 @pytest.fixture
 def models() -> Iterator[Callable[..., tuple[Any, Any]]]:
     """Return a stock model and its twin. Every tuner ends with the test."""
@@ -155,8 +179,7 @@ def test_a_block_whose_library_path_was_measured_faster_runs_the_library(fake_gp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checked", ["check", "check_step", "check_head"])
-def test_kernels_that_fail_a_check_are_not_used(fake_gpu, models, monkeypatch, checked):
-    fake_gpu()
+def test_kernels_that_fail_a_check_are_not_used(replayed, models, monkeypatch, checked):
     stock, model = models()
     optimize(model, tune="background")
     tuned(model)
@@ -176,8 +199,7 @@ def test_kernels_that_fail_a_check_are_not_used(fake_gpu, models, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_a_model_that_was_changed_keeps_its_kernels_and_says_why(fake_gpu, models):
-    fake_gpu()
+def test_a_model_that_was_changed_keeps_its_kernels_and_says_why(replayed, models):
     stock, model = models()
     optimize(model, tune="background")
     tuned(model)

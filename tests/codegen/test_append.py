@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.errors import Rejected
-from mirage_hf.graph import effects
+from mirage_hf.graph import effects, json_writer
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -318,11 +319,11 @@ import json, torch
 from tests.codegen import test_append as t
 from tests.helpers.thorough import THOROUGH
 from mirage_hf.codegen import compile as compiler, triton
+from mirage_hf.graph import json_reader
 
 wrong = []
 for name, g in t.PROGRAMS.items():
-    candidates = t.searched(g).candidates
-    for u in [min(candidates, key=lambda c: c.ugraph.num_kernels).ugraph]:
+    for u in [json_reader.ugraph_from_dict(FOUND[name])]:
         slots, rows = (
             next(x.dims[2] for x in g.inputs if x.name == n) for n in ("keys", "new_keys")
         )
@@ -364,7 +365,13 @@ print(json.dumps(wrong))
 
 
 def test_triton_text_equals_torch():
-    assert triton_interpreter.run(INTERPRETED) == []
+    found = {
+        name: min(searched(g).candidates, key=lambda c: c.ugraph.num_kernels).ugraph
+        for name, g in PROGRAMS.items()
+    }
+    dicts = {name: json_writer.ugraph_to_dict(u) for name, u in found.items()}
+    given = f"import json\nFOUND = json.loads({json.dumps(dicts)!r})\n"
+    assert triton_interpreter.run(given + INTERPRETED) == []
 
 
 def test_only_constants_are_read_early_and_caches_only_prefetched(tmp_path, monkeypatch):

@@ -31,6 +31,16 @@ from mirage_hf.tune.measure import Timing
 START = background.START.replace("mirage_hf.pipeline.background_tuner", "tests.helpers.fake_tuner")
 START = START.replace("os.nice(19)", "os.nice(0)")
 
+#: Starts a process that tunes nothing: it copies the cache of a tuner that has ended, and says that
+#: all kernels are tuned. It is for tests of what the model does then, because it starts at once.
+REPLAY = """
+import json, os, shutil, sys
+job = json.loads(sys.stdin.readline())
+shutil.copytree(os.environ["FAKE_TUNER_CACHE"], os.environ["MIRAGE_HF_CACHE"], dirs_exist_ok=True)
+print(json.dumps({"done": list(range(len(job["blocks"])))}), flush=True)
+print(json.dumps({"end": ""}), flush=True)
+"""
+
 LIBRARY_US = 50.0
 
 

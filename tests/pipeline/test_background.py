@@ -82,6 +82,31 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundT
         tuning.stop()
 
 
+@pytest.fixture(scope="module")
+def tuned_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the cache that the fake tuner leaves for `block(48)`."""
+    folder = tmp_path_factory.mktemp("tuned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(folder))
+        patch.setenv("MIRAGE_HF_THREADS", "2")
+        patch.setenv("FAKE_TUNER", "{}")
+        patch.setattr(background, "START", fake_tuner.START)
+        tuning = BackgroundTuning(
+            [[block(48)]], device=CPU, backend="cpu", zoo=None, replace=Puts()
+        )
+        tuning.start()
+        assert "1 of 1 kernels are tuned" in ended(tuning)
+    return folder
+
+
+@pytest.fixture
+def replayed(tuner: Any, tuned_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Start a tuner of `block(48)` that leaves what the fake one left before."""
+    monkeypatch.setenv("FAKE_TUNER_CACHE", str(tuned_cache))
+    monkeypatch.setattr(background, "START", fake_tuner.REPLAY)
+    return lambda replace: tuner([block(48)], replace=replace)
+
+
 def ended(tuning: BackgroundTuning, seconds: float = 90.0) -> str:
     assert tuning.wait(seconds), tuning.status
     return tuning.status
@@ -127,9 +152,9 @@ def test_kernels_are_measured_stored_and_put_in_place_by_the_next_call(tuner):
         assert found.source == "cache" and found.time_us == kernel.time_us
 
 
-def test_kernels_are_not_put_in_place_within_a_call(tuner):
+def test_kernels_are_not_put_in_place_within_a_call(replayed):
     puts = Puts()
-    tuning = tuner([block(48)], replace=puts)
+    tuning = replayed(puts)
     ended(tuning)
     ready, tuning._ready = tuning._ready, {}
     with tuning.call():
@@ -142,7 +167,7 @@ def test_kernels_are_not_put_in_place_within_a_call(tuner):
     assert puts.got
 
 
-def test_the_thread_that_puts_kernels_in_place_has_no_context_of_the_caller(tuner):
+def test_the_thread_that_puts_kernels_in_place_has_no_context_of_the_caller(replayed):
     seen = []
 
     def replace(new: Any) -> int:
@@ -150,7 +175,7 @@ def test_the_thread_that_puts_kernels_in_place_has_no_context_of_the_caller(tune
         tuning.forward_begins()  # checks run the model's forward
         return 0
 
-    tuning = tuner([block(48)], replace=replace)
+    tuning = replayed(replace)
     ended(tuning)
     with torch.no_grad(), torch.autocast("cpu"), tuning.call():
         pass
@@ -158,13 +183,13 @@ def test_the_thread_that_puts_kernels_in_place_has_no_context_of_the_caller(tune
 
 
 @pytest.mark.parametrize("outcome", [Rejected("off by 3"), RuntimeError("off by 3")])
-def test_kernels_that_cannot_be_put_in_place_are_noted_with_the_reason(tuner, outcome):
+def test_kernels_that_cannot_be_put_in_place_are_noted_with_the_reason(replayed, outcome):
     def replace(new: Any) -> Any:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    tuning = tuner([block(48)], replace=replace)
+    tuning = replayed(replace)
     ended(tuning)
     with tuning.call():
         pass
@@ -317,7 +342,14 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "kill with a fork", "terminate", "end"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "kill with a fork",
+        "end",
+        *(pytest.param(how, marks=pytest.mark.thorough) for how in ("kill", "terminate")),
+    ],
+)
 def test_the_tuner_ends_with_its_process(how, monkeypatch):
     monkeypatch.setenv("FAKE_TUNER", fake_tuner.asked(seconds=60.0))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
