@@ -621,6 +621,9 @@ def generate_options(**changes):
         side_by_side=False,
         long_calls=False,
         padded=False,
+        draft="",
+        draft_tokens=4,
+        accept=None,
         adapt=False,
     )
     return argparse.Namespace(**(options | changes))
