@@ -967,9 +967,11 @@ def test_adapters_of_bench_generate_are_peft_s_and_leave_the_bare_model_as_it_is
     ids = torch.arange(5)[None]
     assert not torch.allclose(model(ids).logits, bare(ids).logits)
     named = partial(bench_generate.titled, "m")
-    plain = {"lora": 0, "images": 0, "weights": "", "padded": False, "layers": None}
+    plain = {"lora": 0, "images": 0, "weights": "", "padded": False, "layers": None, "draft": ""}
+    drafts = {"draft": "lookup", "draft_tokens": 3, "accept": 0.8}
     for options, name in (
         ({"lora": 4, "padded": True}, "m + LoRA 4, padded"),
+        (drafts, "m + 3 drafts by lookup, 80% right"),
         ({"layers": 6}, "m, 6 layers"),
         ({"images": 1}, "m + 1 image"),
         ({"images": 2}, "m + 2 images"),
