@@ -137,7 +137,8 @@ class ModelKernels:
                 parts = layer.step.parts.items()
                 products = (role for role, part in parts if not part.block.pattern.over_cache)
                 resolved += [layer.found[shape][role] for role in products]
-            times = [each.time_us if each.runs_kernel else each.library_us for each in resolved]
+            what = {True: "time_us", False: "library_us"}
+            times = [getattr(each, what[each.runs_kernel]) for each in resolved]
             measured = [time for time in times if time is not None]
             is_complete = len(measured) == len(times)
             self._products_us[shape] = sum(measured) if is_complete else None

@@ -15,6 +15,8 @@ from mirage_hf.pipeline.resolver import Resolved
 SWAPPED, PLANNED, STOCK = "swapped", "planned", "stock"
 #: The pattern of programs that were recorded, and what counts call a traced step.
 TRACED = "traced"
+#: What a row has of its kernel under the same name.
+_EVIDENCE = ("source", "time_us", "library_us", "error_bound", "digest")
 
 
 @dataclass(frozen=True)
@@ -259,14 +261,7 @@ def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportR
         return replace(row, reason=resolved.reason)
     if isinstance(resolved, str):
         return replace(row, reason=resolved)
-    row = replace(
-        row,
-        source=resolved.source,
-        time_us=resolved.time_us,
-        library_us=resolved.library_us,
-        error_bound=resolved.error_bound,
-        digest=resolved.digest,
-    )
+    row = replace(row, **{name: getattr(resolved, name) for name in _EVIDENCE})
     if not resolved.runs_kernel:
         reason = resolved.reason or "the library path is faster here"
         return replace(row, kernel="library", reason=reason)

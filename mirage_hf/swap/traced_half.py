@@ -69,9 +69,7 @@ class HalfTracer:
         self.paths = {id(p): name for name, p in model.named_parameters()}
         self._found: dict[str, Resolved | str] = {}
 
-    def trace(
-        self, path: str, step: LayerStep, like: Tensor
-    ) -> tuple[TracedHalf, list[ReportRow]]:
+    def trace(self, path: str, step: LayerStep, like: Tensor) -> tuple[TracedHalf, list[ReportRow]]:
         """Return the half of a layer by kernels, and the rows of the report.
 
         Args:

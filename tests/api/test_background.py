@@ -58,11 +58,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def tuned_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the cache that the fake tuner leaves for a model of `models`."""
     folder = tmp_path_factory.mktemp("tuned")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIRAGE_HF_CACHE", str(folder))
-        patch.setenv("MIRAGE_HF_THREADS", "2")
-        patch.setenv("FAKE_TUNER", "{}")
-        patch.setattr(background, "START", fake_tuner.START)
+    with fake_tuner.tuning_into(folder) as patch:
         patch.setattr(resolver, "can_measure", lambda device, backend: True)
         model = optimize(tiny("llama", num_hidden_layers=2), tune="background")
         assert "6 of 6 kernels are tuned" in tuned(model)

@@ -17,10 +17,13 @@ import errno
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mirage_hf.pipeline import background, background_tuner, choose, layer_choice, resolver
 from mirage_hf.tune import tuner, turns
@@ -42,6 +45,17 @@ print(json.dumps({"end": ""}), flush=True)
 """
 
 LIBRARY_US = 50.0
+
+
+@contextmanager
+def tuning_into(folder: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Let the tuner be the fake one, and its cache this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAGE_HF_CACHE", str(folder))
+        patch.setenv("MIRAGE_HF_THREADS", "2")
+        patch.setenv("FAKE_TUNER", asked())
+        patch.setattr(background, "START", START)
+        yield patch
 
 
 def asked(**what: Any) -> str:

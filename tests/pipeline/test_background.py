@@ -86,11 +86,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundT
 def tuned_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the cache that the fake tuner leaves for `block(48)`."""
     folder = tmp_path_factory.mktemp("tuned")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIRAGE_HF_CACHE", str(folder))
-        patch.setenv("MIRAGE_HF_THREADS", "2")
-        patch.setenv("FAKE_TUNER", "{}")
-        patch.setattr(background, "START", fake_tuner.START)
+    with fake_tuner.tuning_into(folder):
         tuning = BackgroundTuning(
             [[block(48)]], device=CPU, backend="cpu", zoo=None, replace=Puts()
         )
