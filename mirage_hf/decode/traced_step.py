@@ -6,7 +6,6 @@ rings and the cache are the same. What no kernel runs, runs as the torch op that
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -319,7 +318,6 @@ def record_step(
     """
     with (
         closing(FakeOnceMode()) as mode,
-        _quiet(),
         attention_as_one_node(),
         torch_functions_only(),
         coded_linears_as_one_node(model) as coded,
@@ -512,15 +510,3 @@ def most_slots(recording: Recording) -> float:
         if isinstance(end, Size) and type(count) is int and end.factors[0] > 0:
             most = min(most, (count - end.rest) // end.factors[0])
     return most
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging ops that fake tensors cannot run: the report names them."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -7,6 +7,7 @@ as the slots of a cache, are found by recording at several sizes (sizes.py).
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import traceback
@@ -266,11 +267,14 @@ class FakeOnceMode(FakeTensorMode):
 
 @contextmanager
 def host_reads_named() -> Iterator[None]:
-    """Say which line of a model does what fake tensors cannot do.
+    """Say which line of a model does what fake tensors cannot do. Torch does not log it.
 
     Raises:
         TraceError: Values of tensors are read on the host, or an op has no fake kernel.
     """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -282,6 +286,8 @@ def host_reads_named() -> Iterator[None]:
     except UnsupportedOperatorException as error:
         where = _innermost_line(error.__traceback__)
         raise TraceError(f"{where} runs an op without a fake kernel ({error.func})") from None
+    finally:
+        logger.setLevel(before)
 
 
 class _Recorder(TorchDispatchMode):

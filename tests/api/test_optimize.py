@@ -135,22 +135,26 @@ def test_half_precision_is_as_close_to_float32_as_stock(dtype: torch.dtype) -> N
 
 
 def test_experts_stay_stock_inside_a_swapped_layer() -> None:
-    """Steps of generate are traced, and run experts by kernels. Forwards run stock's."""
+    """Steps of generate run experts by kernels. Forwards run stock's.
+
+    transformers 5.4 does not say how experts run. There steps run stock's experts too, and kernels
+    run the norm and the router before them.
+    """
     stock = tiny("mixtral", dtype=torch.bfloat16)
     model = optimize(twin_of(stock))
     found = model.mirage.report.swapped
-    # transformers 5.4 does not say how experts run
     is_traced = hasattr(model, "get_experts_implementation")
-    patterns = {"rms_norm_linear", "attention", "linear_residual"} | (
-        {"traced"} if is_traced else set()
-    )
+    patterns = {"rms_norm_linear", "attention", "linear_residual", "traced"}
     assert {r.pattern for r in found} == patterns
-    assert not is_traced or "experts" in {r.part for r in found if r.pattern == "traced"}
+    assert ("experts" in {r.part for r in found if r.pattern == "traced"}) == is_traced
     torch.testing.assert_close(decode_logits(model), decode_logits(stock), atol=0.1, rtol=0.05)
     exact = optimize(
         tiny("mixtral")
     )  # torch has no float64 grouped matmul, and this test is not about experts
-    assert {r.pattern for r in exact.mirage.report.swapped} == patterns
+    # stock's experts of transformers 5.4 cannot be recorded in float32
+    assert {r.pattern for r in exact.mirage.report.swapped} == (
+        patterns if is_traced else patterns - {"traced"}
+    )
     step = "step: traced" if is_traced else "step: all by kernels"
     want, got = (
         m.generate(prompt(), do_sample=False, max_new_tokens=8) for m in (tiny("mixtral"), exact)
