@@ -113,9 +113,10 @@ def generate(
             mask_use=traced.mask_use,
             uses_rings=traced.uses_rings,
             only_traced=traced.only_traced,
+            drafts=drafts,
         )
     if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
-        covered(why if plan.only_traced else None)
+        covered(why if plan.only_traced or drafts is not None else None)
         plan = plan_with()
     runner.forget_replaced_kernels(inputs.model, plan)
     random_state = torch.get_rng_state()

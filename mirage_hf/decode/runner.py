@@ -289,13 +289,13 @@ class DecodeRunner:
         why_forward = self.no_kernels or why_no_step_program(
             model_kernels, plan, block, self.made_for, shape
         )
-        if why_forward and plan.drafts is not None:
-            raise NotCoveredError(f"drafts, and steps without kernels: {why_forward}")
         if why_forward and traced is not None:
             by_kernels = TRACED
             why_forward = self.why_not_traced(plan, block.batch) or why_no_traced_step(
-                traced, block
+                traced, block, shape, drafts
             )
+        if why_forward and plan.drafts is not None:
+            raise NotCoveredError(f"drafts, and steps without kernels: {why_forward}")
         if why_forward and plan.only_traced:
             raise NotCoveredError(why_forward)
         why_called = self._why_called(plan, block, key, chooser, runs_forward=bool(why_forward))
@@ -305,9 +305,9 @@ class DecodeRunner:
                 self.count(f"step: {why_forward or by_kernels}")
         graphs = why_called is None
         if traced is not None and not why_forward and by_kernels == TRACED:
-            step_plan = traced.plan_for(block)
+            step_plan = traced.plan_for(block, shape, drafts)
             assert step_plan is not None
-            return TracedStep(step_plan, block, plan.masks, graphs=graphs, graph_key=key)
+            return TracedStep(step_plan, block, plan.masks, drafts, graphs=graphs, graph_key=key)
         if model_kernels is not None and not why_forward:
             return StepProgram(
                 model_kernels, block, plan.masks, shape, drafts, graphs=graphs, graph_key=key
