@@ -149,7 +149,10 @@ def test_the_check_finds_a_row_that_is_wrong(wrong: str, monkeypatch: pytest.Mon
         bounds = bounds_of(self, *args)
         if self.drafts is not None and wrong in bounds:
             changed = bounds[wrong].clone()
-            changed[1, -1] += -1 if wrong == "new_last" else 1
+            if wrong == "new_last":  # of all rows, because there are no windows
+                changed[:, -1] -= 1
+            else:
+                changed[1] += 1
             bounds[wrong] = changed
         return bounds
 
