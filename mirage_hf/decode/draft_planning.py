@@ -59,7 +59,8 @@ def _by_assistant(runner: DecodeRunner, inputs: CallInputs, model: Any, schedule
     """
     assistant = Assistant.of(model, inputs)
     steps, shapes = _draft_shapes(runner, inputs, assistant.most, "assisted decoding")
-    of_step = assistant.runner.model_kernels.weight_bytes / max(steps.bytes_read_in(min(shapes)), 1)
+    one = StepShape(len(inputs.input_ids))
+    of_step = assistant.steps.bytes_read_in(one) / max(steps.bytes_read_in(one), 1)
     costs = step_costs(steps, shapes, of_step, assistant.most)
     plan = DraftPlan(shapes, costs, assistant.most, None, assistant)
     of_assistant = model.generation_config.num_assistant_tokens_schedule

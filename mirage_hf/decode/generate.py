@@ -107,14 +107,7 @@ def generate(
     if traced is None:
         plan = plan_with(expected=expected, drafts=drafts)
     else:
-        plan = plan_with(
-            expected=expected,
-            axes=traced.axes,
-            mask_use=traced.mask_use,
-            uses_rings=traced.uses_rings,
-            only_traced=traced.only_traced,
-            drafts=drafts,
-        )
+        plan = plan_with(expected=expected, drafts=drafts, **traced.call_options)
     if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
         covered(why if plan.only_traced or drafts is not None else None)
         plan = plan_with()

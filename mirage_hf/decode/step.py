@@ -51,6 +51,10 @@ class Step(ABC):
     def _forward(self) -> None:
         """Feed the tokens and leave the logits in the block."""
 
+    def feed(self) -> None:
+        """Feed the tokens, append their keys and values, and leave the logits."""
+        self._forward()
+
     def _to_logits(self) -> None:
         self._forward()
         move_on(self.block.control, self.block.control.alive.any())

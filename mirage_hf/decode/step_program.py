@@ -125,10 +125,6 @@ class StepProgram(Step):
             )
         return _Buffers(embedded, sampler_of(block), cos, sin, kernels, indices, bounds)
 
-    def feed(self) -> None:
-        """Feed the tokens, append their keys and values, and leave the logits."""
-        self._forward()
-
     def _forward(self) -> None:
         buffers, block, model_kernels = self._ready_buffers(), self.block, self.model_kernels
         embedded, by_kernel = buffers.embedded, buffers.sampler.by_kernels

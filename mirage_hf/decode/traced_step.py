@@ -143,9 +143,17 @@ class TracedSteps:
         """The shapes of the steps that verify drafts."""
         return tuple(self.drafting)
 
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """What `plan_call` takes of a model whose steps were traced."""
+        names = ("axes", "mask_use", "uses_rings", "only_traced")
+        return {name: getattr(self, name) for name in names}
+
     def bytes_read_in(self, shape: StepShape) -> int:
-        """Return the bytes of weights that a step which verifies drafts reads."""
-        return self.drafting[shape].weight_bytes
+        """Return the bytes of weights that a step reads."""
+        plan = self.drafting_plan(shape)
+        assert plan is not None
+        return plan.weight_bytes
 
     def products_us(self, shape: StepShape) -> float | None:
         """Return None: what runs as torch ops was not measured."""
@@ -189,8 +197,17 @@ class TracedSteps:
             drafts: State of the drafts, if the call drafts.
         """
         if drafts is not None:
-            return self.drafting.get(shape)
+            return self.drafting_plan(shape)
         return self.plans.get((block.batch, tuple(block.rings)))
+
+    def drafting_plan(self, shape: StepShape) -> StepPlan | None:
+        """Return the plan of steps whose rows may have several lengths. One row has one length."""
+        plan = self.drafting.get(shape)
+        if plan is not None or shape.rows > 1:
+            return plan
+        return next(
+            (p for (rows, rings), p in self.plans.items() if rows == 1 and not any(rings)), None
+        )
 
 
 class TracedStep(Step):

@@ -187,3 +187,27 @@ def test_keys_of_several_tokens_go_to_the_slots_of_their_text() -> None:
     seen = append_tokens(memory, 2, first + torch.arange(tokens), new)
     assert torch.equal(memory, want)
     assert torch.equal(seen, want[[0, 0, 0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_traced_assistant_drafts(rows: int) -> None:
+    """The assistant is a model of the same kind. It drafts the tokens of its own text."""
+    stock, ours = pair("gpt2", batch_sizes=(rows,))
+    helper = optimize(twin_of(stock), batch_sizes=(rows,), draft_tokens=(1,), verify=False)
+    helper.generation_config.num_assistant_tokens = 3
+    given = {**texts(stock)[rows > 1], **GREEDY}
+    want = stock.generate(**given).tolist()
+    assert ours.generate(**given, assistant_model=helper).tolist() == want
+    counts = ours.mirage.report.decode
+    assert counts["drafts: drafted"] == 3 * counts["drafts: steps of a row"]
+    assert taken(ours) >= counts["drafts: drafted"] - 3 > 0
+
+
+def test_an_assistant_without_steps_for_several_lengths_is_stocks() -> None:
+    stock, ours = pair("gpt2")
+    helper = optimize(twin_of(stock), batch_sizes=(3,), verify=False)
+    given = {**texts(stock)[1], **GREEDY}
+    with pytest.raises(ValueError, match="batch_size = 1"):  # stock takes one row only
+        ours.generate(**given, assistant_model=helper)
+    (why,) = stocks(ours)
+    assert "the assistant's steps of 3 rows take texts of one length" in why
