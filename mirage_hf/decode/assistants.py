@@ -56,6 +56,8 @@ class Assistant:
         if runner is None or (steps := runner.model_kernels or runner.traced) is None:
             raise NotCoveredError("assisted decoding: the assistant has no steps by kernels")
         batch = StepShape(len(target.input_ids))
+        if isinstance(steps, TracedSteps) and steps.keeps_states:
+            raise NotCoveredError("assisted decoding: an assistant whose layers keep states")
         if isinstance(steps, TracedSteps) and steps.drafting_plan(batch) is None:
             raise NotCoveredError(
                 f"assisted decoding: the assistant's steps of {batch} take texts of one length; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf.decode.assistants import Assistant
@@ -23,8 +23,24 @@ COST_OF_ROW = 0.045
 CONSTANT, PERSISTENT = "constant", "heuristic"
 
 
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a call says about drafts, besides what stock's config has.
+
+    Attributes:
+        assistant: The model that drafts, if there is one.
+        schedule: The call's `num_assistant_tokens_schedule`. HF fills in its default later.
+        lookup: The call's `prompt_lookup_num_tokens` and `max_matching_ngram_size`, if stock's
+            generate must not see them.
+    """
+
+    assistant: Any = None
+    schedule: Any = None
+    lookup: tuple[int, int | None] | None = None
+
+
 def plan_drafts(
-    runner: DecodeRunner, inputs: CallInputs, assistant: Any = None, schedule: Any = None
+    runner: DecodeRunner, inputs: CallInputs, request: DraftRequest
 ) -> DraftPlan | None:
     """Return how a call drafts, None if it does not.
 
@@ -33,17 +49,17 @@ def plan_drafts(
     Args:
         runner: What the model keeps between calls.
         inputs: What stock's decoding method would get.
-        assistant: The model that drafts, if there is one.
-        schedule: The call's `num_assistant_tokens_schedule`, without HF's default.
+        request: What the call says about drafts.
 
     Raises:
         NotCoveredError: It wants drafts, and there are no steps that verify them.
     """
-    config = inputs.config
-    most = config.prompt_lookup_num_tokens
+    config, assistant, schedule = inputs.config, request.assistant, request.schedule
+    most, longest = config.prompt_lookup_num_tokens, config.max_matching_ngram_size
+    if request.lookup is not None:
+        most, longest = request.lookup
     if most is None:
         return None if assistant is None else _by_assistant(runner, inputs, assistant, schedule)
-    longest = config.max_matching_ngram_size
     longest = 2 if longest is None else longest
     if most < 1 or longest < 1:
         raise NotCoveredError("prompt lookup with options that stock rejects")

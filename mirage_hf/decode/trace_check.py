@@ -202,7 +202,7 @@ class TraceCheck:
                 drafts.ahead.copy_(ahead)
                 places = ahead + drafts.number
                 with TakeChoices(_of_places(choices, places), self.tolerance):
-                    step._forward()
+                    step.feed()
                 return _at_places(by_place, places), drafts.logits.clone()
 
             number, nothing = drafts.number, torch.zeros_like(drafts.ahead)
@@ -213,6 +213,7 @@ class TraceCheck:
             wanted, found = ours(nothing)
             is_right = (number < taken).flatten()
             first = wanted[is_right], found[is_right]
+            step.settle(taken[:, 0])
             drafts.tokens.copy_(ids.gather(1, length + taken + number))
             return [first, ours(taken)]
 

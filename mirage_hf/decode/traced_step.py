@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import of_self_attention, read_cache
-from mirage_hf.decode.cache_layers import states_of
+from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.masks import MaskPlan
@@ -56,6 +56,7 @@ from mirage_hf.trace.record import (
     record,
 )
 from mirage_hf.trace.sizes import Size, Sizes, generalized, has_mixed_sizes, shape_at
+from mirage_hf.trace.successive import kept_name
 from mirage_hf.trace.torch_functions import torch_functions_only
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
@@ -144,6 +145,11 @@ class TracedSteps:
         return tuple(self.drafting)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep states besides keys and values."""
+        return any(state_names(plan.recording) for plan in self.all_plans)
+
+    @property
     def call_options(self) -> dict[str, Any]:
         """What `plan_call` takes of a model whose steps were traced."""
         names = ("axes", "mask_use", "uses_rings", "only_traced")
@@ -227,6 +233,9 @@ class TracedStep(Step):
         self.plan, self.masks, self.drafts = plan, masks, drafts
         self._inputs = step_inputs(block) | {"logits": self.logits}
         self._of_tokens = {} if drafts is None else self._bounds_of_tokens(drafts)
+        self._kept = self._kept_states()
+        for name, kept in self._kept.items():
+            self._inputs |= {kept_name(name, token): x for token, x in enumerate(kept)}
         self._run: Callable[[], None] | None = None
         self._bool_masks = {n for n, x in plan.recording.inputs.items() if x.dtype == torch.bool}
 
@@ -237,7 +246,7 @@ class TracedStep(Step):
 
     def held(self) -> Any:
         """Return what a captured graph reads besides the block and the model."""
-        return self._run, self._of_tokens
+        return self._run, self._of_tokens, self._kept
 
     def _forward(self) -> None:
         if self._run is None:
@@ -257,6 +266,32 @@ class TracedStep(Step):
                 self._inputs.update(inputs)
             self._inputs.update(self._bounds())
             self._run()
+
+    def _to_token(self, chooser: Chooser) -> None:
+        super()._to_token(chooser)
+        if self.drafts is not None:
+            self.settle(self.drafts.report[:, -2])
+
+    def settle(self, taken: Tensor) -> None:
+        """Let the states of each row be those after the tokens that it takes.
+
+        Args:
+            taken: (batch,): how many of the tokens that were fed a row takes.
+        """
+        rows = torch.arange(len(taken), device=taken.device)
+        index = (taken - 1).clamp_min(0) * len(taken) + rows
+        for name, kept in self._kept.items():
+            torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
+
+    def _kept_states(self) -> dict[str, Tensor]:
+        """Return memory (tokens, batch, …) for the states after each token, by name."""
+        moved = [name for name in self.plan.recording.moves if name.endswith("@0")]
+        if self.drafts is None or not moved:
+            return {}
+        tokens = self.drafts.tokens.shape[1]
+        names = [name.removesuffix("@0") for name in moved]
+        with torch.inference_mode(False):
+            return {x: torch.stack([torch.zeros_like(self._inputs[x])] * tokens) for x in names}
 
     def _bounds(self) -> dict[str, Tensor]:
         """Return the slots that attention's kernels read and write, by layer."""
@@ -331,7 +366,12 @@ def why_no_traced_step(
     recorded, inputs = step_plan.recording.inputs, step_inputs(block)
     if drafts is not None:
         inputs |= {**tensors_of(drafts.as_rows(block.control)), "logits": drafts.logits}
-    wanted = {name: x for name, x in recorded.items() if not name.startswith(_MADE_BY_STEP)}
+    moves = step_plan.recording.moves
+    wanted = {
+        name: x
+        for name, x in recorded.items()
+        if not name.startswith(_MADE_BY_STEP) and name not in moves
+    }
     if inputs.keys() != wanted.keys():
         return "layers without keys of their own"
     for name, x in inputs.items():
@@ -360,6 +400,11 @@ def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
     for number, (_, slab) in enumerate(block.ring_slabs):
         inputs[f"ring.{number}"] = slab
     return inputs | block.sources | {"logits": block.logits}
+
+
+def state_names(recording: Recording) -> list[str]:
+    """Return the names of the states besides keys and values."""
+    return [name for name in recording.inputs if name.startswith(("conv.", "recurrent."))]
 
 
 def rings_variants(
@@ -449,6 +494,8 @@ def record_step(
                     _fill(block, prompt)
                     rows, logits = block.control, block.logits
                     if tokens is not None:
+                        for key, state in block.states.items():  # each row has its own at first
+                            block.states[key] = state.repeat_interleave(tokens, 0)
                         drafts = Drafts.allocate(batch, tokens, block.logits, None)
                         rows, logits = drafts.as_rows(rows), drafts.logits
                     step = CapturedForward(
@@ -551,8 +598,6 @@ def _check_may_draft(prompt: _FakePrompt) -> None:
     """
     if prompt.source is not None:
         raise TraceError("each token of a text would need a copy of what the encoder gave")
-    if any(states_of(layer) for layer in of_self_attention(prompt.cache).layers):
-        raise TraceError("drafts that are not taken would move on the states of its layers")
 
 
 def _fill(block: CacheBlock, prompt: _FakePrompt) -> None:

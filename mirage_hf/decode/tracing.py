@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from mirage_hf.decode.traced_step import (
     TracedSteps,
     record_step,
     rings_variants,
+    state_names,
 )
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.formats.containers import bytes_of
@@ -46,6 +47,7 @@ from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, Run, StepPlan, weight_bytes
 from mirage_hf.trace.record import Recording, TraceError
 from mirage_hf.trace.regions import Region
+from mirage_hf.trace.successive import with_states_in_turn
 from mirage_hf.trace.weight_names import common_module, weight_path
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
@@ -231,7 +233,7 @@ class _Tracer:
             for number in (0, *sorted(drafts)):
                 shape = StepShape(batch, 1 + number)
                 try:
-                    made[shape] = self._drafting_plan(steps, shape, whole)
+                    made[shape] = self._drafting_plan(steps, shape, whole, made)
                 except TraceError as error:
                     why = str(error)
                     break  # a larger shape would fail, too
@@ -243,8 +245,14 @@ class _Tracer:
                 missing.append(f"calls with a batch of {batch} {outcome}: {why}")
         return missing
 
-    def _drafting_plan(self, steps: TracedSteps, shape: StepShape, whole: bool) -> StepPlan:
-        """Return the checked plan of a shape.
+    def _drafting_plan(
+        self,
+        steps: TracedSteps,
+        shape: StepShape,
+        whole: bool,
+        made: Mapping[StepShape, StepPlan],
+    ) -> StepPlan:
+        """Return the checked plan of a shape, if that of one token is made.
 
         Raises:
             TraceError: It cannot be recorded, or differs from stock's. Or it should be whole, and
@@ -258,6 +266,9 @@ class _Tracer:
         recording = _recorded(
             self.model, batch, windows, sizes, check=self.check, form=steps.form, tokens=tokens
         )
+        if tokens > 1 and (states := state_names(recording)):
+            one = made[StepShape(batch)].recording
+            recording = with_states_in_turn(recording, one, batch, states)
         plan = StepPlan(recording, shape.rows)
         self._find_all(plan, whole)
         self.check.run_drafts(plan, shape, sizes[0])
@@ -408,8 +419,9 @@ class _Tracer:
             kernel = self.attention[self._block_of(one, plan)][0]
             self.report_rows.append(resolved_row(row, kernel))
         for region in plan.regions:
-            if str(region.graph) not in self.found:
-                continue
+            is_later = region.state is not None and region.state.name in plan.recording.moves
+            if str(region.graph) not in self.found or is_later:
+                continue  # what moves a state on for the first token does so for the others
             where = plan.recording.nodes[region.nodes[0]].where
             if region.state is not None:
                 where = f"layers.{region.state.name.rpartition('.')[2]}"

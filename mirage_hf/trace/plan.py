@@ -336,9 +336,10 @@ class StepPlan:
     ) -> Callable[[dict[Any, Tensor]], None]:
         """Return what runs a region. It updates its state in place if its kernel can."""
         runs, outputs = self._region_runs[region], region.graph.outputs
-        state = None if region.state is None else inputs[region.state.name]
+        target = None if region.target is None else inputs[region.target.name]
         # only a contiguous state is the same memory in the form that the program has
-        is_in_place = state is not None and runs.is_in_place and state.is_contiguous()
+        may_write = region.state != region.target or runs.is_in_place
+        is_in_place = target is not None and may_write and target.is_contiguous()
 
         def given(source: Any, tensors: dict[Any, Tensor]) -> Tensor:
             if isinstance(source, Value):
@@ -348,12 +349,13 @@ class StepPlan:
         def action(tensors: dict[Any, Tensor]) -> None:
             operands = [x.of(given(x.source, tensors)) for x in region.inputs]
             if is_in_place:
-                others = [operands[0].new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
-                results = runs.run(operands, [operands[0], *others])[1:]
+                assert target is not None
+                others = [target.new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
+                results = runs.run(operands, [target.view(outputs[0].dims), *others])[1:]
             else:
                 results = runs.run(operands)
-                if state is not None:
-                    state.copy_(results[0].reshape(state.shape))
+                if target is not None:
+                    target.copy_(results[0].reshape(target.shape))
                     results = results[1:]
             for result, y in zip(region.results, results, strict=True):
                 tensors[result.value] = result.of(y)
