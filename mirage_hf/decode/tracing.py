@@ -327,7 +327,9 @@ class _Tracer:
         for region in plan.regions_to_run():
             kernel = self._found(region.graph, plan)
             if not isinstance(kernel, str) and kernel.runs_kernel:
-                kernels[region] = RegionRun(kernel.run, (0, 0) in kernel.in_place)
+                kernels[region] = RegionRun(
+                    kernel.run, (0, 0) in kernel.in_place, kernel.runs_generated
+                )
         return kernels
 
     def _found(self, program: KernelGraph, plan: StepPlan) -> Resolved | str:

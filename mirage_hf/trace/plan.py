@@ -35,10 +35,12 @@ class RegionRun:
     Attributes:
         run: Runs its program.
         is_in_place: Whether the next state may be written over the state that it updates.
+        takes_outputs: Whether it may be given a tensor to write the next state into.
     """
 
     run: Run
     is_in_place: bool = False
+    takes_outputs: bool = False
 
 
 @dataclass(eq=False)
@@ -338,7 +340,8 @@ class StepPlan:
         runs, outputs = self._region_runs[region], region.graph.outputs
         target = None if region.target is None else inputs[region.target.name]
         # only a contiguous state is the same memory in the form that the program has
-        may_write = region.state != region.target or runs.is_in_place
+        moves = region.state != region.target
+        may_write = runs.takes_outputs if moves else runs.is_in_place
         is_in_place = target is not None and may_write and target.is_contiguous()
 
         def given(source: Any, tensors: dict[Any, Tensor]) -> Tensor:

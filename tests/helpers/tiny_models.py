@@ -202,6 +202,7 @@ class Resolved:
 
     program: Any
     runs_kernel: bool = True
+    runs_generated: bool = True
     scale: float = 1.0
     source: str = "cache"
     seconds: float = 0.0
