@@ -233,9 +233,8 @@ class TracedStep(Step):
         self.plan, self.masks, self.drafts = plan, masks, drafts
         self._inputs = step_inputs(block) | {"logits": self.logits}
         self._of_tokens = {} if drafts is None else self._bounds_of_tokens(drafts)
-        self._kept = self._kept_states()
-        for name, kept in self._kept.items():
-            self._inputs |= {kept_name(name, token): x for token, x in enumerate(kept)}
+        #: The states after each token (tokens, batch, …) by name. A replayed step has its own.
+        self._kept: dict[str, Tensor] = {}
         self._run: Callable[[], None] | None = None
         self._bool_masks = {n for n, x in plan.recording.inputs.items() if x.dtype == torch.bool}
 
@@ -250,6 +249,7 @@ class TracedStep(Step):
 
     def _forward(self) -> None:
         if self._run is None:
+            self._keep_states()
             self._run = self.plan.bind(self._inputs, sizes_of(self.block))
         with torch.no_grad():
             rows = self.block.control
@@ -283,15 +283,16 @@ class TracedStep(Step):
         for name, kept in self._kept.items():
             torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
 
-    def _kept_states(self) -> dict[str, Tensor]:
-        """Return memory (tokens, batch, …) for the states after each token, by name."""
-        moved = [name for name in self.plan.recording.moves if name.endswith("@0")]
-        if self.drafts is None or not moved:
-            return {}
-        tokens = self.drafts.tokens.shape[1]
-        names = [name.removesuffix("@0") for name in moved]
-        with torch.inference_mode(False):
-            return {x: torch.stack([torch.zeros_like(self._inputs[x])] * tokens) for x in names}
+    def _keep_states(self) -> None:
+        """Make memory for the states after each token."""
+        moves = self.plan.recording.moves
+        for name in {*moves.values()} - {*moves}:  # what the first token reads
+            state = self._inputs[name]
+            tokens = sum(kept.startswith(f"{name}@") for kept in moves)
+            with torch.inference_mode(False):
+                kept = state.new_zeros((tokens, *state.shape))
+            self._kept[name] = kept
+            self._inputs |= {kept_name(name, token): x for token, x in enumerate(kept)}
 
     def _bounds(self) -> dict[str, Tensor]:
         """Return the slots that attention's kernels read and write, by layer."""
