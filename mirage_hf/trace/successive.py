@@ -99,7 +99,7 @@ def _moving(recording: Recording, state: Input) -> list[int]:
     members = from_state & needed
     large = {n for n in members if _size(nodes[n].outputs[0]) >= size}
     for number in sorted(from_state - members):
-        if any(_is_in(x, large) for x in nodes[number].operands):
+        if any(x == state or _is_in(x, large) for x in nodes[number].operands):
             members.add(number)
             if _size(nodes[number].outputs[0]) >= size:
                 large.add(number)
