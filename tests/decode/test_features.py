@@ -28,7 +28,12 @@ slow = pytest.mark.slow  # on the main version of transformers only
 
 @pytest.fixture(
     scope="module",
-    params=[name if name == "kernels" else pytest.param(name, marks=slow) for name in PAIRS],
+    params=[
+        "kernels",
+        pytest.param("captured kernels", marks=slow),
+        # test_generate.py runs calls of all kinds by the model's own forward
+        pytest.param("forward", marks=[slow, pytest.mark.thorough]),
+    ],
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[generate_features.Pair]:
     family, dtype, how = PAIRS[request.param]

@@ -105,16 +105,16 @@ def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
     "name",
     [
         "gpt2",
-        "opt",
+        pytest.param("opt", marks=pytest.mark.thorough),  # as gpt2
         "falcon",
         "gptj",
-        "apertus",
-        "bart",
+        pytest.param("apertus", marks=pytest.mark.thorough),  # as falcon, with another activation
+        pytest.param("bart", marks=pytest.mark.thorough),  # in test_encoder_decoder.py too
         "lfm2",
         "jamba",
         "qwen3_next",
         "qwen3_vl",
-        "smolvlm",
+        pytest.param("smolvlm", marks=pytest.mark.thorough),  # as qwen3_vl
         "gemma3",
         "roformer",  # makes positions of the number of tokens, as an integer
         "bloom",  # makes its bias of a mask of 0 and 1
@@ -123,7 +123,7 @@ def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
         "gemma4_text",  # its last layers read the keys of others
         "gemma3n_text",  # likewise, and asks a distribution, which checks numbers on the host
         "qwen3_moe",  # known by name, and traced so that kernels run its experts
-        "olmoe",
+        pytest.param("olmoe", marks=pytest.mark.thorough),  # likewise
     ],
 )
 def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
@@ -191,7 +191,17 @@ def test_a_capture_leaves_states_as_they_are(name: str) -> None:
     assert ours.mirage.report.decode["captured"] == 2 and steps(ours) == {"traced": 2}
 
 
-@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "mamba2", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        "mamba2",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("jamba", "falcon_h1", "lfm2")
+        ),
+    ],
+)
 def test_the_second_prompt_of_a_length_captures_stocks_prefill(
     name: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from mirage_hf.api import optimize
 from tests.decode.test_drafts import counted_steps, steps_by_tokens, verified
 from tests.helpers.generate_comparison import our_numbers
 from tests.helpers.step_pairs import generated
+from tests.helpers.thorough import count
 from tests.helpers.tiny_models import twin_of
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -93,7 +94,7 @@ def test_samples_take_drafts_too(stock: Any) -> None:
     given = {**prompts(TEXTS[:1]), "do_sample": True, "temperature": 0.8, "top_k": 0}
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.num_assistant_tokens = 3
-    for seed in range(3):
+    for seed in range(count(3, 1)):
         with our_numbers():
             want = generated(stock, given, seed)
         got = generated(ours, {**given, "assistant_model": assistant}, seed)

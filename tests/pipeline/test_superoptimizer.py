@@ -496,12 +496,17 @@ def test_results_belong_to_the_graph_they_are_asked_for():
     [
         dict(time_limit=21),
         dict(seed=1),
-        dict(max_block_ops=20),
-        dict(config="lora"),
         dict(config="mlp"),
         dict(griddims=[(16, 1, 1)]),
-        dict(blockdims=[(64, 1, 1)]),
-        dict(franges=[2]),
+        *(
+            pytest.param(changed, marks=pytest.mark.thorough)
+            for changed in (
+                dict(max_block_ops=20),
+                dict(config="lora"),
+                dict(blockdims=[(64, 1, 1)]),
+                dict(franges=[2]),
+            )
+        ),
     ],
     ids=str,
 )
