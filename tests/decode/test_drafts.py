@@ -104,7 +104,8 @@ ALIKE = ("qwen3", "gemma3", "olmo2", "phi3", "cohere", "gpt_neox")
 def test_greedy_tokens_are_stocks_whatever_is_drafted(family: str) -> None:
     stock, ours = pair(family)
     for given in ({"input_ids": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
-        tokens = count(256, 64)
+        # drafts that are late by one help gpt-oss in longer texts only
+        tokens = count(256, 128 if family == "gpt_oss" else 64)
         given = {**given, "do_sample": False, "max_new_tokens": tokens, "pad_token_id": PAD}
         want = stock.generate(**given)
         batch = want.shape[0]
@@ -238,7 +239,7 @@ def test_samples_are_those_of_plain_decoding() -> None:
 @pytest.mark.parametrize("quality", ["good", "bad"])
 def test_samples_have_plain_probabilities(quality: str) -> None:
     """The second new token is drafted, and has the probabilities of plain sampling."""
-    draws, batch, temperature = 20_000, 500, 2.0
+    draws, batch, temperature = 20_032, 64, 2.0
     stock, ours = pair(batch_sizes=(batch,), draft_tokens=(1,))
     text = prompt(1, 9)
 

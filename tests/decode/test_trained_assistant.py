@@ -66,15 +66,15 @@ def test_the_assistant_is_small() -> None:
 
 def test_greedy_drafts_are_mostly_taken(stock: Any) -> None:
     ours, assistant = drafting_pair(stock)
-    most = 0
-    for text in TEXTS:
+    texts, most = TEXTS[: count(len(TEXTS), 2)], 0
+    for text in texts:
         given = {**prompts([text]), "do_sample": False}
         want = stock.generate(**given)
         got, steps = counted_steps(ours, {**given, "assistant_model": assistant})
         assert got.tolist() == want.tolist()
         most = max(most, steps)
     assert taken_of_a_step(ours) > 1.5
-    assert most < 120 and verified(ours) == len(TEXTS)
+    assert most < 120 and verified(ours) == len(texts)
     # with a fifth of the model's weights, three drafts a step pay best, and none are given up
     used = steps_by_tokens(ours)
     assert used[4] > used.get(8, 0) and 1 not in used, used

@@ -624,7 +624,7 @@ def _without_record(folder):
         (_foreign, "its key is not that of its program"),
         (_older, "version 0"),
         (_changed, "is not the file"),
-        (_no_dict, "is damaged"),
+        pytest.param(_no_dict, "is damaged", marks=pytest.mark.thorough),
         (_binary, "not UTF-8"),
         (_wrong_but_signed, "not proven again .*differ"),
         (_without_record, "holds no µGraphs of a search"),
