@@ -150,15 +150,16 @@ def optimize(
             _restore_stock(model)
         inner = generating(model)
         matches = match(model, names, inner)
-        shapes = _step_shapes(rows, drafts, inner)
-        optimization = Optimization(model, backend, shapes, matches)
-        optimization.report_rejected(on_unsupported)
         wants_trace = inner is not None and patterns is None
         # Mixtures of known models are traced one by one. A whole trace joins their kernels with the
         # sums that follow.
         is_known = wants_trace and not decoding.wants_trace(inner, matches.causal)
         if is_known:
             wants_trace = decoding.wants_experts(inner, matches.modules)
+        # steps of other models are traced, those that verify drafts, too
+        shapes = _step_shapes(rows, () if wants_trace and not is_known else drafts, inner)
+        optimization = Optimization(model, backend, shapes, matches)
+        optimization.report_rejected(on_unsupported)
         if dry_run:
             if wants_trace:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
@@ -183,7 +184,7 @@ def optimize(
             if wants_trace:
                 optimization.bind_codes(finder.resolve)
                 traced, traced_rows, why = decoding.trace_steps(
-                    inner, rows, finder, note, whole=is_known
+                    inner, rows, finder, note, whole=is_known, draft_tokens=drafts
                 )
                 if is_known and traced is None:
                     why = f"each mixture of experts is traced by itself: {why}"
@@ -305,8 +306,8 @@ def _note_drafts(handle: Handle) -> None:
         return
     kernels = runner.model_kernels
     if runner.traced is not None:
-        why = "steps are traced, and take one token"
-    elif kernels is None:
+        return  # the note of the trace says which shapes it lacks
+    if kernels is None:
         why = "steps are not all by kernels"
     elif all(shape.tokens == 1 for shape in kernels.shapes):
         why = "no step of several tokens has all of its kernels"

@@ -13,6 +13,9 @@ after `restore`. It does so for one text, and for three texts of different lengt
 get an image. Every text must be stock's. Each type runs in a process of its own, and gives a line
 of JSON.
 
+With `--drafts 3` each call runs once more, with steps that verify three drafts. 30% of these
+drafts are wrong.
+
 `--table` counts the types by class, and `--grid` prints two tables for the docs. If a file has a
 type several times, the last line counts. The classes are:
 
@@ -64,6 +67,7 @@ from transformers.models.auto.modeling_auto import (
 
 import mirage_hf
 from mirage_hf.errors import OptimizeWarning
+from scripts.scripted_drafts import drafting
 from scripts.survey_configs import IMPOSSIBLE, PREPARED, SPECIAL_TOKENS, small_config
 from scripts.survey_images import IMAGES, NEEDED, image_inputs
 
@@ -77,6 +81,9 @@ FEW_TOKENS = 8
 
 #: Names of the first inputs of models of sound: features of frames, or samples.
 SOUND = ("input_features", "input_values", "inputs")
+
+#: The share of drafts that are wrong.
+WRONG_DRAFTS = 0.3
 
 #: The most parameters that a small model may have.
 MOST_PARAMETERS = 300_000_000
@@ -216,8 +223,15 @@ def _generated(model: Any, call: Call, tokens: int, **kwargs: Any) -> Any:
 # -- one type --------------------------------------------------------------------------------------
 
 
-def survey(model_type: str, head: str, tokens: int) -> Row:
-    """Return the row of a type."""
+def survey(model_type: str, head: str, tokens: int, drafts: int = 0) -> Row:
+    """Return the row of a type.
+
+    Args:
+        model_type: The type.
+        head: The kind of its head.
+        tokens: New tokens of each text.
+        drafts: Drafts that steps verify in further calls, 0 for no such calls.
+    """
     row: Row = {"type": model_type, "head": head, "transformers": transformers.__version__}
     try:
         model = build(model_type, head)
@@ -226,7 +240,7 @@ def survey(model_type: str, head: str, tokens: int) -> Row:
     except Exception as error:  # whatever a model of another project raises
         return row | {"unbuilt": _described(error)}
     try:
-        return row | _compared(model, calls, wanted, tokens)
+        return row | _compared(model, calls, wanted, tokens, drafts)
     except Exception as error:  # an error of ours is a result
         return row | {"error": _described(error)}
 
@@ -253,12 +267,15 @@ def _stock_texts(
     return calls, wanted, not_run
 
 
-def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor], tokens: int) -> Row:
+def _compared(
+    model: Any, calls: Sequence[Call], wanted: Sequence[Tensor], tokens: int, drafts: int
+) -> Row:
     """Return what optimize() did, and whether texts are stock's with it and after restore()."""
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mirage_hf.optimize(model, batch_sizes=(1, 3))
+        draft_tokens = (drafts,) if drafts else ()
+        mirage_hf.optimize(model, batch_sizes=(1, 3), draft_tokens=draft_tokens)
     row: Row = {
         "optimize_seconds": round(time.monotonic() - start, 1),
         "warned": [str(w.message) for w in caught if issubclass(w.category, OptimizeWarning)],
@@ -274,6 +291,8 @@ def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor], token
         row["decode"][call.name] = dict(_decode_counts(model) - before)
         if not row["equal"][call.name]:
             row.setdefault("got", {})[call.name] = [ours.tolist() for ours in texts]
+        if drafts and row["equal"][call.name] and row["optimized"]:
+            row.setdefault("drafts", {})[call.name] = _drafted(model, call, text, tokens, drafts)
     if row["optimized"]:
         row |= _report_facts(model)
         mirage_hf.restore(model)
@@ -284,6 +303,26 @@ def _compared(model: Any, calls: Sequence[Call], wanted: Sequence[Tensor], token
             row.setdefault("wanted", {})[call.name] = text.tolist()
             row.setdefault("margin", {})[call.name] = _margins(model, call, tokens)
     return row
+
+
+def _drafted(model: Any, call: Call, text: Tensor, tokens: int, drafts: int) -> Row:
+    """Return what a call with drafts did, and whether its text is stock's."""
+    generator = torch.Generator().manual_seed(4)
+    is_wrong = torch.rand(text.shape, generator=generator) < WRONG_DRAFTS
+    script = torch.where(is_wrong, text.roll(1, -1), text)
+    before = _decode_counts(model)
+    try:
+        with drafting(script, call.name):
+            ours = _generated(model, call, tokens, prompt_lookup_num_tokens=drafts)
+    except Exception as error:  # stock, which serves what we do not cover, may refuse drafts
+        with contextlib.suppress(type(error)):
+            type(model).generate(model, **call.inputs, prompt_lookup_num_tokens=drafts)
+            raise
+        decode = dict(_decode_counts(model) - before)
+        return {"equal": True, "decode": decode, "error": _described(error)}
+    ours = ours if isinstance(ours, Tensor) else ours.sequences
+    decode = dict(_decode_counts(model) - before)
+    return {"equal": torch.equal(ours, text), "decode": decode}
 
 
 def _decode_counts(model: Any) -> Counter[str]:
@@ -325,11 +364,12 @@ def _described(error: BaseException) -> str:
 # -- all types -------------------------------------------------------------------------------------
 
 
-def in_own_process(model_type: str, head: str, tokens: int, seconds: float) -> Row:
+def in_own_process(model_type: str, head: str, tokens: int, seconds: float, drafts: int) -> Row:
     """Return the row of a type, from a process that ends after some seconds."""
     context = multiprocessing.get_context("fork")  # so that torch is imported once
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_row, args=(model_type, head, tokens, theirs))
+    arguments = (model_type, head, tokens, drafts, theirs)
+    process = context.Process(target=_send_row, args=arguments)
     process.start()
     theirs.close()
     failed = {"type": model_type, "head": head, "transformers": transformers.__version__}
@@ -346,20 +386,20 @@ def in_own_process(model_type: str, head: str, tokens: int, seconds: float) -> R
         process.join()
 
 
-def _send_row(model_type: str, head: str, tokens: int, to: Connection) -> None:
+def _send_row(model_type: str, head: str, tokens: int, drafts: int, to: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     with contextlib.redirect_stdout(None):  # some models print
-        row = survey(model_type, head, tokens)
+        row = survey(model_type, head, tokens, drafts)
     to.send(row)
 
 
-def run(types: Mapping[str, str], out: Path, tokens: int, seconds: float) -> None:
+def run(types: Mapping[str, str], out: Path, tokens: int, seconds: float, drafts: int = 0) -> None:
     """Survey types, and append a line for each to a file."""
     with out.open("a") as file:
         for number, (model_type, head) in enumerate(types.items(), 1):
-            row = in_own_process(model_type, head, tokens, seconds)
+            row = in_own_process(model_type, head, tokens, seconds, drafts)
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(f"{number}/{len(types)} {model_type}: {class_of(row)}", flush=True)
@@ -384,7 +424,8 @@ def class_of(row: Row) -> str:
         return "unbuilt"
     if "error" in row:
         return "error"
-    if not all((*row["equal"].values(), *row["restored"].values())):
+    drafted = [call["equal"] for call in row.get("drafts", {}).values()]
+    if not all((*row["equal"].values(), *row["restored"].values(), *drafted)):
         return "WRONG TOKENS"
     if not row["optimized"]:
         return "nothing"
@@ -411,7 +452,28 @@ def table(rows: Iterable[Row]) -> str:
             lines += [f"  {row['type']}: {reason_of(row)}" for row in members]
         elif members:
             lines.append("  " + " ".join(row["type"] for row in members))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_drafts_table(by_class["whole steps"])])
+
+
+def _drafts_table(rows: Iterable[Row]) -> list[str]:
+    """Return how many types with whole steps verify drafts, and why the others do not."""
+    why_not: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        calls = [call["decode"] for call in row.get("drafts", {}).values()]
+        if calls:
+            why_not[_why_no_drafts(row, calls)].append(row["type"])
+    lines = [f"drafts: {len(why_not.pop('', []))}"] if why_not else []
+    return lines + [f"  {why}: {' '.join(types)}" for why, types in sorted(why_not.items())]
+
+
+def _why_no_drafts(row: Row, calls: Sequence[Mapping[str, int]]) -> str:
+    """Return why some call of a type verified no drafts, "" if all did."""
+    if all(counts.get("drafts: taken") for counts in calls):
+        return ""
+    noted = re.search(r"run stock if they draft: (.*?)(?:; calls with|$)", " ".join(row["notes"]))
+    counted = [c.removeprefix("stock: ") for counts in calls for c in counts if "stock" in c]
+    errors = [call["error"] for call in row["drafts"].values() if "error" in call]
+    return noted[1] if noted else (counted + errors + ["none was taken"])[0]
 
 
 def share_of(row: Row) -> str:
@@ -438,6 +500,11 @@ def reason_of(row: Row) -> str:
     if kind == "WRONG TOKENS":
         after = [name for name, equal in row["restored"].items() if not equal]
         calls = [name for name, equal in row["equal"].items() if not equal]
+        calls += [
+            f"{name} with drafts"
+            for name, call in row.get("drafts", {}).items()
+            if not call["equal"]
+        ]
         parts = [f"in {', '.join(calls)}"] if calls else []
         return "; ".join(parts + ([f"after restore in {', '.join(after)}"] if after else []))
     if kind == "whole steps":
@@ -498,6 +565,7 @@ def main() -> None:
     parser.add_argument("--part", type=part_of, default=(0, 1), help="such as 0/2: every second")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
     parser.add_argument("--seconds", type=float, default=200, help="the most for one type")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts that further calls verify")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="count the classes")
     parser.add_argument("--grid", type=Path, nargs="+", metavar="FILE", help="print markdown")
     args = parser.parse_args()
@@ -517,7 +585,8 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [name for name in types if not args.types or name in args.types]
     first, parts = args.part
-    run({name: types[name] for name in chosen[first::parts]}, args.out, args.tokens, args.seconds)
+    chosen_types = {name: types[name] for name in chosen[first::parts]}
+    run(chosen_types, args.out, args.tokens, args.seconds, args.drafts)
 
 
 if __name__ == "__main__":

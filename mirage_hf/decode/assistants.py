@@ -1,4 +1,4 @@
-"""Drafts by an assistant model: its own step program, one token after another, on the device."""
+"""Drafts by an assistant model: its own steps, one token after another, on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
 from mirage_hf.decode.sources import new_cache
-from mirage_hf.decode.step_program import StepProgram, why_no_step_program
+from mirage_hf.decode.step_program import StepProgram
+from mirage_hf.decode.traced_step import TracedStep, TracedSteps
+from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape
 
 #: Fills a block with the keys, values and logits of an assistant's prompt.
@@ -27,7 +29,7 @@ class Assistant:
     """An assistant model in one call.
 
     Attributes:
-        runner: What the assistant keeps between calls. It has kernels for its steps.
+        runner: What the assistant keeps between calls. Its steps run by kernels, or are traced.
         inputs: What stock's decoding method of the assistant would get for the same prompt.
         plan: Plan of such a call.
         most: The most tokens that it drafts at once.
@@ -38,6 +40,11 @@ class Assistant:
     plan: CallPlan
     most: int
 
+    @property
+    def steps(self) -> ModelKernels | TracedSteps:
+        """The assistant's steps."""
+        return self.runner.model_kernels or self.runner.traced  # type: ignore[no-any-return]
+
     @classmethod
     def of(cls, model: Any, target: CallInputs) -> Assistant:
         """Return the assistant for a call of another model.
@@ -46,8 +53,16 @@ class Assistant:
             NotCoveredError: The assistant cannot draft by steps of its own.
         """
         runner = getattr(model.__dict__.get("generate"), "runner", None)
-        if runner is None or runner.model_kernels is None:
+        if runner is None or (steps := runner.model_kernels or runner.traced) is None:
             raise NotCoveredError("assisted decoding: the assistant has no steps by kernels")
+        batch = StepShape(len(target.input_ids))
+        if isinstance(steps, TracedSteps) and steps.keeps_states:
+            raise NotCoveredError("assisted decoding: an assistant whose layers keep states")
+        if isinstance(steps, TracedSteps) and steps.drafting_plan(batch) is None:
+            raise NotCoveredError(
+                f"assisted decoding: the assistant's steps of {batch} take texts of one length; "
+                "optimize(draft_tokens=…) makes others"
+            )
         vocabularies = [m.config.get_text_config().vocab_size for m in (model, target.model)]
         if model is target.model or len(set(vocabularies)) > 1:
             raise NotCoveredError("assisted decoding: an assistant with another vocabulary")
@@ -59,11 +74,12 @@ class Assistant:
         kwargs = {name: target.kwargs[name] for name in names if name in target.kwargs}
         kwargs["past_key_values"] = new_cache(model)
         inputs = CallInputs(model, target.input_ids, [], target.criteria, target.config, kwargs)
+        options = {} if runner.traced is None else runner.traced.call_options
         plan = plan_call(
             inputs,
             cache_is_users=False,
             max_cache_len=runner.max_cache_len,
-            uses_rings=False,
+            **{**options, "uses_rings": False},
         )
         return cls(runner, inputs, plan, most)
 
@@ -87,32 +103,26 @@ class Assistant:
         wanted = graph_key, plan.windows
         if own is None or own.capacity < used or (block.assistant_key, own.windows) != wanted:
             block.drop_graphs()
-            own = CacheBlock(block.batch, bucket(used), plan.windows, block.device)
+            axes = 0 if plan.prompt.offsets is None else len(plan.prompt.offsets)
+            own = CacheBlock(block.batch, bucket(used), plan.windows, block.device, axes)
             block.assistant, block.assistant_key = own, graph_key
-            block.assistant_program = None
+            block.assistant_step = None
         prefill(runner, self.inputs, plan, own)
         own.dirty = used
         cursor, shape = drafts_of(own, 1), StepShape(block.batch)
-        why_not = why_no_step_program(runner.model_kernels, plan, own, runner.made_for, shape)
-        if why_not:
-            raise NotCoveredError(f"assisted decoding: {why_not}")
-        program: StepProgram | None = block.assistant_program
-        if program is None or program.drafts is not cursor:
+        step = runner.step_by_kernels(plan, own, graph_key, shape, cursor)
+        if isinstance(step, str):
+            raise NotCoveredError(f"assisted decoding: {step}")
+        known: StepProgram | TracedStep | None = block.assistant_step
+        if known is not None and known.drafts is cursor and type(known) is type(step):
+            step = known
+        else:
             block.drop_graphs()
-            program = StepProgram(
-                runner.model_kernels,
-                own,
-                plan.masks,
-                shape,
-                cursor,
-                graphs=False,
-                graph_key=graph_key,
-            )
-            block.assistant_program = program
+            block.assistant_step = step
         # the choice of the target's first token moves its own state on likewise
         own.control.length.add_(1)
         own.control.position.add_(1)
-        return AssistantDrafts(program, cursor, self.most)
+        return AssistantDrafts(step, cursor, self.most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,12 +136,12 @@ class AssistantDrafts(DraftSource):
     token drafted last is fed, too, so that its keys are there if it is taken.
 
     Attributes:
-        program: A step of the assistant, for one token of each row.
+        step: A step of the assistant, for one token of each row.
         cursor: What it is fed, and how far each row has got.
         most: The most tokens that are drafted.
     """
 
-    program: StepProgram
+    step: StepProgram | TracedStep
     cursor: Drafts
     most: int
 
@@ -154,12 +164,12 @@ class AssistantDrafts(DraftSource):
         cursor.ahead.copy_(drafts.ahead)
         most = min(self.most, drafts.tokens.shape[1] - 1)
         for number in range(1, most + 1):
-            self.program.feed()
+            self.step.feed()
             token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
             token = token.masked_fill(token == NOTHING, 0)
             history.ids.scatter_(1, cursor.text_length(history), token)
             cursor.tokens.copy_(token)
             cursor.ahead.add_(1)
             drafts.tokens[:, number : number + 1].copy_(token)
-        self.program.feed()
+        self.step.feed()
         drafts.count.fill_(most)

@@ -68,7 +68,7 @@ class CacheBlock:
     #: (assistants.py).
     assistant: CacheBlock | None = None
     assistant_key: object = None
-    assistant_program: Any = None
+    assistant_step: Any = None
     #: How many prompts there were that a captured prefill could serve, by shape.
     prompts: Counter[Any] = field(default_factory=Counter)
     #: Layers that the last prompt wrote. A model may have lost some that its config still counts.
@@ -275,7 +275,7 @@ class CacheBlock:
             return
         self.drop_graphs()
         other.drop_graphs()
-        for name in ("assistant", "assistant_key", "assistant_program"):
+        for name in ("assistant", "assistant_key", "assistant_step"):
             setattr(self, name, getattr(other, name))
             setattr(other, name, None)
 
@@ -300,7 +300,7 @@ class CacheBlock:
         self.choosers.clear()
         self.history = self.sampler = None
         self.drafts.clear()
-        self.assistant = self.assistant_program = None
+        self.assistant = self.assistant_step = None
         self.keys.clear()
         self.values.clear()
         self.indexer_keys.clear()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+import mirage_hf.trace.attention  # noqa: F401 (it defines the op that appends several tokens)
 from mirage_hf.decode.cache_block import CacheBlock
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.rings import Ring
 from mirage_hf.errors import MirageError
 
@@ -103,18 +106,23 @@ class PrefillLayer(_BlockLayer):
 
 
 class StepLayer(_BlockLayer):
-    """Writes one key and value at the length on the device, or at the ring's slot.
+    """Writes one key and value of each row at its length on the device, or at the ring's slot.
 
     It returns all slots; the mask hides those that a query must not see.
     """
 
     def __init__(
-        self, block: CacheBlock, index: int, is_sliding: bool, ring_slots: Mapping[Ring, Tensor]
+        self,
+        block: CacheBlock,
+        index: int,
+        is_sliding: bool,
+        ring_slots: Mapping[Ring, Tensor],
+        control: Control,
     ):
         super().__init__(block, index, is_sliding)
-        self.ring_slots = ring_slots
+        self.ring_slots, self.control = ring_slots, control
         #: The number of tokens in the cache, as the model reads it.
-        self.seen: Any = block.control.length
+        self.seen: Any = control.length
         #: The order in which the model gets slots (slots,), None if it gets them as they are.
         self.order: Tensor | None = None
 
@@ -122,11 +130,15 @@ class StepLayer(_BlockLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the new states and return the whole memory."""
-        block, ring = self.block, self.block.rings[self.index]
+        block, ring, length = self.block, self.block.rings[self.index], self.control.length
         keys, values = block.keys[self.index], block.values[self.index]
+        if length.dim() == 2:  # rows are tokens of fewer texts
+            slots = length.view(block.batch, -1)
+            append = torch.ops.mirage_hf.append_tokens
+            return append(keys, 2, slots, key_states), append(values, 2, slots, value_states)
         for memory, states in ((keys, key_states), (values, value_states)):
             if ring is None:
-                memory.index_copy_(2, block.control.length, states)
+                memory.index_copy_(2, length, states)
             else:
                 slots = self.ring_slots[ring][:, :, None, None]
                 memory.scatter_(2, slots.expand_as(states), states)
@@ -137,7 +149,7 @@ class StepLayer(_BlockLayer):
     def update_indexer(self, key_states: Tensor) -> Tensor:
         """Store an indexer's new key and return all slots."""
         memory = self.block.indexer_keys[self.index][:, 0]
-        return memory.index_copy_(1, self.block.control.length, key_states)
+        return memory.index_copy_(1, self.control.length, key_states)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of slots, and the offset of the first one."""
@@ -171,13 +183,16 @@ def _set_states(layer: Any, states: Mapping[str, Tensor]) -> None:
         layer.dtype, layer.device = state.dtype, state.device
 
 
-def _with_states(block: CacheBlock, index: int, ring_slots: Mapping[Ring, Tensor]) -> Any:
+def _with_states(
+    block: CacheBlock, index: int, ring_slots: Mapping[Ring, Tensor], control: Control
+) -> Any:
     """Return a step's layer that keeps states, and keys and values if the block has some for it."""
     states = {name: x for (layer, name), x in block.states.items() if layer == index}
     if index not in block.keys:
         layer = LinearLayer()
     else:
-        layer = _StepStateLayer(block, index, block.windows[index] is not None, ring_slots)
+        is_sliding = block.windows[index] is not None
+        layer = _StepStateLayer(block, index, is_sliding, ring_slots, control)
     _set_states(layer, states)
     return layer
 
@@ -199,17 +214,20 @@ def prefill_cache(block: CacheBlock) -> Cache:
     )
 
 
-def step_cache(block: CacheBlock, ring_slots: Mapping[Ring, Tensor]) -> Cache:
+def step_cache(block: CacheBlock, ring_slots: Mapping[Ring, Tensor], control: Control) -> Cache:
     """Return the cache that the step's forward sees.
 
-    `ring_slots` holds `Ring.slot` of this step.
+    Args:
+        block: Memory of the call.
+        ring_slots: `Ring.slot` of this step.
+        control: The rows of the step.
     """
     with_states = {layer for layer, _ in block.states}
     return Cache(
         layers=[
-            _with_states(block, n, ring_slots)
+            _with_states(block, n, ring_slots, control)
             if n in with_states
-            else StepLayer(block, n, w is not None, ring_slots)
+            else StepLayer(block, n, w is not None, ring_slots, control)
             for n, w in enumerate(block.windows)
         ]
     )

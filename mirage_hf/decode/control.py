@@ -23,7 +23,8 @@ class Control:
         position: (batch, 1): its RoPE position, smaller than its slot if the row has left padding.
         offsets: (axes, batch, 1): what each axis adds to `position`, for models whose positions
             have axes. Other models take `position` itself.
-        length: (1,): valid slots of the cache, and so the slot of the next key.
+        length: (1,): valid slots of the cache, and so the slot of the next key. It is (batch, 1)
+            for rows that are new tokens of a text (`Drafts.as_rows`).
         lowest: (batch, 1): the first slot that a row may see: its left padding.
         budget: (1,): tokens that may still be chosen.
         alive: (batch,) bool: rows that go on after the token in `ids`.

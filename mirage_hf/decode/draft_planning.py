@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf.decode.assistants import Assistant
@@ -11,6 +11,7 @@ from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.draft_sources import DraftPlan, PromptLookup
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.runner import DecodeRunner
+from mirage_hf.decode.traced_step import TracedSteps
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape
 
@@ -22,8 +23,24 @@ COST_OF_ROW = 0.045
 CONSTANT, PERSISTENT = "constant", "heuristic"
 
 
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a call says about drafts, besides what stock's config has.
+
+    Attributes:
+        assistant: The model that drafts, if there is one.
+        schedule: The call's `num_assistant_tokens_schedule`. HF fills in its default later.
+        lookup: The call's `prompt_lookup_num_tokens` and `max_matching_ngram_size`, if stock's
+            generate must not see them.
+    """
+
+    assistant: Any = None
+    schedule: Any = None
+    lookup: tuple[int, int | None] | None = None
+
+
 def plan_drafts(
-    runner: DecodeRunner, inputs: CallInputs, assistant: Any = None, schedule: Any = None
+    runner: DecodeRunner, inputs: CallInputs, request: DraftRequest
 ) -> DraftPlan | None:
     """Return how a call drafts, None if it does not.
 
@@ -32,22 +49,22 @@ def plan_drafts(
     Args:
         runner: What the model keeps between calls.
         inputs: What stock's decoding method would get.
-        assistant: The model that drafts, if there is one.
-        schedule: The call's `num_assistant_tokens_schedule`, without HF's default.
+        request: What the call says about drafts.
 
     Raises:
         NotCoveredError: It wants drafts, and there are no steps that verify them.
     """
-    config = inputs.config
-    most = config.prompt_lookup_num_tokens
+    config, assistant, schedule = inputs.config, request.assistant, request.schedule
+    most, longest = config.prompt_lookup_num_tokens, config.max_matching_ngram_size
+    if request.lookup is not None:
+        most, longest = request.lookup
     if most is None:
         return None if assistant is None else _by_assistant(runner, inputs, assistant, schedule)
-    longest = config.max_matching_ngram_size
     longest = 2 if longest is None else longest
     if most < 1 or longest < 1:
         raise NotCoveredError("prompt lookup with options that stock rejects")
-    kernels, shapes = _draft_shapes(runner, inputs, most, "prompt lookup")
-    plan = DraftPlan(shapes, step_costs(kernels, shapes), most, PromptLookup(most, longest))
+    steps, shapes = _draft_shapes(runner, inputs, most, "prompt lookup")
+    plan = DraftPlan(shapes, step_costs(steps, shapes), most, PromptLookup(most, longest))
     return plan.constant() if schedule == CONSTANT else plan
 
 
@@ -57,9 +74,10 @@ def _by_assistant(runner: DecodeRunner, inputs: CallInputs, model: Any, schedule
     HF reads the schedule from the assistant's own config. A call may ask for a constant number.
     """
     assistant = Assistant.of(model, inputs)
-    kernels, shapes = _draft_shapes(runner, inputs, assistant.most, "assisted decoding")
-    of_step = assistant.runner.model_kernels.weight_bytes / kernels.weight_bytes
-    costs = step_costs(kernels, shapes, of_step, assistant.most)
+    steps, shapes = _draft_shapes(runner, inputs, assistant.most, "assisted decoding")
+    one = StepShape(len(inputs.input_ids))
+    of_step = assistant.steps.bytes_read_in(one) / max(steps.bytes_read_in(one), 1)
+    costs = step_costs(steps, shapes, of_step, assistant.most)
     plan = DraftPlan(shapes, costs, assistant.most, None, assistant)
     of_assistant = model.generation_config.num_assistant_tokens_schedule
     if CONSTANT in (schedule, of_assistant):
@@ -73,30 +91,32 @@ def _by_assistant(runner: DecodeRunner, inputs: CallInputs, model: Any, schedule
 
 def _draft_shapes(
     runner: DecodeRunner, inputs: CallInputs, most: int, what: str
-) -> tuple[ModelKernels, tuple[StepShape, ...]]:
-    """Return the model's kernels, and the shapes of steps that verify up to about so many drafts.
+) -> tuple[ModelKernels | TracedSteps, tuple[StepShape, ...]]:
+    """Return the model's steps, and the shapes of those that verify up to about so many drafts.
 
     Raises:
         NotCoveredError: There are no such steps.
     """
-    kernels, batch = runner.model_kernels, len(inputs.input_ids)
+    batch = len(inputs.input_ids)
     if batch > 1 and inputs.config.return_dict_in_generate:
         raise NotCoveredError(f"{what} for several rows with outputs besides tokens")
-    if kernels is None:
-        why = "are traced" if runner.traced is not None else "are not all by kernels"
-        raise NotCoveredError(f"{what}: steps {why}, and take one token")
-    largest = kernels.shape_for(batch, 1 + most)
-    if largest is None:
+    steps: ModelKernels | TracedSteps | None = runner.model_kernels or runner.traced
+    if steps is None:
+        raise NotCoveredError(f"{what}: steps are not all by kernels, and take one token")
+    of_batch = sorted(shape for shape in steps.shapes if shape.batch == batch)
+    several = [shape for shape in of_batch if shape.tokens > 1]
+    if not several:
         raise NotCoveredError(
             f"{what}: no kernels for steps of several tokens of {batch} rows; "
             "optimize(draft_tokens=…) makes them"
         )
-    smaller = (s for s in kernels.shapes if s.batch == batch and s.tokens < largest.tokens)
-    return kernels, (*sorted(smaller), largest)
+    # the smallest one that has room for them, otherwise the largest one
+    largest = next((shape for shape in several if shape.tokens > most), several[-1])
+    return steps, tuple(shape for shape in of_batch if shape.tokens <= largest.tokens)
 
 
 def step_costs(
-    kernels: ModelKernels,
+    steps: ModelKernels | TracedSteps,
     shapes: Sequence[StepShape],
     cost_of_assistant: float = 0.0,
     most: int = 0,
@@ -104,19 +124,22 @@ def step_costs(
     """Return the time of steps as a multiple of the time of a step of one token, by tokens.
 
     If all kernels were measured when they were made, it comes from their times. Otherwise it is an
-    estimate. Nothing is measured during calls, so that a repeated call makes the same steps.
+    estimate from the bytes of weights: more rows choose more experts of a mixture. Nothing is
+    measured during calls, so that a repeated call makes the same steps.
 
     Args:
-        kernels: The kernels of the model.
+        steps: The steps of the model.
         shapes: The shapes of the steps, that of one token included.
         cost_of_assistant: The time of an assistant's step, likewise.
         most: The most tokens that it drafts.
     """
-    plain_us = kernels.products_us(min(shapes))
+    plain = min(shapes)
+    plain_us, plain_bytes = steps.products_us(plain), max(steps.bytes_read_in(plain), 1)
     costs = {}
     for shape in shapes:
-        us = kernels.products_us(shape)
+        us = steps.products_us(shape)
         cost = 1 + COST_OF_ROW * (shape.rows - shape.batch)
+        cost *= steps.bytes_read_in(shape) / plain_bytes
         if us is not None and plain_us:
             cost = max(1.0, us / plain_us)
         if shape.tokens > 1:  # an assistant feeds the last draft, too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,27 @@ class Drafts:
         self.tokens[:, :shared].copy_(other.tokens[:, :shared])
         self.count.copy_(other.count.clamp_max(shared - 1))
         self.ahead.copy_(other.ahead)
+
+    def as_rows(self, control: Control) -> Control:
+        """Return a control whose rows are the new tokens of a step, each at its own length.
+
+        A forward that takes one token of each row verifies drafts so. Rows of one text share its
+        memory, and see the keys of the rows before them.
+        """
+        batch, tokens = self.tokens.shape
+        rows, ahead = batch * tokens, self.ahead + self.number
+        length = (control.length + ahead).view(rows, 1)
+        vocabulary = self.logits.shape[1]
+        return replace(
+            control,
+            # nothing is looked up for a draft outside of the vocabulary, which is never taken
+            ids=self.tokens.clamp(0, vocabulary - 1).view(rows, 1),
+            position=(control.position + ahead).view(rows, 1),
+            offsets=control.offsets.repeat_interleave(tokens, 1),
+            length=length.view(1) if rows == 1 else length,
+            lowest=control.lowest.repeat_interleave(tokens, 0),
+            alive=control.alive.repeat_interleave(tokens),
+        )
 
     def text_length(self, history: TokenHistory) -> Tensor:
         """Return the tokens (batch, 1) of each row's text, the one chosen last included."""

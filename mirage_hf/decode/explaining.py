@@ -16,12 +16,12 @@ from torch import nn
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.traced_step import record_step, rings_variants
-from mirage_hf.decode.tracing import axes_of_positions, weight_bytes
+from mirage_hf.decode.tracing import axes_of_positions
 from mirage_hf.errors import MirageError
 from mirage_hf.formats.config_bytes import CheckpointLayout, WeightLayout, checkpoint_layout
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.plan import RegionRun, StepPlan, weight_bytes
 from mirage_hf.trace.record import VIEWS
 from mirage_hf.trace.terms import Term
 from mirage_hf.trace.weight_names import common_module, weight_path

@@ -39,7 +39,7 @@ from mirage_hf.decode.cache_exchange import (
 from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
-from mirage_hf.decode.draft_planning import plan_drafts
+from mirage_hf.decode.draft_planning import DraftRequest, plan_drafts
 from mirage_hf.decode.draft_sources import DraftSource
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
@@ -80,8 +80,7 @@ def generate(
     *,
     streamer: Any,
     cache_is_users: bool,
-    assistant: Any = None,
-    draft_schedule: Any = None,
+    drafts: DraftRequest | None = None,
 ) -> Any:
     """Do what stock's decoding method would do, from prefill to output.
 
@@ -90,8 +89,7 @@ def generate(
         inputs: What stock's decoding method would get.
         streamer: Gets every token, if there is one. Stock's generate has given it the prompt.
         cache_is_users: Whether the user passed the cache.
-        assistant: The model that drafts, if there is one.
-        draft_schedule: The call's `num_assistant_tokens_schedule`.
+        drafts: What the call says about drafts, besides its config.
 
     Returns:
         Sequences, or the output object that the config asks for.
@@ -102,20 +100,14 @@ def generate(
     plan_with = partial(
         plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
     )
-    traced, drafts = runner.traced, plan_drafts(runner, inputs, assistant, draft_schedule)
+    traced, draft_plan = runner.traced, plan_drafts(runner, inputs, drafts or DraftRequest())
     expected = runner.expected_fingerprint(inputs.model)
     if traced is None:
-        plan = plan_with(expected=expected, drafts=drafts)
+        plan = plan_with(expected=expected, drafts=draft_plan)
     else:
-        plan = plan_with(
-            expected=expected,
-            axes=traced.axes,
-            mask_use=traced.mask_use,
-            uses_rings=traced.uses_rings,
-            only_traced=traced.only_traced,
-        )
+        plan = plan_with(expected=expected, drafts=draft_plan, **traced.call_options)
     if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
-        covered(why if plan.only_traced else None)
+        covered(why if plan.only_traced or draft_plan is not None else None)
         plan = plan_with()
     runner.forget_replaced_kernels(inputs.model, plan)
     random_state = torch.get_rng_state()

@@ -9,7 +9,7 @@ import copy
 import inspect
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mirage_hf.decode.call_plan import CallInputs
+from mirage_hf.decode.draft_planning import DraftRequest
 from mirage_hf.decode.generate import generate
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError
@@ -32,6 +33,8 @@ from mirage_hf.decode.traced_step import TracedSteps
 from mirage_hf.errors import MirageError
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
+
+_LOOKUP = "prompt_lookup_num_tokens"
 
 
 class DecodeError(MirageError, ValueError):
@@ -49,16 +52,14 @@ class CoveredCall:
         streamer: Gets every token, if there is one. Stock's generate gives it the prompt.
         cache_is_users: Whether the user passed a cache.
         is_segment: Whether the model's own generate calls the standard one, maybe several times.
-        assistant: The model that drafts, if there is one.
-        draft_schedule: The call's `num_assistant_tokens_schedule`. HF fills in its default later.
+        drafts: What the call says about drafts.
     """
 
     runner: DecodeRunner
     streamer: Any
     cache_is_users: bool
     is_segment: bool = False
-    assistant: Any = None
-    draft_schedule: Any = None
+    drafts: DraftRequest = field(default_factory=DraftRequest)
 
     def __call__(
         self,
@@ -79,8 +80,7 @@ class CoveredCall:
                 inputs,
                 streamer=self.streamer,
                 cache_is_users=self.cache_is_users,
-                assistant=self.assistant,
-                draft_schedule=self.draft_schedule,
+                drafts=self.drafts,
             )
         except NotCoveredError as reason:
             # earlier segments stay as they are, so only this one runs stock
@@ -239,10 +239,8 @@ class Generate:
         tokenizer = arguments.pop("tokenizer", None)
         if option("stop_strings") is not None:
             rejected = _use_stop_strings(arguments, option("stop_strings"), tokenizer)
-            if rejected is not None:
+            if rejected := rejected or _hide_option(arguments, "stop_strings", model):
                 return rejected
-            if model.generation_config.stop_strings is not None:
-                return "stop_strings in the model's generation_config"
         streamer = arguments.get("streamer")
         if streamer is not None:
             arguments["streamer"] = _PromptStreamer(streamer)
@@ -251,13 +249,15 @@ class Generate:
         assistant = arguments.pop("assistant_model", None)
         if assistant is not None and (is_own or (option("num_return_sequences") or 1) > 1):
             return "assisted decoding with options that stock rejects"
+        lookup = None
+        if getattr(model, "_is_stateful", False) and (option(_LOOKUP) is not None):
+            # stock's generate refuses drafts for such models, because it cannot put states back
+            lookup = option(_LOOKUP), option("max_matching_ngram_size")
+            if (rejected := _hide_option(arguments, _LOOKUP, model)) is not None:
+                return rejected
+        drafts = DraftRequest(assistant, option("num_assistant_tokens_schedule"), lookup)
         arguments["custom_generate"] = CoveredCall(
-            self.runner,
-            streamer,
-            cache_is_users,
-            is_own,
-            assistant,
-            option("num_assistant_tokens_schedule"),
+            self.runner, streamer, cache_is_users, is_own, drafts
         )
         if given is None and not is_own and self._has_no_options(model.config):
             return _with_config(arguments, names)
@@ -289,11 +289,18 @@ def _use_stop_strings(arguments: dict[str, Any], stop_strings: Any, tokenizer: A
         return "stop_strings beside a StopStringCriteria"
     own = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
     arguments["stopping_criteria"] = StoppingCriteriaList([own, *criteria])
-    arguments.pop("stop_strings", None)
+    return None
+
+
+def _hide_option(arguments: dict[str, Any], name: str, model: Any) -> str | None:
+    """Hide an option from stock's generate, or return why that is impossible."""
+    if getattr(model.generation_config, name) is not None:
+        return f"{name} in the model's generation_config"
+    arguments.pop(name, None)
     given = arguments.get("generation_config")
-    if given is not None and given.stop_strings is not None:
+    if given is not None and getattr(given, name) is not None:
         given = copy.copy(given)
-        given.stop_strings = None
+        setattr(given, name, None)
         arguments["generation_config"] = given
     return None
 

@@ -284,42 +284,66 @@ class DecodeRunner:
             drafts: State of the drafts, if the call drafts.
             is_counted: Whether the call is in `counts` already.
         """
-        model_kernels, traced = self.model_kernels, self.traced
-        by_kernels = "all by kernels"
-        why_forward = self.no_kernels or why_no_step_program(
-            model_kernels, plan, block, self.made_for, shape
-        )
+        found = self.step_by_kernels(plan, block, key, shape, drafts)
+        why_forward = found if isinstance(found, str) else ""
         if why_forward and plan.drafts is not None:
             raise NotCoveredError(f"drafts, and steps without kernels: {why_forward}")
-        if why_forward and traced is not None:
-            by_kernels = TRACED
-            why_forward = self.why_not_traced(plan, block.batch) or why_no_traced_step(
-                traced, block
-            )
         if why_forward and plan.only_traced:
             raise NotCoveredError(why_forward)
         why_called = self._why_called(plan, block, key, chooser, runs_forward=bool(why_forward))
         if not is_counted:
             self.count("captured" if why_called is None else f"called: {why_called}")
-            if model_kernels is not None or traced is not None or self.no_kernels:
-                self.count(f"step: {why_forward or by_kernels}")
-        graphs = why_called is None
-        if traced is not None and not why_forward and by_kernels == TRACED:
-            step_plan = traced.plan_for(block)
-            assert step_plan is not None
-            return TracedStep(step_plan, block, plan.masks, graphs=graphs, graph_key=key)
-        if model_kernels is not None and not why_forward:
-            return StepProgram(
-                model_kernels, block, plan.masks, shape, drafts, graphs=graphs, graph_key=key
+            if self.model_kernels is not None or self.traced is not None or self.no_kernels:
+                is_traced = isinstance(found, TracedStep)
+                self.count(f"step: {why_forward or (TRACED if is_traced else 'all by kernels')}")
+        step: Step
+        if not isinstance(found, str):
+            step = found
+        else:
+            step = CapturedForward(
+                model,
+                block,
+                plan.masks,
+                logits_to_keep=plan.logits_to_keep,
+                graphs=False,
+                graph_key=key,
             )
-        return CapturedForward(
-            model,
-            block,
-            plan.masks,
-            logits_to_keep=plan.logits_to_keep,
-            graphs=graphs,
-            graph_key=key,
+        step.graphs = why_called is None
+        return step
+
+    def step_by_kernels(
+        self,
+        plan: CallPlan,
+        block: CacheBlock,
+        key: GraphKey,
+        shape: StepShape,
+        drafts: Drafts | None = None,
+    ) -> StepProgram | TracedStep | str:
+        """Return the step of a shape that kernels run, without graphs, or why there is none.
+
+        Args:
+            plan: Plan of the call.
+            block: Memory of the call.
+            key: What graphs depend on.
+            shape: The shape of the step.
+            drafts: State of the drafts, if the call drafts.
+        """
+        model_kernels, traced = self.model_kernels, self.traced
+        why_not = self.no_kernels or why_no_step_program(
+            model_kernels, plan, block, self.made_for, shape
         )
+        if model_kernels is not None and not why_not:
+            return StepProgram(
+                model_kernels, block, plan.masks, shape, drafts, graphs=False, graph_key=key
+            )
+        if traced is None:
+            return why_not
+        why_not = self.why_not_traced(plan, block.batch)
+        if why_not := why_not or why_no_traced_step(traced, block, shape, drafts):
+            return why_not
+        step_plan = traced.plan_for(block, shape, drafts)
+        assert step_plan is not None
+        return TracedStep(step_plan, block, plan.masks, drafts, graphs=False, graph_key=key)
 
     def _why_called(
         self,

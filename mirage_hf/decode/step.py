@@ -12,6 +12,7 @@ from torch import Tensor
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_layers import step_cache
 from mirage_hf.decode.choosing import Chooser, move_on
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.graphs import capture
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import Ring
@@ -49,6 +50,10 @@ class Step(ABC):
     @abstractmethod
     def _forward(self) -> None:
         """Feed the tokens and leave the logits in the block."""
+
+    def feed(self) -> None:
+        """Feed the tokens, append their keys and values, and leave the logits."""
+        self._forward()
 
     def _to_logits(self) -> None:
         self._forward()
@@ -101,7 +106,11 @@ class Step(ABC):
 
 
 class CapturedForward(Step):
-    """Hugging Face's own forward, swapped modules included, over layers with fixed slots."""
+    """Hugging Face's own forward, swapped modules included, over layers with fixed slots.
+
+    Attributes:
+        rows: The rows that the forward takes: those of the block, or new tokens of them.
+    """
 
     def __init__(
         self,
@@ -113,21 +122,30 @@ class CapturedForward(Step):
         graphs: bool,
         graph_key: object,
         gives_positions: bool = True,
+        rows: Control | None = None,
+        logits: Tensor | None = None,
     ):
         super().__init__(block, graphs, graph_key)
         self.model, self.masks, self.gives_positions = model, masks, gives_positions
+        self.rows = block.control if rows is None else rows
+        self._logits = logits
         self.kwargs: dict[str, Any] = {"logits_to_keep": 1} if logits_to_keep else {}
         #: Whether a decoder gets the mask of the encoder's output, and whether as a part of it.
         self.gives_source_mask, self.mask_in_output = True, False
         self.ring_slots: dict[Ring, Tensor] = {}
-        self.cache = step_cache(block, self.ring_slots)
+        self.cache = step_cache(block, self.ring_slots, self.rows)
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits that the step leaves."""
+        return self.block.logits if self._logits is None else self._logits
 
     def _forward(self) -> None:
         self.run(self.masks_now())
 
     def masks_now(self) -> Any:
         """Return the masks that the forward takes at this step, and set the slots in rings."""
-        masks, slots = step_masks(self.masks, self.block)
+        masks, slots = step_masks(self.masks, self.block, self.rows)
         self.ring_slots.update(slots)
         return masks
 
@@ -137,7 +155,7 @@ class CapturedForward(Step):
         outputs = self.model(
             **self._arguments(masks), use_cache=True, return_dict=True, **self.kwargs
         )
-        block.logits.copy_(outputs.logits[:, -1])
+        self.logits.copy_(outputs.logits[:, -1])
         for ring, slab in block.ring_slabs:
             ring.turn(slab, control)
 
@@ -150,18 +168,25 @@ class CapturedForward(Step):
                 del arguments["attention_mask"]
             return arguments
         arguments = {
-            "input_ids": self.block.control.ids,
+            "input_ids": self.rows.ids,
             "attention_mask": self.masks.by_names(masks),
             cache_name(self.model): self.cache,
         }
         if self.gives_positions:
-            arguments["position_ids"] = self.block.control.positions()
+            arguments["position_ids"] = self.rows.positions()
         return arguments
 
 
-def step_masks(masks: MaskPlan, block: CacheBlock) -> tuple[Any, dict[Ring, Tensor]]:
-    """Return the masks that a forward takes at this step, and the slot of its key in each ring."""
-    control = block.control
+def step_masks(
+    masks: MaskPlan, block: CacheBlock, control: Control
+) -> tuple[Any, dict[Ring, Tensor]]:
+    """Return the masks that a forward takes at this step, and the slot of its key in each ring.
+
+    Args:
+        masks: The masks of the model.
+        block: Memory of the call.
+        control: The rows of the step.
+    """
     rings = {masks.kind_of(n): ring for n, ring in enumerate(block.rings) if ring is not None}
     slots = {ring: ring.slot(control) for ring in set(rings.values())}
     in_rings = {kind: (ring, slots[ring]) for kind, ring in rings.items()}

@@ -118,21 +118,12 @@ class StepProgram(Step):
         indices = tuple(distinct.index(window) for window in windows)
         bounds: tuple[TokenBounds | None, ...] = (None,) * len(distinct)
         if embedded.firsts:
-            bounds = tuple(map(self._bounds, embedded.firsts, distinct))
+            pairs = zip(embedded.firsts, distinct, strict=True)  # there are no rings
+            bounds = tuple(
+                TokenBounds.of(first, window, block.capacity, self.shape.windowed)  # type: ignore[arg-type]
+                for first, window in pairs
+            )
         return _Buffers(embedded, sampler_of(block), cos, sin, kernels, indices, bounds)
-
-    def _bounds(self, first: Tensor, window: Any) -> TokenBounds:
-        """Return what the tokens of a row see, whose first cached slots are computed in a step."""
-        number = torch.arange(self.shape.tokens, dtype=torch.int32, device=first.device)
-        number = number.repeat(self.shape.batch, 1)
-        # no cached slot lies after the new tokens
-        last = torch.full_like(number, self.block.capacity)
-        new_first = torch.zeros_like(number) if window is None else (number - window + 1).clamp_(0)
-        return TokenBounds(first, last, new_first, number + 1, self.shape.windowed)
-
-    def feed(self) -> None:
-        """Feed the tokens, append their keys and values, and leave the logits."""
-        self._forward()
 
     def _forward(self) -> None:
         buffers, block, model_kernels = self._ready_buffers(), self.block, self.model_kernels

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.cache_exchange import held_tokens, read_cache
+from mirage_hf.decode.cache_exchange import cached_layers, held_tokens, read_cache
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rounding import tolerance_of
 from mirage_hf.decode.routing import cache_name
@@ -26,6 +27,7 @@ from mirage_hf.decode.sources import (
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.errors import described
+from mirage_hf.layers.part import StepShape
 from mirage_hf.trace.near_ties import KeepChoices, TakeChoices
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import TraceError
@@ -122,12 +124,98 @@ class TraceCheck:
                 wanted, ours = self._steps(plan, prompt, windows, capacity)
             except Exception as error:  # stock's forward may raise anything
                 raise UnfitFormError(f"the check of a step raised {described(error)}") from None
-            difference = (wanted - ours).abs().max().item()
-            if not difference <= self.tolerance * max(wanted.abs().max().item(), 1e-6):
-                raise UnfitFormError(
-                    f"the traced step of {_rows(batch)} after {length} tokens differs from stock's "
-                    f"by {difference:.1e}, with logits up to {wanted.abs().max().item():.1e}"
-                )
+            self._compare(wanted, ours, f"step of {_rows(batch)} after {length} tokens")
+
+    def _compare(self, wanted: Tensor, ours: Tensor, what: str) -> None:
+        """Compare logits.
+
+        Raises:
+            UnfitFormError: They differ.
+        """
+        difference, most = (x.abs().max().item() for x in (wanted - ours, wanted))
+        if not difference <= self.tolerance * max(most, 1e-6):
+            raise UnfitFormError(
+                f"the traced {what} differs from stock's by {difference:.1e}, with logits up to "
+                f"{most:.1e}"
+            )
+
+    def run_drafts(self, plan: StepPlan, shape: StepShape, capacity: int) -> None:
+        """Compare a plan's steps of several tokens of each row with stock's steps of one token.
+
+        Two steps follow each other. The first one is fed wrong tokens after the first ones of a
+        row. The second one begins after the right ones, so rows have texts of several lengths.
+
+        Raises:
+            UnfitFormError: They differ.
+        """
+        batch, tokens, model = shape.batch, shape.tokens, self.model
+        vocab = model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(shape.rows)
+        length = LENGTHS[1]
+        ids = torch.randint(0, vocab, (batch, length + 2 * tokens), generator=generator)
+        padding = torch.arange(1, batch + 1, device=model.device) % 3
+        texts = _Prompt(ids.to(model.device), padding, None)
+        try:
+            pairs = self._two_steps(plan, shape, texts, length, capacity)
+        except Exception as error:  # stock's forward may raise anything
+            raise UnfitFormError(f"the check of a step raised {described(error)}") from None
+        for (wanted, ours), which in zip(pairs, ("first", "second"), strict=True):
+            self._compare(wanted, ours, f"{which} step of {shape} after {length} tokens")
+
+    def _two_steps(
+        self, plan: StepPlan, shape: StepShape, texts: _Prompt, length: int, capacity: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the logits of stock's steps and of ours, for each of two of our steps.
+
+        Args:
+            plan: The plan.
+            shape: Its shape.
+            texts: The texts.
+            length: How many of their tokens are the prompt.
+            capacity: Slots of the block.
+        """
+        model, ids, tokens = self.model, texts.ids, shape.tokens
+        positions = (texts.mask.cumsum(-1) - 1).clamp_min(0)
+        cache = new_cache(model)
+
+        def stock(first: int, last: int) -> Tensor:
+            arguments = self._arguments(texts, positions, first, last)
+            logits = model(**arguments, **{cache_name(model): cache}, use_cache=True).logits
+            return logits[:, -1]  # type: ignore[no-any-return]
+
+        with torch.no_grad(), model._optimize_model_for_decode():
+            with SummedProducts():
+                logits = stock(0, length)
+            layers = cached_layers(model.config.get_text_config(decoder=True))
+            block = CacheBlock(shape.batch, capacity, (None,) * layers, ids.device, self.axes)
+            _start(block, texts, positions, cache, length, logits)
+            drafts = Drafts.allocate(shape.batch, tokens, block.logits, None)
+            by_place, choices = [], []
+            for place in range(length, length + 2 * tokens):
+                with KeepChoices() as kept:
+                    by_place.append(stock(place, place + 1))
+                choices.append(kept)
+            step = TracedStep(plan, block, self.masks, drafts, graphs=False, graph_key=None)
+
+            def ours(ahead: Tensor) -> tuple[Tensor, Tensor]:
+                """Feed `drafts.tokens`. Return the logits of stock's steps and of ours."""
+                drafts.ahead.copy_(ahead)
+                places = ahead + drafts.number
+                with TakeChoices(_of_places(choices, places), self.tolerance):
+                    step.feed()
+                return _at_places(by_place, places), drafts.logits.clone()
+
+            number, nothing = drafts.number, torch.zeros_like(drafts.ahead)
+            # rows take 1, 2, … of the tokens that the first step feeds
+            taken = 1 + torch.arange(shape.batch, device=ids.device)[:, None] % tokens
+            right = ids[:, length : length + tokens]
+            drafts.tokens.copy_(torch.where(number < taken, right, (right + 1) % logits.shape[1]))
+            wanted, found = ours(nothing)
+            is_right = (number < taken).flatten()
+            first = wanted[is_right], found[is_right]
+            step.settle(taken[:, 0])
+            drafts.tokens.copy_(ids.gather(1, length + taken + number))
+            return [first, ours(taken)]
 
     def _steps(
         self, plan: StepPlan, prompt: _Prompt, windows: Sequence[int | None], capacity: int
@@ -156,23 +244,8 @@ class TraceCheck:
             block = CacheBlock(
                 len(ids), capacity, tuple(windows), ids.device, self.axes, source_slots
             )
-            lowest = prompt.padding[:, None] if bool(prompt.padding.any()) else None
-            block.begin(lowest)
-            read_cache(block, cache, length)
-            if prompt.source is not None:
-                prompt.source.store(block, cache)
-            block.set_logits(logits)
-            block.control.start(
-                length=length,
-                position=positions[:, length - 1 : length],
-                lowest=lowest,
-                budget=2,
-                eos=None,
-                pad=None,
-            )
+            _start(block, prompt, positions, cache, length, logits)
             block.control.ids.copy_(ids[:, length:])
-            block.control.length.add_(1)
-            block.control.position.add_(1)
             with KeepChoices() as choices:
                 wanted = stock(length, length + 1)
             with TakeChoices(choices, self.tolerance):
@@ -200,6 +273,46 @@ class TraceCheck:
         if self.gives_positions:
             arguments["position_ids"] = positions
         return arguments if mask is None else {**arguments, "attention_mask": mask}
+
+
+def _start(
+    block: CacheBlock, prompt: _Prompt, positions: Tensor, cache: Any, length: int, logits: Tensor
+) -> None:
+    """Fill a block with what stock's prompt of `length` tokens left, before the next step."""
+    lowest = prompt.padding[:, None] if bool(prompt.padding.any()) else None
+    block.begin(lowest)
+    read_cache(block, cache, length)
+    if prompt.source is not None:
+        prompt.source.store(block, cache)
+    block.set_logits(logits)
+    block.control.start(
+        length=length,
+        position=positions[:, length - 1 : length],
+        lowest=lowest,
+        budget=2,
+        eos=None,
+        pad=None,
+    )
+    block.control.length.add_(1)
+    block.control.position.add_(1)
+
+
+def _at_places(by_place: Sequence[Tensor], places: Tensor) -> Tensor:
+    """Return rows of several tensors (batch, …): for each row those at its places (batch, n).
+
+    Rows of the result (batch · n, …) are those of the first row, then those of the second, …
+    """
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    return torch.stack([*by_place])[places, rows].flatten(0, 1)
+
+
+def _of_places(choices: Sequence[KeepChoices], places: Tensor) -> KeepChoices:
+    """Return the choices of several steps of stock as those of one step of several tokens."""
+    kept = KeepChoices()
+    for of_steps in zip(*(each.places for each in choices), strict=False):
+        same = len({x.shape for x in of_steps}) == 1 and len(of_steps[0]) == len(places)
+        kept.places.append(_at_places(of_steps, places) if same else of_steps[0])
+    return kept
 
 
 def _rows(count: int) -> str:

@@ -2,6 +2,9 @@
 
 It is recorded as `CapturedForward` runs it, over a block of fake tensors. So masks, positions,
 rings and the cache are the same. What no kernel runs, runs as the torch op that was recorded.
+
+A step that verifies drafts is recorded likewise. The forward takes one token of each row, and each
+new token of a text is a row (`Drafts.as_rows`).
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,9 @@ from torch import Tensor, nn
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import of_self_attention, read_cache
+from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.control import Control
+from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN, Ring, bucket, rings_of
 from mirage_hf.decode.routing import cache_name
@@ -34,6 +39,8 @@ from mirage_hf.decode.sources import (
 )
 from mirage_hf.decode.step import CapturedForward, Step, step_masks
 from mirage_hf.errors import described
+from mirage_hf.layers.part import StepShape
+from mirage_hf.layers.step import TokenBounds
 from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node, is_replaced
 from mirage_hf.trace.experts import experts_as_one_node
@@ -49,6 +56,7 @@ from mirage_hf.trace.record import (
     record,
 )
 from mirage_hf.trace.sizes import Size, Sizes, generalized, has_mixed_sizes, shape_at
+from mirage_hf.trace.successive import kept_name
 from mirage_hf.trace.torch_functions import torch_functions_only
 
 #: Tokens of the prompt that fills the cache before a step is recorded.
@@ -113,6 +121,7 @@ class TracedSteps:
         gives_positions: Whether the model's own methods give its steps positions.
         uses_rings: Whether steps over rings are stock's, too. If not, blocks have none.
         form: The form in which they were recorded.
+        drafting: The plans of steps that verify drafts, by shape. Their blocks have no rings.
     """
 
     plans: dict[tuple[int, Rings], StepPlan]
@@ -123,11 +132,43 @@ class TracedSteps:
     gives_positions: bool = True
     uses_rings: bool = True
     form: Form = FORMS[0]
+    drafting: dict[StepShape, StepPlan] = field(default_factory=dict)
+
+    @property
+    def all_plans(self) -> list[StepPlan]:
+        """All plans."""
+        return [*self.plans.values(), *self.drafting.values()]
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """The shapes of the steps that verify drafts."""
+        return tuple(self.drafting)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep states besides keys and values."""
+        return any(state_names(plan.recording) for plan in self.all_plans)
+
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """What `plan_call` takes of a model whose steps were traced."""
+        names = ("axes", "mask_use", "uses_rings", "only_traced")
+        return {name: getattr(self, name) for name in names}
+
+    def bytes_read_in(self, shape: StepShape) -> int:
+        """Return the bytes of weights that a step reads."""
+        plan = self.drafting_plan(shape)
+        assert plan is not None
+        return plan.weight_bytes
+
+    def products_us(self, shape: StepShape) -> float | None:
+        """Return None: what runs as torch ops was not measured."""
+        return None
 
     @property
     def reach(self) -> float:
         """The greatest length of a text for which a step runs the recorded ops."""
-        return min(plan.recording.reach for plan in self.plans.values())
+        return min(plan.recording.reach for plan in self.all_plans)
 
     @property
     def only_traced(self) -> bool:
@@ -137,23 +178,42 @@ class TracedSteps:
     @property
     def most_slots(self) -> float:
         """The greatest capacity of a cache whose slots have a row in all tables of the model."""
-        return min(most_slots(plan.recording) for plan in self.plans.values())
+        return min(most_slots(plan.recording) for plan in self.all_plans)
 
     def reads_replaced_codes(self) -> bool:
         """Return whether some linear has other codes now than those that the steps read."""
-        return any(is_replaced(x) for plan in self.plans.values() for x in plan.recording.coded)
+        return any(is_replaced(x) for plan in self.all_plans for x in plan.recording.coded)
 
     @property
     def weights(self) -> Iterator[Tensor]:
         """The parameters that the steps read."""
-        for plan in self.plans.values():
+        for plan in self.all_plans:
             for held in plan.recording.held_tensors:
                 if isinstance(held, nn.Parameter):
                     yield held
 
-    def plan_for(self, block: CacheBlock) -> StepPlan | None:
-        """Return the plan for a block, None if none was traced for its rows or rings."""
+    def plan_for(
+        self, block: CacheBlock, shape: StepShape, drafts: Drafts | None
+    ) -> StepPlan | None:
+        """Return the plan for a block, None if none was traced for its rows or rings.
+
+        Args:
+            block: Memory of a call.
+            shape: The shape of the step.
+            drafts: State of the drafts, if the call drafts.
+        """
+        if drafts is not None:
+            return self.drafting_plan(shape)
         return self.plans.get((block.batch, tuple(block.rings)))
+
+    def drafting_plan(self, shape: StepShape) -> StepPlan | None:
+        """Return the plan of steps whose rows may have several lengths. One row has one length."""
+        plan = self.drafting.get(shape)
+        if plan is not None or shape.rows > 1:
+            return plan
+        return next(
+            (p for (rows, rings), p in self.plans.items() if rows == 1 and not any(rings)), None
+        )
 
 
 class TracedStep(Step):
@@ -164,28 +224,42 @@ class TracedStep(Step):
         plan: StepPlan,
         block: CacheBlock,
         masks: MaskPlan,
+        drafts: Drafts | None = None,
         *,
         graphs: bool,
         graph_key: object,
     ):
         super().__init__(block, graphs, graph_key)
-        self.plan, self.masks = plan, masks
-        self._inputs = step_inputs(block)
+        self.plan, self.masks, self.drafts = plan, masks, drafts
+        self._inputs = step_inputs(block) | {"logits": self.logits}
+        self._of_tokens = {} if drafts is None else self._bounds_of_tokens(drafts)
+        self._kept = self._kept_states()
+        for name, kept in self._kept.items():
+            self._inputs |= {kept_name(name, token): x for token, x in enumerate(kept)}
         self._run: Callable[[], None] | None = None
         self._bool_masks = {n for n, x in plan.recording.inputs.items() if x.dtype == torch.bool}
 
+    @property
+    def logits(self) -> Tensor:
+        """The logits that the step leaves."""
+        return self.block.logits if self.drafts is None else self.drafts.logits
+
     def held(self) -> Any:
         """Return what a captured graph reads besides the block and the model."""
-        return self._run
+        return self._run, self._of_tokens, self._kept
 
     def _forward(self) -> None:
         if self._run is None:
             self._run = self.plan.bind(self._inputs, sizes_of(self.block))
         with torch.no_grad():
+            rows = self.block.control
+            if self.drafts is not None:
+                rows = self.drafts.as_rows(rows)
+                self._inputs.update(tensors_of(rows))
             if self.plan.reads_masks():
-                masks, slots = step_masks(self.masks, self.block)
+                masks, slots = step_masks(self.masks, self.block, rows)
                 if f"mask.{PLAIN_MASK}" in self.plan.recording.inputs:
-                    masks = {PLAIN_MASK: plain_mask(self.block.control)}
+                    masks = {PLAIN_MASK: plain_mask(rows)}
                 inputs = mask_inputs(masks, slots)
                 for name in inputs.keys() & self._bool_masks:
                     inputs[name] = inputs[name] == 0
@@ -193,34 +267,79 @@ class TracedStep(Step):
             self._inputs.update(self._bounds())
             self._run()
 
+    def _to_token(self, chooser: Chooser) -> None:
+        super()._to_token(chooser)
+        if self.drafts is not None:
+            self.settle(self.drafts.report[:, -2])
+
+    def settle(self, taken: Tensor) -> None:
+        """Let the states of each row be those after the tokens that it takes.
+
+        Args:
+            taken: (batch,): how many of the tokens that were fed a row takes.
+        """
+        rows = torch.arange(len(taken), device=taken.device)
+        index = (taken - 1).clamp_min(0) * len(taken) + rows
+        for name, kept in self._kept.items():
+            torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
+
+    def _kept_states(self) -> dict[str, Tensor]:
+        """Return memory (tokens, batch, …) for the states after each token, by name."""
+        moved = [name for name in self.plan.recording.moves if name.endswith("@0")]
+        if self.drafts is None or not moved:
+            return {}
+        tokens = self.drafts.tokens.shape[1]
+        names = [name.removesuffix("@0") for name in moved]
+        with torch.inference_mode(False):
+            return {x: torch.stack([torch.zeros_like(self._inputs[x])] * tokens) for x in names}
+
     def _bounds(self) -> dict[str, Tensor]:
         """Return the slots that attention's kernels read and write, by layer."""
-        block, control = self.block, self.block.control
-        windows = dict(self.masks.windows)
-        made: dict[Any, tuple[Tensor, Tensor]] = {}
+        block, windows = self.block, dict(self.masks.windows)
+        made: dict[Any, dict[str, Tensor]] = {}
         bounds: dict[str, Tensor] = {}
         for one in self.plan.by_kernels:
             ring = block.rings[one.layer]
             window = windows[one.mask.removeprefix("mask.")]  # the mask that attention was given
             if (ring, window) not in made:
-                made[ring, window] = _bounds_of(control, ring, window)
-            lo, slot = made[ring, window]
-            bounds |= {f"lo.{one.layer}": lo, f"slot.{one.layer}": slot}
+                made[ring, window] = self._bounds_of(ring, window)
+            bounds |= {f"{name}.{one.layer}": x for name, x in made[ring, window].items()}
         return bounds
 
+    def _bounds_of(self, ring: Ring | None, window: int | None) -> dict[str, Tensor]:
+        """Return the bounds of attention's program by name (batch, 1), or (batch, tokens)."""
+        control, drafts = self.block.control, self.drafts
+        if ring is not None:
+            slot = ring.slot(control)
+            lo = torch.zeros_like(slot)
+        else:
+            slot, lo = control.length.expand_as(control.lowest), control.lowest
+            if drafts is not None:
+                slot = slot + drafts.ahead
+            if window is not None:
+                lo = torch.maximum(lo, slot - window + 1)
+        bounds = {"lo": lo, "slot": slot}
+        bounds = {name: x.to(torch.int32) for name, x in bounds.items()}
+        if (of_tokens := self._of_tokens.get(window)) is not None:
+            if drafts is not None and window is not None:
+                of_tokens.first.copy_((slot + drafts.number - window + 1).clamp_min(0))
+            names = ("first", "last", "new_first", "new_last")
+            bounds |= {name: getattr(of_tokens, name) for name in names}
+        return bounds
 
-def _bounds_of(control: Control, ring: Ring | None, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return the first slot that each row sees, and the slot of its new key (batch, 1, 1, 1)."""
-    if ring is not None:
-        slot = ring.slot(control)
-        lo = torch.zeros_like(slot)
-    else:
-        slot = control.length.expand_as(control.lowest)
-        lo = control.lowest
-        if window is not None:
-            lo = torch.maximum(lo, slot - window + 1)
-    first, last = (x.to(torch.int32)[:, :, None, None] for x in (lo, slot))
-    return first, last
+    def _bounds_of_tokens(self, drafts: Drafts) -> dict[int | None, TokenBounds]:
+        """Return what each token sees, by window. There is nothing for steps of one token."""
+        if drafts.tokens.shape[1] == 1:
+            return {}
+        return {
+            window: TokenBounds.of(
+                torch.zeros_like(drafts.tokens, dtype=torch.int32),
+                window,
+                self.block.capacity,
+                windowed=window is not None,
+            )
+            for _, window in self.masks.windows
+        }
 
 
 def mask_inputs(masks: Any, ring_slots: Mapping[Ring, Tensor]) -> dict[str, Tensor]:
@@ -235,13 +354,24 @@ def plain_mask(control: Control) -> Tensor:
     return ((control.slots <= control.length) & (control.slots >= control.lowest)).long()
 
 
-def why_no_traced_step(traced: TracedSteps, block: CacheBlock) -> str:
+def why_no_traced_step(
+    traced: TracedSteps, block: CacheBlock, shape: StepShape, drafts: Drafts | None = None
+) -> str:
     """Return why steps over a block must run the model's own forward, or "" if a trace serves."""
-    step_plan = traced.plan_for(block)
+    step_plan = traced.plan_for(block, shape, drafts)
+    if step_plan is None and drafts is not None:
+        return f"no traced steps of {shape}"
     if step_plan is None:
         return "sliding windows of several lengths, of which the cache holds only some in rings"
     recorded, inputs = step_plan.recording.inputs, step_inputs(block)
-    wanted = {name: x for name, x in recorded.items() if not name.startswith(_MADE_BY_STEP)}
+    if drafts is not None:
+        inputs |= {**tensors_of(drafts.as_rows(block.control)), "logits": drafts.logits}
+    moves = step_plan.recording.moves
+    wanted = {
+        name: x
+        for name, x in recorded.items()
+        if not name.startswith(_MADE_BY_STEP) and name not in moves
+    }
     if inputs.keys() != wanted.keys():
         return "layers without keys of their own"
     for name, x in inputs.items():
@@ -255,10 +385,14 @@ def sizes_of(block: CacheBlock) -> Sizes:
     return block.capacity, block.source_slots
 
 
+def tensors_of(control: Control) -> dict[str, Tensor]:
+    """Return the tensors of a control by the names that recordings have."""
+    return {name: x for name, x in vars(control).items() if isinstance(x, Tensor)}
+
+
 def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
     """Return the tensors that a step reads and writes, by the names that recordings have."""
-    control = block.control
-    inputs = {name: x for name, x in vars(control).items() if isinstance(x, Tensor)}
+    inputs = tensors_of(block.control)
     for layer, keys in block.keys.items():
         inputs |= {f"keys.{layer}": keys, f"values.{layer}": block.values[layer]}
     inputs |= {f"indexer_keys.{layer}": x for layer, x in block.indexer_keys.items()}
@@ -266,6 +400,11 @@ def step_inputs(block: CacheBlock) -> dict[str, Tensor]:
     for number, (_, slab) in enumerate(block.ring_slabs):
         inputs[f"ring.{number}"] = slab
     return inputs | block.sources | {"logits": block.logits}
+
+
+def state_names(recording: Recording) -> list[str]:
+    """Return the names of the states besides keys and values."""
+    return [name for name in recording.inputs if name.startswith(("conv.", "recurrent."))]
 
 
 def rings_variants(
@@ -299,6 +438,7 @@ def record_step(
     gives_positions: bool = True,
     mask_in_output: bool = False,
     forms: Sequence[Form] = FORMS,
+    tokens: int | None = None,
 ) -> Recording:
     """Record a model's step for caches of any number of slots.
 
@@ -312,6 +452,8 @@ def record_step(
         gives_positions: Whether its steps are given positions.
         mask_in_output: Whether it reads the mask in the output of its encoder.
         forms: The forms to try. The first one in which the step can be recorded counts.
+        tokens: The new tokens of each row in a step that verifies drafts. None: one, as all rows
+            have the same length.
 
     Raises:
         TraceError: The step cannot be recorded. The error of the first form is raised.
@@ -332,6 +474,8 @@ def record_step(
         ):
             prompt = _fake_prompt(model, batch)
         with_source = prompt.source is not None
+        if tokens is not None:
+            _check_may_draft(prompt)
         smallest = sizes[0], GRAIN * with_source
         others = [(sizes[1], smallest[1])]
         # slots of the encoder's output must not be taken for slots of the cache
@@ -348,6 +492,12 @@ def record_step(
                         batch, capacity, tuple(windows), model.device, axes, source_slots
                     )
                     _fill(block, prompt)
+                    rows, logits = block.control, block.logits
+                    if tokens is not None:
+                        for key, state in block.states.items():  # each row has its own at first
+                            block.states[key] = state.repeat_interleave(tokens, 0)
+                        drafts = Drafts.allocate(batch, tokens, block.logits, None)
+                        rows, logits = drafts.as_rows(rows), drafts.logits
                     step = CapturedForward(
                         model,
                         block,
@@ -356,6 +506,8 @@ def record_step(
                         graphs=False,
                         graph_key=None,
                         gives_positions=gives_positions,
+                        rows=rows,
+                        logits=logits,
                     )
                 step.mask_in_output = mask_in_output
                 return _record(step, mode, form, only_inputs)
@@ -438,6 +590,16 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
     return _FakePrompt(cache, logits[:, -1], Source(states, None))
 
 
+def _check_may_draft(prompt: _FakePrompt) -> None:
+    """Check that a step of several tokens of a text is known.
+
+    Raises:
+        TraceError: It is not.
+    """
+    if prompt.source is not None:
+        raise TraceError("each token of a text would need a copy of what the encoder gave")
+
+
 def _fill(block: CacheBlock, prompt: _FakePrompt) -> None:
     """Copy what a prompt of fake tensors left into a block."""
     with torch.no_grad():
@@ -453,22 +615,26 @@ def _record(step: CapturedForward, mode: Any, form: Form, only_inputs: bool) -> 
     With `only_inputs`, nothing runs, and the recording has no nodes.
     """
     host, block = HostValues(), step.block
-    control = block.control
+    control = step.rows
     with mode, torch.no_grad():
         masks: Any = step.masks_now()
         if form.plain_mask:
             masks = plain_mask(control)
         if form.bool_masks:
             masks = _of_each(masks, lambda mask: mask == 0)
+    if control.length.dim() == 2 and (form.host_length or form.newest_last):
+        raise TraceError("it takes one number of tokens in the cache for all rows")
     if form.host_length:
         seen = host.symbol(control.length, _PROMPT)
         for layer in of_self_attention(step.cache).layers:
             layer.seen = seen
     named = {PLAIN_MASK: masks} if form.plain_mask else masks
-    inputs = step_inputs(block) | mask_inputs(named, step.ring_slots)
+    of_rows = {**tensors_of(control), "logits": step.logits}
+    inputs = step_inputs(block) | of_rows | mask_inputs(named, step.ring_slots)
     hidden: dict[int, Callable[[], Tensor]] = {}
     if form.hides_unused:
-        hidden[block.capacity] = lambda: control.slots > control.length
+        length = control.length if control.length.dim() == 1 else control.length[:, None, None]
+        hidden[block.capacity] = lambda: control.slots > length
     if form.hides_source:  # rows of a call see the same slots, or the check finds a difference
         step.gives_source_mask = False
         hidden[block.source_slots] = lambda: block.sources[SEEN][:1] == 0

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mirage_hf.decode.kernels.router
 import mirage_hf.decode.kernels.short_convolution  # noqa: F401 (they give ops their kernels)
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import GRAIN
 from mirage_hf.decode.routing import rejected_masks, rejected_model, takes_cache
 from mirage_hf.decode.sources import is_source, new_cache
 from mirage_hf.decode.step_inputs import gives_positions
@@ -26,13 +27,16 @@ from mirage_hf.decode.traced_step import (
     TracedSteps,
     record_step,
     rings_variants,
+    state_names,
 )
 from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError
 from mirage_hf.formats.containers import bytes_of
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.cache_kernels import CacheKernels
+from mirage_hf.layers.part import StepShape
+from mirage_hf.layers.run_attention import run_attention
 from mirage_hf.match.matches import CausalMatch, Match
-from mirage_hf.patterns.attention import ATTENTION, for_long_caches
+from mirage_hf.patterns.attention import ATTENTION, for_long_caches, for_several_tokens
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import KernelFinder, Resolved
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
@@ -40,10 +44,10 @@ from mirage_hf.trace.cached_attention import ATTENTION_OP, CachedAttention
 from mirage_hf.trace.coded_linear import coded_linears
 from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, ExpertsForm, form_of
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import RegionRun, Run, StepPlan
+from mirage_hf.trace.plan import RegionRun, Run, StepPlan, weight_bytes
 from mirage_hf.trace.record import Recording, TraceError
 from mirage_hf.trace.regions import Region
-from mirage_hf.trace.terms import Term
+from mirage_hf.trace.successive import with_states_in_turn
 from mirage_hf.trace.weight_names import common_module, weight_path
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
@@ -70,6 +74,7 @@ def trace_steps(
     progress: Callable[..., Any] | None = None,
     *,
     whole: bool = False,
+    draft_tokens: Sequence[int] = (),
 ) -> tuple[TracedSteps | None, list[ReportRow], str]:
     """Trace a model's steps, and find and check their kernels.
 
@@ -79,6 +84,7 @@ def trace_steps(
         finder: Finds the kernels of programs.
         progress: Called with a stage and its detail, as in `optimize`.
         whole: Whether steps are of use only if kernels run all attention and all experts.
+        draft_tokens: The numbers of drafts that steps verify.
 
     Returns:
         The steps, the rows of the report, and its note. If there are no steps, the note says why.
@@ -87,6 +93,7 @@ def trace_steps(
     try:
         with _state_put_back(model):
             steps = tracer.trace(rows, whole)
+            no_drafts = tracer.trace_drafts(steps, rows, draft_tokens, whole)
     except TraceError as error:
         why = str(error) if takes_cache(model) else _NO_CACHE
         return None, [], f"steps of generate cannot be traced: {why}"
@@ -96,6 +103,7 @@ def trace_steps(
         f"{read / max(total, 1):.0%} of the bytes of their weights; what has no kernel runs as "
         "torch ops, in the same CUDA graph if there is one"
     )
+    note = "; ".join([note, *no_drafts])
     return steps, tracer.report_rows, note
 
 
@@ -165,6 +173,7 @@ class _Tracer:
             raise UnfitFormError("it makes the masks of its windows itself")
         axes, with_positions = axes_of_positions(model), gives_positions(model)
         check = TraceCheck(model, masks, axes, gives_positions=with_positions)
+        self.check = check
         plans: dict[tuple[int, Rings], StepPlan] = {}
         uses_rings = True
         for batch in rows:
@@ -186,7 +195,7 @@ class _Tracer:
                     uses_rings = False
                     continue
                 plans[batch, rings] = plan
-            self._report(plans[batch, (None,) * len(windows)], batch)
+            self._report(plans[batch, (None,) * len(windows)], StepShape(batch))
         unread = coded_linears(model)[1]
         self.report_rows += [
             ReportRow(path, TRACED, STOCK, reason=f"its library's code runs: {reason}")
@@ -206,6 +215,66 @@ class _Tracer:
             uses_rings,
             form,
         )
+
+    def trace_drafts(
+        self, steps: TracedSteps, batch_sizes: Sequence[int], drafts: Sequence[int], whole: bool
+    ) -> list[str]:
+        """Trace the steps that verify so many drafts, in the form of the other steps.
+
+        A call that drafts also has steps of one token, in which its rows are of several lengths.
+
+        Returns:
+            For each batch size that lacks steps: which ones, and why.
+        """
+        missing = []
+        for batch in batch_sizes if drafts else ():
+            made: dict[StepShape, StepPlan] = {}
+            why, most = "", 0
+            for number in (0, *sorted(drafts)):
+                shape = StepShape(batch, 1 + number)
+                try:
+                    made[shape] = self._drafting_plan(steps, shape, whole, made)
+                except TraceError as error:
+                    why = str(error)
+                    break  # a larger shape would fail, too
+                most = number
+            if most:
+                steps.drafting.update(made)
+            if why:
+                outcome = f"verify at most {most} drafts" if most else "run stock if they draft"
+                missing.append(f"calls with a batch of {batch} {outcome}: {why}")
+        return missing
+
+    def _drafting_plan(
+        self,
+        steps: TracedSteps,
+        shape: StepShape,
+        whole: bool,
+        made: Mapping[StepShape, StepPlan],
+    ) -> StepPlan:
+        """Return the checked plan of a shape, if that of one token is made.
+
+        Raises:
+            TraceError: It cannot be recorded, or differs from stock's. Or it should be whole, and
+                some attention or experts have no kernel.
+        """
+        batch, tokens = shape.batch, shape.tokens
+        layers = len(next(iter(steps.plans))[1])
+        windows, sizes = (None,) * layers, (2 * GRAIN, 3 * GRAIN)
+        if shape.rows == 1:
+            return steps.plans[batch, windows]
+        recording = _recorded(
+            self.model, batch, windows, sizes, check=self.check, form=steps.form, tokens=tokens
+        )
+        if tokens > 1 and (states := state_names(recording)):
+            one = made[StepShape(batch)].recording
+            recording = with_states_in_turn(recording, one, batch, states)
+        plan = StepPlan(recording, shape.rows)
+        self._find_all(plan, whole)
+        self.check.run_drafts(plan, shape, sizes[0])
+        if tokens > 1:
+            self._report(plan, shape)
+        return plan
 
     def _find_all(self, plan: StepPlan, whole: bool) -> None:
         """Find the kernels of a plan, and schedule them.
@@ -273,18 +342,36 @@ class _Tracer:
             self.found[text] = self._kernel(program)
         return self.found[text]
 
-    def _find_attention(self, plan: StepPlan) -> dict[CachedAttention, Callable[[int], Run]]:
+    def _find_attention(
+        self, plan: StepPlan
+    ) -> dict[CachedAttention, Callable[[int], Callable[..., Tensor]]]:
         """Return what runs the attention of each layer that has a kernel, by slots."""
-        found: dict[CachedAttention, Callable[[int], Run]] = {}
+        found: dict[CachedAttention, Callable[[int], Callable[..., Tensor]]] = {}
         for one in plan.attentions:
-            block = ATTENTION.block(**one.sizes)
-            if (block, plan.rows) not in self.attention:
-                self.attention[block, plan.rows] = self._attention(block, plan.rows)
-            outcomes = self.attention[block, plan.rows]
-            tuned = [k for k in outcomes if not isinstance(k, str) and k.runs_kernel]
+            key = self._block_of(one, plan)
+            if key not in self.attention:
+                self.attention[key] = self._attention(*key)
+            tuned = [k for k in self.attention[key] if not isinstance(k, str) and k.runs_kernel]
             if tuned:
-                found[one] = partial(self.over_cache.at, tuned, block, plan.rows)
+                found[one] = partial(self._running, tuned, *key)
         return found
+
+    def _running(
+        self, tuned: Sequence[Resolved], block: PatternBlock, rows: int, slots: int
+    ) -> Callable[..., Tensor]:
+        """Return what runs a kernel of attention over caches of so many slots."""
+        kernel = self.over_cache.at(tuned, block, rows, slots)
+        windowed = bool(dict(block.sizes).get("window"))
+        return partial(run_attention, kernel, windowed=windowed)
+
+    def _block_of(self, one: CachedAttention, plan: StepPlan) -> tuple[PatternBlock, int]:
+        """Return the block that attention is, and the rows of its program."""
+        block = ATTENTION.block(**one.sizes)
+        if one.tokens == 1:
+            return block, plan.rows
+        window = dict(self.check.masks.windows)[one.mask.removeprefix("mask.")]
+        block = for_several_tokens(block, one.tokens, window=window is not None)
+        return block, plan.rows // one.tokens
 
     def _attention(self, block: PatternBlock, rows: int) -> list[Resolved | str]:
         """Return the kernels of attention for short and for long caches, or why there are none."""
@@ -295,9 +382,9 @@ class _Tracer:
 
     def _attention_programs(self, plan: StepPlan) -> list[_Wanted]:
         """Return the programs of a plan's attention that are not resolved yet, with options."""
-        blocks = dict.fromkeys(ATTENTION.block(**one.sizes) for one in plan.attentions)
-        new = [block for block in blocks if (block, plan.rows) not in self.attention]
-        return [x for block in new for x in self._programs_of_attention(block, plan.rows)]
+        blocks = dict.fromkeys(self._block_of(one, plan) for one in plan.attentions)
+        new = [key for key in blocks if key not in self.attention]
+        return [x for key in new for x in self._programs_of_attention(*key)]
 
     def _programs_of_attention(self, block: PatternBlock, rows: int) -> Iterator[_Wanted]:
         """Yield the programs for short and for long caches, with the options to resolve them."""
@@ -314,36 +401,38 @@ class _Tracer:
         except (SearchError, VerificationError, CodegenError) as error:
             return f"no kernel: {error}"
 
-    def _report(self, plan: StepPlan, rows: int) -> None:
+    def _report(self, plan: StepPlan, shape: StepShape) -> None:
         """Add a row for each group of a plan, and for the attention of each layer."""
+        rows, tokens = shape.batch, shape.tokens
         known = {one.node: one for one in plan.attentions}
         for number, node in enumerate(plan.recording.nodes):
             if node.name != ATTENTION_OP:
                 continue
             one = known.get(number)
             layer = "attention" if one is None else f"layers.{one.layer}"
-            row = ReportRow(layer, ATTENTION.name, STOCK, rows=rows)
+            row = ReportRow(layer, ATTENTION.name, STOCK, rows=rows, tokens=tokens)
             if one is None:
                 reads_source = any(is_source(x) for x in node.operands)
                 reason = _CROSS_ATTENTION if reads_source else _OTHER_ATTENTION
                 self.report_rows.append(replace(row, reason=reason))
                 continue
-            kernel = self.attention[ATTENTION.block(**one.sizes), rows][0]
+            kernel = self.attention[self._block_of(one, plan)][0]
             self.report_rows.append(resolved_row(row, kernel))
         for region in plan.regions:
-            if str(region.graph) not in self.found:
-                continue
+            is_later = region.state is not None and region.state.name in plan.recording.moves
+            if str(region.graph) not in self.found or is_later:
+                continue  # what moves a state on for the first token does so for the others
             where = plan.recording.nodes[region.nodes[0]].where
             if region.state is not None:
                 where = f"layers.{region.state.name.rpartition('.')[2]}"
-            row = ReportRow(where, TRACED, STOCK, part=region.kind, rows=rows)
+            row = ReportRow(where, TRACED, STOCK, part=region.kind, rows=rows, tokens=tokens)
             self.report_rows.append(resolved_row(row, self.found[str(region.graph)]))
         for group in plan.groups:
             names = [
                 weight_path(plan, product.operands[1], self.paths) for product in group.products
             ]
             module, parts = common_module(names)
-            row = ReportRow(module, TRACED, STOCK, part=parts, rows=rows)
+            row = ReportRow(module, TRACED, STOCK, part=parts, rows=rows, tokens=tokens)
             program = plan.programs.get(group)
             if program is None:
                 self.report_rows.append(replace(row, reason=plan.reasons[group]))
@@ -363,6 +452,7 @@ def _recorded(
     *,
     check: TraceCheck,
     form: Form,
+    tokens: int | None = None,
 ) -> Recording:
     """Record a step in a form, with the arguments that the check of the step gives to stock's.
 
@@ -380,6 +470,7 @@ def _recorded(
             gives_positions=check.gives_positions,
             mask_in_output=check.mask_use == "output",
             forms=(form,),
+            tokens=tokens,
         )
     except TraceError as error:
         raise UnfitFormError(str(error)) from None
@@ -450,12 +541,3 @@ def _bytes_read(plan: StepPlan) -> tuple[int, int]:
     by_kernels = [g for g in plan.groups if id(plan.programs.get(g)) in run]
     read = sum(weight_bytes(p) for g in by_kernels for p in g.products)
     return read, sum(weight_bytes(p) for g in plan.groups for p in g.products)
-
-
-def weight_bytes(product: Term) -> int:
-    """Return the bytes that a product's weight has in memory."""
-    term = product.operands[1]
-    if term.weight.codes:
-        return sum(c.tensor.nbytes for c in term.weight.codes)
-    rows, columns = term.dims
-    return rows * columns * product.dtype.itemsize  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ def accept(
         stops = stops | ended
     first_stop = torch.where(stops, number, width).amin(1, keepdim=True)
     has_stopped = first_stop < taken
-    alive = control.alive[:, None]
+    alive = control.alive[:, None].clone()  # it changes below
     taken = torch.minimum(taken, first_stop + 1).masked_fill(~alive, 0)
     goes_on = alive & ~has_stopped & (taken < left)
     fed = picked.masked_fill(picked == NOTHING, 0)

@@ -110,21 +110,15 @@ class ModelKernels:
         """The numbers of sequences that steps of one token have kernels for."""
         return tuple(shape.batch for shape in self.shapes if shape.tokens == 1)
 
-    def shape_for(self, batch: int, tokens: int) -> StepShape | None:
-        """Return the shape of steps that take about so many tokens of each sequence.
-
-        Returns:
-            The smallest shape that has room for them, otherwise the largest one. None if there are
-            no steps of several tokens for this number of sequences.
-        """
-        of_batch = sorted(s for s in self.shapes if s.batch == batch and s.tokens > 1)
-        return next((s for s in of_batch if s.tokens >= tokens), of_batch[-1] if of_batch else None)
-
     @cached_property
     def weight_bytes(self) -> int:
         """The bytes of the weights of all layers and the head."""
         _embedding, *weights = self.weights
         return sum(weight.numel() * weight.element_size() for weight in weights)
+
+    def bytes_read_in(self, shape: StepShape) -> int:
+        """Return the bytes of weights that a step of a shape reads."""
+        return self.weight_bytes
 
     def products_us(self, shape: StepShape) -> float | None:
         """Return the time of a step's kernels except attention's, in µs.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mirage_hf.layers.compose import (
@@ -19,6 +20,7 @@ from mirage_hf.layers.compose import (
 from mirage_hf.layers.operands import OperandTable
 from mirage_hf.layers.part import first_mlp_role
 from mirage_hf.layers.rope import Rope, in_order
+from mirage_hf.layers.run_attention import run_attention
 from mirage_hf.patterns.schema import LayerLayout
 
 #: The parts that a layer's step needs besides the two halves of its MLP. An MLP of another kind,
@@ -43,6 +45,21 @@ class TokenBounds:
     new_first: Tensor
     new_last: Tensor
     windowed: bool
+
+    @classmethod
+    def of(cls, first: Tensor, window: int | None, slots: int, windowed: bool) -> TokenBounds:
+        """Return the bounds of tokens whose first cached keys are written in each step.
+
+        Args:
+            first: The first cached key that each token sees.
+            window: The number of keys that a token sees, its own included, or None.
+            slots: The slots of the cache. No cached key of a row lies after its new tokens.
+            windowed: Whether the kernels are those for windows.
+        """
+        number = torch.arange(first.shape[1], dtype=torch.int32, device=first.device)
+        number = number.repeat(len(first), 1)
+        new_first = torch.zeros_like(number) if window is None else (number - window + 1).clamp_(0)
+        return cls(first, torch.full_like(number, slots), new_first, number + 1, windowed)
 
 
 @dataclass(frozen=True)
@@ -142,30 +159,15 @@ class LayerStep(PartRunner):
         norms = [p[None] if of_one_head else p.view(1, kv_heads, -1, d) for p in norms]
         sinks = [p.view(1, kv_heads, -1, 1) for p in sinks]
         rope = [inputs.cos, inputs.sin] if sizes["rope"] else []
-        batch, memory = inputs.lo.shape[0], [inputs.keys, inputs.values]
-        range_of_cache = [inputs.lo, inputs.slot]
-        bounds = inputs.bounds
-        if bounds is None:
-            per_row = [x.view(batch, 1, 1, -1) for x in (*rope, *range_of_cache)]
-            rope, range_of_cache = per_row[:-2], per_row[-2:]
-            operands = [q, k, v, *rope, *memory, *range_of_cache, *norms, *sinks]
-            return kernels["attention"](operands)[0]
-
-        # the program of several tokens has the dims that are 1 otherwise (patterns/attention.py)
-        tokens = packed.shape[0] // batch
-        q, k, v = (x.unflatten(0, (batch, tokens)).permute(0, 2, 3, 1, 4) for x in (q, k, v))
-        rope = [x.view(batch, 1, 1, tokens, -1) for x in rope]
-        memory = [x[:, :, None] for x in memory]
-        range_of_cache = [x.view(batch, 1, 1, 1, 1) for x in range_of_cache]
-        norms = [p if of_one_head else p[:, :, :, None] for p in norms]
-        sinks = [p[..., None] for p in sinks]
-        seen = [bounds.first, bounds.last, bounds.new_first, bounds.new_last]
-        if not bounds.windowed:  # the kernels have one pair of bounds for all sequences
-            seen = [x[:1] for x in seen[2:]]
-        seen = [x.view(-1, 1, 1, tokens, 1) for x in seen]
-        operands = [q, k, v, *rope, *memory, *range_of_cache, *norms, *seen, *sinks]
-        y = kernels["attention"](operands)[0]
-        return y.permute(0, 3, 1, 2, 4).reshape(packed.shape[0], -1)
+        bounds, memory = [inputs.lo, inputs.slot], [inputs.keys, inputs.values]
+        windowed = False
+        if (of_tokens := inputs.bounds) is not None:
+            bounds += [of_tokens.first, of_tokens.last, of_tokens.new_first, of_tokens.new_last]
+            windowed = of_tokens.windowed
+        kernel = kernels["attention"]
+        return run_attention(
+            kernel, (q, k, v), rope, memory, bounds, norms, sinks, windowed=windowed
+        )
 
 
 def split_heads(packed: Tensor, sizes: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,9 @@
 
 While a step is recorded, transformers' "sdpa" attention calls the op `mirage_hf::cached_attention`
 in place of repeating the keys of each group of heads. Calls of other threads run as before.
+
+In a step of several tokens of each text, each token is a row of its own. The op
+`mirage_hf::append_tokens` appends the keys of all rows of a text to its one memory.
 """
 
 from __future__ import annotations
@@ -47,6 +50,34 @@ def _fake(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     return query.new_empty((*query.shape[:-1], values.shape[-1]))
+
+
+torch.library.define(
+    "mirage_hf::append_tokens", "(Tensor(a!) memory, int dim, Tensor slots, Tensor new) -> Tensor"
+)
+
+
+def append_tokens(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tensor:
+    """Append the keys of several tokens of each text, and return the memory that each row sees.
+
+    Args:
+        memory: Keys of all texts (texts, heads, slots, d).
+        dim: The dim of slots, 2.
+        slots: The slot of each token (texts, tokens).
+        new: Their keys, a row for each token (texts · tokens, heads, 1, d).
+    """
+    texts, tokens = slots.shape
+    states = new.squeeze(dim).unflatten(0, (texts, tokens)).transpose(1, 2)
+    memory.scatter_(dim, slots[:, None, :, None].expand_as(states), states)
+    return memory.repeat_interleave(tokens, 0)
+
+
+torch.library.impl("mirage_hf::append_tokens", "CompositeExplicitAutograd", append_tokens)
+
+
+@torch.library.register_fake("mirage_hf::append_tokens")
+def _fake_append(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tensor:
+    return memory.new_empty((slots.numel(), *memory.shape[1:]))
 
 
 def _traced_sdpa(stock: Any) -> Any:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value
+from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import Term, Terms
 
 #: The op that attention is recorded as (trace/attention.py).
 ATTENTION_OP = "mirage_hf.cached_attention"
-_APPENDS = ("aten.index_copy_", "aten.scatter_")
+_APPENDS = ("aten.index_copy_", "aten.scatter_", "mirage_hf.append_tokens")
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -92,6 +92,7 @@ class CachedAttention:
         head_dim: The elements of a head.
         dtype: The dtype of q, k and v.
         rope_dtype: The dtype of cos and sin.
+        tokens: New tokens of each text. Each is a row.
     """
 
     layer: int
@@ -105,6 +106,13 @@ class CachedAttention:
     head_dim: int
     dtype: torch.dtype
     rope_dtype: torch.dtype
+    tokens: int = 1
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The names of the bounds that it is given."""
+        of_tokens = ("first", "last", "new_first", "new_last")
+        return ("lo", "slot") if self.tokens == 1 else ("lo", "slot", *of_tokens)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -136,13 +144,12 @@ def find_attention(recording: Recording, rows: int) -> list[CachedAttention]:
     such as those of another layer, is left to torch.
     """
     finder = _Finder(recording, rows)
+    readers = readers_of(recording.nodes)
     found: list[CachedAttention] = []
-    read: set[Value] = set()
-    for number, node in enumerate(recording.nodes):
+    for number in range(len(recording.nodes)):
         one = finder.read(number)
-        if one is not None and read.isdisjoint(map(Value, one.appends)):
+        if one is not None and all(readers[Value(n)][0] == number for n in one.appends):
             found.append(one)
-        read.update(x for x in node.operands if isinstance(x, Value))
     return found
 
 
@@ -189,6 +196,7 @@ class _Finder:
             d,
             dtype,
             rope_dtype,
+            self._tokens(key_node),
         )
 
     def _meta(self, x: Any) -> Meta:
@@ -207,6 +215,13 @@ class _Finder:
             return None
         kind, _, layer = memory.name.partition(".")
         return (x.node, int(layer), new) if kind in ("keys", "values") else None
+
+    def _tokens(self, append: int) -> int:
+        """Return how many new tokens of each text are appended."""
+        node = self.recording.nodes[append]
+        if node.name != "mirage_hf.append_tokens":
+            return 1
+        return int(self._meta(node.args[2]).shape[1])
 
     def _mask(self, x: Any) -> str | None:
         """Return the name of the mask that a tensor is a view of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,21 +100,22 @@ class StepPlan:
         others += [{*region.nodes} for region in experts]
         self.regions = experts + find_regions(recording, needed_before, others, needed)
         self.units: list[Unit] = []
-        self._over_cache: dict[CachedAttention, Callable[[int], Run]] = {}
+        self._over_cache: dict[CachedAttention, Callable[[int], Callable[..., Tensor]]] = {}
 
     # -- which units run, in which order
 
     def schedule(
         self,
         kernels: Mapping[Group, Run],
-        attention: Mapping[CachedAttention, Callable[[int], Run]] | None = None,
+        attention: Mapping[CachedAttention, Callable[[int], Callable[..., Tensor]]] | None = None,
         regions: Mapping[Region, RegionRun] | None = None,
     ) -> None:
         """Order the groups that have a kernel and the torch ops that are needed besides.
 
         Args:
             kernels: What runs the program of a group.
-            attention: What runs the attention of a layer, by the slots of its cache.
+            attention: By the slots of its cache, what runs the attention of a layer on the heads
+                of q, k and v, RoPE's tables, the cached keys and values, bounds, and norms.
             regions: What runs a region.
         """
         self._region_runs = _with_makers(dict(regions or {}))
@@ -205,10 +206,11 @@ class StepPlan:
             sizes: What each `Size` is taken at.
         """
         made: dict[Any, Tensor] = {}
+        read = {key for unit in self.units for key in self._reads(unit)}
         actions = []
         for unit in self.units:
             if unit.attention is not None:
-                action, is_constant = self._attention_action(unit.attention, inputs), False
+                action, is_constant = self._attention_action(unit.attention, inputs, read), False
             elif unit.region is not None:
                 action, is_constant = self._region_action(unit.region, inputs), False
             elif unit.node is not None:
@@ -292,16 +294,24 @@ class StepPlan:
         return action, is_constant
 
     def _attention_action(
-        self, one: CachedAttention, inputs: Mapping[str, Tensor]
+        self, one: CachedAttention, inputs: Mapping[str, Tensor], read: Collection[Any]
     ) -> Callable[[dict[Any, Tensor]], None]:
-        """Return what runs attention over a layer's cache, appends included."""
+        """Return what runs attention over a layer's cache, appends included.
+
+        Args:
+            one: The attention.
+            inputs: The tensors that the recording names.
+            read: What other units read, such as the keys of the layer.
+        """
         rows, kv_heads, d = self.rows, one.k.heads, one.head_dim
         widths = [x.heads * d for x in (one.q, one.k, one.v)]
         keys, values = inputs[f"keys.{one.layer}"], inputs[f"values.{one.layer}"]
         run = self._over_cache[one](keys.shape[2])
         norms = [x.norm.weight.detach()[None] for x in (one.q, one.k) if x.norm is not None]
         tables = [x for x in (one.q.cos, one.q.sin) if x is not None]
-        out, appended = Value(one.node), [Value(n) for n in one.appends]
+        out, memory = Value(one.node), (keys, values)
+        appended = [(Value(n), x) for n, x in zip(one.appends, memory, strict=True)]
+        appended = [(key, x) for key, x in appended if key in read]
 
         def action(tensors: dict[Any, Tensor]) -> None:
             given = [tensors[x.rows].reshape(rows, -1) for x in (one.q, one.k, one.v)]
@@ -310,13 +320,14 @@ class StepPlan:
                 given = list(torch.cat(given, 1).split(widths, 1))
             packed = [x.unflatten(1, (kv_heads, -1, d)) for x in given]
             of_rope = [
-                (inputs[x.name] if isinstance(x, Input) else tensors[x]).reshape(rows, 1, 1, -1)
+                (inputs[x.name] if isinstance(x, Input) else tensors[x]).reshape(rows, -1)
                 for x in tables
             ]
-            bounds = [inputs[f"{name}.{one.layer}"] for name in ("lo", "slot")]
-            y = run([*packed, *of_rope, keys, values, *bounds, *norms])[0]
+            bounds = [inputs[f"{name}.{one.layer}"] for name in one.bounds]
+            y = run(packed, of_rope, memory, bounds, norms)
             tensors[out] = y.reshape(rows, one.q.heads, 1, d)
-            tensors.update(zip(appended, (keys, values), strict=True))
+            for key, x in appended:  # as `append_tokens` gives them: a memory for each row
+                tensors[key] = x if one.tokens == 1 else x.repeat_interleave(one.tokens, 0)
 
         return action
 
@@ -325,9 +336,10 @@ class StepPlan:
     ) -> Callable[[dict[Any, Tensor]], None]:
         """Return what runs a region. It updates its state in place if its kernel can."""
         runs, outputs = self._region_runs[region], region.graph.outputs
-        state = None if region.state is None else inputs[region.state.name]
+        target = None if region.target is None else inputs[region.target.name]
         # only a contiguous state is the same memory in the form that the program has
-        is_in_place = state is not None and runs.is_in_place and state.is_contiguous()
+        may_write = region.state != region.target or runs.is_in_place
+        is_in_place = target is not None and may_write and target.is_contiguous()
 
         def given(source: Any, tensors: dict[Any, Tensor]) -> Tensor:
             if isinstance(source, Value):
@@ -337,17 +349,24 @@ class StepPlan:
         def action(tensors: dict[Any, Tensor]) -> None:
             operands = [x.of(given(x.source, tensors)) for x in region.inputs]
             if is_in_place:
-                others = [operands[0].new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
-                results = runs.run(operands, [operands[0], *others])[1:]
+                assert target is not None
+                others = [target.new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
+                results = runs.run(operands, [target.view(outputs[0].dims), *others])[1:]
             else:
                 results = runs.run(operands)
-                if state is not None:
-                    state.copy_(results[0].reshape(state.shape))
+                if target is not None:
+                    target.copy_(results[0].reshape(target.shape))
                     results = results[1:]
             for result, y in zip(region.results, results, strict=True):
                 tensors[result.value] = result.of(y)
 
         return action
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of weights that a step reads. Experts that several rows chose count once."""
+        products = (p for group in self.groups for p in group.products)
+        return sum(map(weight_bytes, products)) + sum(region.reads for region in self.regions)
 
     @property
     def by_kernels(self) -> tuple[CachedAttention, ...]:
@@ -425,6 +444,15 @@ class StepPlan:
                 tensors[made] = y.unflatten(0, shape[:-1])
 
         return write
+
+
+def weight_bytes(product: Term) -> int:
+    """Return the bytes that a product's weight has in memory."""
+    term = product.operands[1]
+    if term.weight.codes:
+        return sum(c.tensor.nbytes for c in term.weight.codes)
+    rows, columns = term.dims
+    return rows * columns * product.dtype.itemsize  # type: ignore[no-any-return]
 
 
 def _with_makers(runs: dict[Region, RegionRun]) -> dict[Region, RegionRun]:

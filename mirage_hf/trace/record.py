@@ -148,6 +148,8 @@ class Recording:
     coded: tuple[CodedLinear, ...] = ()
     #: The experts that nodes name and no module has.
     forms: tuple[Any, ...] = ()
+    #: By the input that keeps a state after a token: the input that has the state before it.
+    moves: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def held_tensors(self) -> list[Tensor]:
@@ -159,6 +161,10 @@ class Recording:
     def changing(self) -> frozenset[int]:
         """The storages that some node writes. No node may be added any more."""
         return frozenset(s for node in self.nodes for s in node.written)
+
+    def before(self, state: Input) -> Input:
+        """Return the input that has a state before what writes `state`."""
+        return Input(self.moves.get(state.name, state.name))
 
     def meta(self, of: Value | Input | Held) -> Meta:
         """Return what is known of a tensor."""

@@ -126,11 +126,15 @@ class RegionFinder:
 
     def members_of_update(self, write: int) -> set[int] | None:
         """Return the nodes of an update, None if it is not computed from the state."""
-        state = self.nodes[write].args[0]
-        shape = fixed_shape(self.recording.meta(state))
+        state = self.recording.before(self.nodes[write].args[0])
+        meta = self.recording.meta(state)
+        shape = fixed_shape(meta)
         assert shape is not None
         size = math.prod(shape)
-        first_readers = [n for n in self.readers(state) if n != write]
+        # what writes the state before is no reader
+        first_readers = [
+            n for n in self.readers(state) if meta.storage not in self.nodes[n].written
+        ]
         if not first_readers or any(n > write for n in first_readers):
             return None
         members = self._core(write, size, first_readers)

@@ -90,7 +90,8 @@ class Region:
     """Nodes that one program computes. If they update a state, it is the first input and output.
 
     Attributes:
-        state: The state, or None.
+        state: The state that it reads, or None.
+        target: Where it writes the next state.
         nodes: The numbers of the nodes that the program computes, and of the state's write.
         graph: The program.
         inputs: Its inputs, in order.
@@ -104,12 +105,13 @@ class Region:
     inputs: list[Operand]
     results: list[Result]
     reads: int = 0
+    target: Input | None = None
 
     @property
     def kind(self) -> str:
         """What the region is, for reports."""
         if self.state is not None:
-            return f"state {self.state.name.rpartition('.')[0]}"
+            return f"state {self.state.name.partition('@')[0].rpartition('.')[0]}"
         if self.reads:
             return "experts"
         has_sum = any(op.name == "reduction" for op in self.graph.ops)
@@ -177,9 +179,11 @@ class _Writer:
         self.recording, self.finder = recording, finder
         self.members, self.number = members, write
         self.state: Input | None = None
+        self.target: Input | None = None
         self.new: Value | None = None
         if write is not None:
-            self.state, self.new = recording.nodes[write].args
+            self.target, self.new = recording.nodes[write].args
+            self.state = recording.before(self.target)
         self.labels = Labels(recording, members, self.state)
         self.graph = new_kernel_graph()
         self.made: dict[AxisTensor, DTensor] = {}
@@ -214,7 +218,7 @@ class _Writer:
         self.graph.mark_output(*outputs)
         nodes = (*sorted(self.members), *([] if self.number is None else [self.number]))
         shaped = [self._result(value, x) for value, x in results]
-        return Region(self.state, nodes, self.graph, inputs, shaped)
+        return Region(self.state, nodes, self.graph, inputs, shaped, target=self.target)
 
     def _next_state(self) -> tuple[Labelled, Labelled]:
         """Return the axes of the state and of what is written over it."""

@@ -300,18 +300,6 @@ def test_a_cache_that_grows_over_a_block_of_slots() -> None:
     assert steps(ours) == {"traced": 2}
 
 
-def test_drafts_run_stock_and_the_report_says_why() -> None:
-    stock, ours = pair("gpt2", draft_tokens=(3,))
-    why = "steps are traced, and take one token"
-    assert f"draft_tokens: calls with drafts run stock, because {why}" in ours.mirage.report.notes
-    given = {"inputs": text(), **GREEDY, "prompt_lookup_num_tokens": 3}
-    given |= {"eos_token_id": 3, "pad_token_id": 0}  # stock's look-up may need a stop token
-    assert ours.generate(**given).tolist() == stock.generate(**given).tolist()
-    assert stocks(ours) == [f"stock: prompt lookup: {why}"]
-    _, without = pair("gpt2")
-    assert not any("draft_tokens" in note for note in without.mirage.report.notes)
-
-
 # -- caches of the caller's -----------------------------------------------------------------------
 
 

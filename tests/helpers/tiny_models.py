@@ -222,15 +222,19 @@ class Resolved:
     def ugraph(self) -> Any:
         return library_ugraph(self.program)
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         for t, x in zip(self.program.inputs, inputs, strict=True):
             assert tuple(x.shape) == t.dims and x.dtype == t.dtype, (t, x.shape, x.dtype)
             assert all(
                 a == b for a, b, d in zip(x.stride(), t.strides, t.dims, strict=True) if d > 1
             ), (t, x.stride())
-        return [
-            y * self.scale if self.scale != 1 else y for y in run_kernel_graph(self.program, inputs)
-        ]
+        results = run_kernel_graph(self.program, inputs)
+        results = [y * self.scale if self.scale != 1 else y for y in results]
+        if out is None:
+            return results
+        return [x.copy_(y) for x, y in zip(out, results, strict=True)]
 
 
 def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
