@@ -199,7 +199,7 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     plain = decoded_twin(model)
     before = list(snapshot(model))
     # kernels for several rows read codes as those for one row do
-    sizes = (1, 3) if THOROUGH or kind in ("int8", "q6_k") else (1,)
+    sizes = (1, 3) if THOROUGH or kind in ("int8", "q8_0") else (1,)
     mi.optimize(model, batch_sizes=sizes)
     report = model.mirage.report
     assert "searched kernels read 100% of the bytes" in str(report), report

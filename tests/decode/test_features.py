@@ -30,7 +30,8 @@ slow = pytest.mark.slow  # on the main version of transformers only
     scope="module",
     params=[
         "kernels",
-        pytest.param("captured kernels", marks=slow),
+        # other tests capture steps and prompts: test_drafts.py, test_prefill_*.py, test_traced_*.py
+        pytest.param("captured kernels", marks=[slow, pytest.mark.thorough]),
         # test_generate.py runs calls of all kinds by the model's own forward
         pytest.param("forward", marks=[slow, pytest.mark.thorough]),
     ],

@@ -39,6 +39,7 @@ from tests.helpers.step_pairs import (
     steps,
     stocks,
 )
+from tests.helpers.thorough import THOROUGH
 from tests.helpers.tiny_models import Resolved, same, snapshot, twin_of
 
 # Not run with other versions of transformers, which do not have all of these models.
@@ -127,13 +128,15 @@ def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
     ],
 )
 def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
-    stock, ours = pair(name, (1, 3))
-    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    sizes = (1, 3) if THOROUGH or name in ("gpt2", "qwen3_moe") else (3,)
+    stock, ours = pair(name, sizes)
+    if 1 in sizes:
+        agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
     agree(stock, ours, {**padded(), **FULL, **GREEDY})
-    assert steps(ours) == {"traced": 2} and not stocks(ours)
+    assert steps(ours) == {"traced": len(sizes)} and not stocks(ours)
     report = ours.mirage.report
     rows = [r for r in report.rows if r.pattern == "traced"]
-    assert {r.rows for r in rows} == {1, 3} and {r.status for r in rows} == {"swapped"}
+    assert {r.rows for r in rows} == {*sizes} and {r.status for r in rows} == {"swapped"}
     assert any("searched kernels read 100% of the bytes" in note for note in report.notes)
 
 
