@@ -31,10 +31,17 @@ from mirage_hf.settings import settings
 from mirage_hf.tune.turns import SharedTurns
 
 #: Starts the tuner: with this process's import path, and low priority from the first import on.
+#: It imports the stages up to `pipeline`. What `mirage_hf/__init__.py` imports, transformers among
+#: it, would take more time than they do.
 START = (
-    "import json, os, sys; os.nice(19); sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, os, sys, types; os.nice(19); sys.path[:] = json.loads(sys.argv[1]); "
+    "package = sys.modules['mirage_hf'] = types.ModuleType('mirage_hf'); "
+    "package.__path__ = [sys.argv[2]]; "
     "from mirage_hf.pipeline.background_tuner import main; main()"
 )
+
+#: The folder of the package.
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 #: Puts kernels that were measured in the place of those that run. Returns how many blocks run
 #: another kernel now, or why none does.
@@ -121,7 +128,7 @@ class BackgroundTuning:
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
         threads = max(1, settings().threads // 2)
         return subprocess.Popen(
-            [sys.executable, "-c", START, path],
+            [sys.executable, "-c", START, path, _PACKAGE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -29,8 +29,8 @@ from tests.helpers import fake_tuner
 from tests.helpers.fake_tuner import LIBRARY_US
 from tests.helpers.tiny_models import prompt, tiny, twin_of
 
+# Our own processes and caches, which do not depend on the version of transformers: not `models`.
 pytestmark = [
-    pytest.mark.models,
     pytest.mark.skipif(sys.platform != "linux", reason="tuners share memory on Linux"),
 ]
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=6)
@@ -140,7 +140,6 @@ def test_a_model_runs_at_once_and_gets_measured_kernels_between_calls(fake_gpu, 
     }
 
 
-@pytest.mark.slow
 def test_forwards_without_generate_get_measured_kernels_too(fake_gpu, models):
     fake_gpu()
     stock, model = models()
@@ -157,7 +156,6 @@ def test_forwards_without_generate_get_measured_kernels_too(fake_gpu, models):
     assert binding.calls == 1 and not binding.fallbacks
 
 
-@pytest.mark.slow
 def test_a_block_whose_library_path_was_measured_faster_runs_the_library(fake_gpu, models):
     fake_gpu(library_us=1.0)
     stock, model = models()
@@ -173,7 +171,6 @@ def test_a_block_whose_library_path_was_measured_faster_runs_the_library(fake_gp
     assert_same_tokens(stock, model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checked", ["check", "check_step", "check_head"])
 def test_kernels_that_fail_a_check_are_not_used(replayed, models, monkeypatch, checked):
     stock, model = models()
@@ -194,7 +191,6 @@ def test_kernels_that_fail_a_check_are_not_used(replayed, models, monkeypatch, c
     assert {row.time_us for row in handle.report.rows} == {None}
 
 
-@pytest.mark.slow
 def test_a_model_that_was_changed_keeps_its_kernels_and_says_why(replayed, models):
     stock, model = models()
     optimize(model, tune="background")
@@ -206,7 +202,6 @@ def test_a_model_that_was_changed_keeps_its_kernels_and_says_why(replayed, model
     assert "layers.0: its guard refuses it: forward hook on up_proj" in model.mirage.report.tuning
 
 
-@pytest.mark.slow
 def test_a_killed_tuner_and_a_full_disk_leave_the_model_running(fake_gpu, models):
     fake_gpu(full_disk_after=2)
     stock, model = models()
@@ -220,7 +215,6 @@ def test_a_killed_tuner_and_a_full_disk_leave_the_model_running(fake_gpu, models
     assert_same_tokens(stock, model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["restore", "optimize", "delete"])
 def test_the_tuner_ends_with_the_model(fake_gpu, models, how):
     fake_gpu(seconds=60.0)
@@ -245,7 +239,6 @@ def test_the_tuner_ends_with_the_model(fake_gpu, models, how):
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_without_a_gpu_and_without_anything_to_measure_no_process_starts(fake_gpu, models):
     _, model = models()
     patterns = ["gated_mlp"]
@@ -261,7 +254,6 @@ def test_without_a_gpu_and_without_anything_to_measure_no_process_starts(fake_gp
     restore(model.model)
 
 
-@pytest.mark.slow
 def test_the_option_is_checked():
     with pytest.raises(OptimizeError, match=r"tune is 'backgroud' \(did you mean"):
         optimize(tiny("llama"), tune="backgroud")

@@ -453,7 +453,10 @@ def test_a_model_without_a_tokenizer_is_optimized_and_has_no_text(capture, tmp_p
     assert "cannot be loaded as a causal language model" in err
 
 
-@pytest.mark.parametrize("command", [("bench", models.DEMO_MODEL), ("demo",)])
+@pytest.mark.parametrize(
+    "command",
+    [("bench", models.DEMO_MODEL), pytest.param(("demo",), marks=pytest.mark.thorough)],
+)
 def test_a_prompt_without_tokens_is_an_error_without_a_traceback(capture, monkeypatch, command):
     load = models.load
 

@@ -429,7 +429,7 @@ def test_a_kernel_triggers_early_only_if_the_next_one_reads_no_bounds_early():
             ) == op.next_may_launch_early
 
 
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.thorough), 90])
 def test_compiles_ahead_of_time(sm, tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     g = attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")

@@ -10,6 +10,7 @@ from mirage_hf.decode import prompts
 from mirage_hf.decode import runner as decode_runner
 from mirage_hf.swap import check
 from tests.helpers.generate_features import fake_captures
+from tests.helpers.thorough import count
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def many_samples(resolved: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
     Layers this small have few values, so the largest float32 error of 8 calls is a matter of luck.
     """
-    monkeypatch.setattr(check, "SAMPLES", 40)
+    monkeypatch.setattr(check, "SAMPLES", count(40, 16))
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from mirage_hf.formats import CodedWeight, coded_weight, torchao
 from scripts.coded_models import linears, with_codes
 from tests.decode.test_coded_models import coded, decoded_twin, generated, small_llama, snapshot
 
-pytestmark = pytest.mark.models
+# Not run with other versions of transformers: what changes here are containers of our formats.
+pytestmark = [pytest.mark.models, pytest.mark.slow]
 
 PROMPT = torch.arange(1, 8)[None]
 

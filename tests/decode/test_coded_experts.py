@@ -28,6 +28,7 @@ from tests.helpers.coded_experts import (
     shape_of_blocks,
     with_names,
 )
+from tests.helpers.thorough import THOROUGH
 
 pytestmark = pytest.mark.models
 
@@ -112,16 +113,18 @@ def optimized_twin(twin: nn.Module) -> nn.Module:
 def test_steps_read_codes_and_give_the_tokens_of_decoded_experts(kind: str) -> None:
     model, twin = MODELS[kind]()
     before = list(snapshot(model))
-    mi.optimize(model, batch_sizes=(1, 3))
+    # tests/trace/test_coded_experts.py has kernels for several tokens
+    sizes = (1, 3) if THOROUGH else (1,)
+    mi.optimize(model, batch_sizes=sizes)
     report = model.mirage.report
     rows = [row for row in report.rows if row.part == "experts"]
-    assert len(rows) == 2 * 2 * 2 and all(row.status == "swapped" for row in rows), report
+    assert len(rows) == 2 * 2 * len(sizes) and all(row.status == "swapped" for row in rows), report
     experts = [m for m in model.modules() if isinstance(coded_experts(m), CodedExperts)]
     assert len(experts) == 2
     plain = optimized_twin(twin) if kind == "fp8" else twin
-    for count in (1, 3):
+    for count in sizes:
         assert torch.equal(generated(model, count), generated(plain, count)), count
-    assert model.mirage.report.decode["step: traced"] == 2
+    assert model.mirage.report.decode["step: traced"] == len(sizes)
     mi.restore(model)
     assert list(snapshot(model)) == before
 

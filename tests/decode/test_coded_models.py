@@ -22,6 +22,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.swap.coded_forward import decoding_program
 from scripts.coded_models import LINEAR_FORMATS, linears, with_codes
 from tests.helpers import gguf_reference
+from tests.helpers.thorough import THOROUGH
 
 pytestmark = pytest.mark.models
 
@@ -197,14 +198,16 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     model = coded(kind)
     plain = decoded_twin(model)
     before = list(snapshot(model))
-    mi.optimize(model, batch_sizes=(1, 3))
+    # kernels for several rows read codes as those for one row do
+    sizes = (1, 3) if THOROUGH or kind in ("int8", "q8_0") else (1,)
+    mi.optimize(model, batch_sizes=sizes)
     report = model.mirage.report
     assert "searched kernels read 100% of the bytes" in str(report), report
     products = [row for row in report.rows if row.pattern == "traced"]
     assert products and all(row.status == "swapped" for row in products), report
-    for rows in (1, 3):
+    for rows in sizes:
         assert torch.equal(generated(model, rows), generated(plain, rows)), rows
-    assert model.mirage.report.decode["step: traced"] == 2
+    assert model.mirage.report.decode["step: traced"] == len(sizes)
     mi.restore(model)
     assert list(snapshot(model)) == before
 

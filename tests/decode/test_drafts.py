@@ -23,7 +23,7 @@ from tests.helpers.generate_comparison import (
     tokenizer,
 )
 from tests.helpers.step_pairs import CHANGED, FULL, generated, stocks
-from tests.helpers.thorough import count
+from tests.helpers.thorough import THOROUGH, count
 from tests.helpers.tiny_models import WINDOW, prompt, tiny, twin_of
 
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
@@ -84,25 +84,28 @@ def scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi3",
-    "cohere",
-    "gpt_neox",
-    "gpt_oss",
+def few_scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return scripts of which all, some and no drafts are taken, or all scripts if thorough."""
+    few = ("good", "often right", "always wrong")
+    return {name: x for name, x in scripts(tokens).items() if THOROUGH or name in few}
+
+
+#: A window in all layers, in some and in none, a softcap, and experts with sinks.
+FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss")
+
+#: Families whose steps for drafts differ from those above in norms and projections only.
+ALIKE = ("qwen3", "gemma3", "olmo2", "phi3", "cohere", "gpt_neox")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, *(pytest.param(family, marks=pytest.mark.thorough) for family in ALIKE)],
 )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_stocks_whatever_is_drafted(family: str) -> None:
     stock, ours = pair(family)
     for given in ({"input_ids": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
-        tokens = 256 if family == "llama" else count(256, 128)
+        # drafts that are late by one help gpt-oss in longer texts only
+        tokens = count(256, 128 if family == "gpt_oss" else 64)
         given = {**given, "do_sample": False, "max_new_tokens": tokens, "pad_token_id": PAD}
         want = stock.generate(**given)
         batch = want.shape[0]
@@ -223,7 +226,7 @@ def test_samples_are_those_of_plain_decoding() -> None:
     stock, ours = pair()
     given = {**left_padded((4, 11, 7)), "do_sample": True, "max_new_tokens": 60, "top_p": 0.9}
     given |= {"temperature": 1.3, "top_k": 30, "pad_token_id": PAD, "repetition_penalty": 1.1}
-    for seed in range(4):
+    for seed in range(count(4, 2)):
         with our_numbers():
             want = generated(stock, given, seed)
         for name, script in scripts(want).items():
@@ -236,7 +239,7 @@ def test_samples_are_those_of_plain_decoding() -> None:
 @pytest.mark.parametrize("quality", ["good", "bad"])
 def test_samples_have_plain_probabilities(quality: str) -> None:
     """The second new token is drafted, and has the probabilities of plain sampling."""
-    draws, batch, temperature = 20_000, 50, 2.0
+    draws, batch, temperature = 20_032, 64, 2.0
     stock, ours = pair(batch_sizes=(batch,), draft_tokens=(1,))
     text = prompt(1, 9)
 
@@ -267,13 +270,13 @@ def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) ->
     stock, ours = pair("mistral")
     given = {"input_ids": prompt(3, 240), "do_sample": False, "max_new_tokens": 300}
     want = stock.generate(**given)
-    for name, script in scripts(want).items():
+    for name, script in few_scripts(want).items():
         with drafting(script, name):
             assert ours.generate(**given, **LOOKUP).tolist() == want.tolist(), name
     assert verified(ours)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_number_of_drafts_adapts(sampled: bool) -> None:
     stock, ours = pair()
     given = {"inputs": prompt(1, 9), "do_sample": sampled, "max_new_tokens": 256}
@@ -281,7 +284,7 @@ def test_the_number_of_drafts_adapts(sampled: bool) -> None:
         want = generated(stock, given)
     wrong_at_first = torch.where(torch.arange(want.shape[1]) < 130, (want + 1) % VOCAB, want)
     by_name = {}
-    for name, script in {**scripts(want), "wrong at first": wrong_at_first}.items():
+    for name, script in {**few_scripts(want), "wrong at first": wrong_at_first}.items():
         before = steps_by_tokens(ours)
         with drafting(script, name):
             assert generated(ours, {**given, **LOOKUP}).tolist() == want.tolist(), name
@@ -426,18 +429,21 @@ def assistant(
     return helper
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", pytest.param("gemma2", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_an_assistant_drafts(family: str, seed: int) -> None:
     stock, ours = pair(family)
     helper = assistant(family, seed)
     for given in ({"input_ids": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
-        given = {**given, "do_sample": False, "max_new_tokens": 256, "pad_token_id": PAD}
+        tokens = count(256, 64)
+        given = {**given, "do_sample": False, "max_new_tokens": tokens, "pad_token_id": PAD}
         want = stock.generate(**given)
         got, steps = counted_steps(ours, {**given, "assistant_model": helper})
         assert got.tolist() == want.tolist()
         # a batch may contain a row that differs by rounding at a near tie
-        assert steps == 32 if seed == 0 else steps > 32
+        assert steps == tokens // 8 if seed == 0 else steps > tokens // 8
     counts = ours.mirage.report.decode
     assert verified(ours) == 2 and counts["drafts: drafted"] == 7 * counts["drafts: steps of a row"]
     if seed == 0:

@@ -23,12 +23,13 @@ from mirage_hf.errors import OptimizeWarning
 from tests.helpers.encoder_decoders import MODELS, POSITIONS, built, inputs, whisper_with_timestamps
 from tests.helpers.generate_comparison import assert_same_cache
 from tests.helpers.step_pairs import FULL, agree, no_kernels, steps, stocks
+from tests.helpers.thorough import count
 from tests.helpers.tiny_models import same, snapshot, twin_of
 
 # Not run with other versions of transformers, whose decoders are written in other ways.
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
 
-GREEDY = {"do_sample": False, "max_new_tokens": 64}
+GREEDY = {"do_sample": False, "max_new_tokens": count(64, 24)}
 SHORT = {"do_sample": False, "max_new_tokens": 12}
 
 

@@ -28,7 +28,13 @@ slow = pytest.mark.slow  # on the main version of transformers only
 
 @pytest.fixture(
     scope="module",
-    params=[name if name == "kernels" else pytest.param(name, marks=slow) for name in PAIRS],
+    params=[
+        "kernels",
+        # other tests capture steps and prompts: test_drafts.py, test_prefill_*.py, test_traced_*.py
+        pytest.param("captured kernels", marks=[slow, pytest.mark.thorough]),
+        # test_generate.py runs calls of all kinds by the model's own forward
+        pytest.param("forward", marks=[slow, pytest.mark.thorough]),
+    ],
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[generate_features.Pair]:
     family, dtype, how = PAIRS[request.param]

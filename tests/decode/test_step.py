@@ -87,7 +87,17 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+#: Families that test_optimize.py compares with stock, too, and variants of what other models have.
+ALIKE = (
+    *("granite", "gemma", "gemma3", "olmo2", "phi3"),
+    *("qwen3, tied", "qwen3, attention bias", "llama, longrope", "glm", "one layer"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in MODELS],
+)
 def test_greedy_tokens_and_logits_are_stocks(name: str) -> None:
     stock, ours = pair(MODELS[name], verify=True)
     calls = [

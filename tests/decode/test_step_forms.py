@@ -16,12 +16,13 @@ from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.traced_step import FORMS, Form
 from scripts import survey_models
 from tests.helpers.step_pairs import agree, steps, stocks
+from tests.helpers.thorough import count
 from tests.helpers.tiny_models import twin_of
 
 # Not run with other versions of transformers, which do not have all of these models.
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
 
-GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 40}
+GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": count(40, 16)}
 
 #: Types whose steps need a form, and the form.
 CASES = {
@@ -50,7 +51,14 @@ def traced(model: Any) -> Any:
     return model.generate.runner.traced
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Types whose form another one has, too.
+ALIKE = ("fsmt/seq2seq", "muse_spark", "exaone4_5", "paligemma")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in CASES],
+)
 def test_tokens_are_stocks_in_the_form_that_fits(name: str) -> None:
     """Calls have one row, and three of unequal lengths."""
     stock, ours = pair(name)
@@ -107,7 +115,11 @@ def test_positions_that_do_not_grow_by_one_run_stock(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "use"),
-    [("moonshine", "output"), ("canary", "output"), ("speech-encoder-decoder", "other")],
+    [
+        ("moonshine", "output"),
+        pytest.param("canary", "output", marks=pytest.mark.thorough),
+        ("speech-encoder-decoder", "other"),
+    ],
 )
 def test_padding_of_sound_is_hidden(name: str, use: str) -> None:
     """Encoders of sound map the mask of samples to their output, or leave that to the decoder."""

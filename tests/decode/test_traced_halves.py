@@ -96,6 +96,7 @@ class Gates(nn.Module):
         return self.down(torch.tanh(up) * torch.sigmoid(self.mid(up)))
 
 
+@pytest.mark.slow
 def test_other_mlps_are_traced_too() -> None:
     def make() -> Any:
         torch.manual_seed(0)
@@ -110,6 +111,7 @@ def test_other_mlps_are_traced_too() -> None:
     assert {"mlp.up", "mlp.mid", "mlp.down"} == rows_of(ours).keys() - {"norm"}
 
 
+@pytest.mark.slow
 def test_equal_programs_are_asked_for_once(resolved: list[Any]) -> None:
     pair("gpt_oss", batch_sizes=(1,))
     texts = [str(program) for program in resolved]
@@ -117,6 +119,7 @@ def test_equal_programs_are_asked_for_once(resolved: list[Any]) -> None:
     assert len(experts) == len({*experts}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["take(", "matmul"])
 def test_a_wrong_kernel_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(program: Any, pattern: str = "", **_: Any) -> Resolved:
@@ -144,6 +147,7 @@ def reads_on_the_host(model: Any) -> None:
         layer.mlp.__class__ = Reads
 
 
+@pytest.mark.slow
 def test_a_forward_that_reads_values_is_called() -> None:
     def make() -> Any:
         model = deepseek()
@@ -165,6 +169,7 @@ def hooked(model: Any) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [another_weight, hooked])
 def test_a_changed_mixture_is_served_as_it_is(change: Callable[[Any], None]) -> None:
     stock, ours = pair("gpt_oss")
@@ -175,6 +180,7 @@ def test_a_changed_mixture_is_served_as_it_is(change: Callable[[Any], None]) -> 
     assert steps(ours).get(KERNELS) == 1
 
 
+@pytest.mark.slow
 def test_weights_that_change_in_place_are_read_as_they_are() -> None:
     stock, ours = pair("gpt_oss")
     for model in (stock, ours):
@@ -185,11 +191,13 @@ def test_weights_that_change_in_place_are_read_as_they_are() -> None:
     assert steps(ours) == {KERNELS: 1}
 
 
+@pytest.mark.slow
 def test_named_patterns_trace_no_mixture() -> None:
     _, ours = pair("gpt_oss", batch_sizes=(1,), **UNTRACED)
     assert not rows_of(ours) and not any(step.traced_halves for step in own_steps(ours))
 
 
+@pytest.mark.slow
 def test_restore_lets_go_of_traces() -> None:
     _, ours = pair("gpt_oss", batch_sizes=(1,))
     kept = weakref.ref(own_steps(ours)[0].traced_halves[1])
@@ -202,6 +210,7 @@ def test_restore_lets_go_of_traces() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_trace_keeps_no_input() -> None:
     _, ours = pair("gpt_oss", batch_sizes=(1,))
     half = own_steps(ours)[0].traced_halves[1]

@@ -342,8 +342,7 @@ else:
     "how",
     [
         "kill with a fork",
-        "end",
-        *(pytest.param(how, marks=pytest.mark.thorough) for how in ("kill", "terminate")),
+        *(pytest.param(how, marks=pytest.mark.thorough) for how in ("end", "kill", "terminate")),
     ],
 )
 def test_the_tuner_ends_with_its_process(how, monkeypatch):

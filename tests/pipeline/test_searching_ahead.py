@@ -25,10 +25,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     monkeypatch.setenv("MIRAGE_HF_THREADS", str(searching_ahead.THREADS_FROM))
     monkeypatch.setattr(searching_ahead, "MOST_PROCESSES", 2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _close_workers() -> Iterator[None]:
+    """End the workers after the last test. They start once, and hold nothing of a search."""
     yield
     for pool in workers._shared.values():
         pool.close()
@@ -113,6 +118,8 @@ def test_this_process_searches_if_a_worker(how: str, monkeypatch: pytest.MonkeyP
     with finder.searching((g, {}) for g in graphs()):
         assert len(searching_ahead._begun) == 3
         assert all(finder.resolve(g).runs_kernel for g in graphs())
+    for pool in workers._shared.values():
+        pool.close()
 
 
 def test_an_error_of_a_search_is_left_to_this_process() -> None:

@@ -496,12 +496,17 @@ def test_results_belong_to_the_graph_they_are_asked_for():
     [
         dict(time_limit=21),
         dict(seed=1),
-        dict(max_block_ops=20),
-        dict(config="lora"),
         dict(config="mlp"),
         dict(griddims=[(16, 1, 1)]),
-        dict(blockdims=[(64, 1, 1)]),
-        dict(franges=[2]),
+        *(
+            pytest.param(changed, marks=pytest.mark.thorough)
+            for changed in (
+                dict(max_block_ops=20),
+                dict(config="lora"),
+                dict(blockdims=[(64, 1, 1)]),
+                dict(franges=[2]),
+            )
+        ),
     ],
     ids=str,
 )
@@ -619,7 +624,7 @@ def _without_record(folder):
         (_foreign, "its key is not that of its program"),
         (_older, "version 0"),
         (_changed, "is not the file"),
-        (_no_dict, "is damaged"),
+        pytest.param(_no_dict, "is damaged", marks=pytest.mark.thorough),
         (_binary, "not UTF-8"),
         (_wrong_but_signed, "not proven again .*differ"),
         (_without_record, "holds no µGraphs of a search"),

@@ -629,8 +629,17 @@ def generate_options(**changes):
     return argparse.Namespace(**(options | changes))
 
 
-@pytest.mark.parametrize("draft", ["lookup", "smoke"])
-@pytest.mark.parametrize("accept, adapt", [(None, False), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize(
+    "draft, accept, adapt",
+    [
+        ("lookup", None, False),
+        ("smoke", None, False),
+        ("smoke", 0.7, True),
+        pytest.param("smoke", 0.7, False, marks=pytest.mark.thorough),
+        pytest.param("lookup", 0.7, False, marks=pytest.mark.thorough),
+        pytest.param("lookup", 0.7, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_drafts_are_timed_beside_stocks(draft, accept, adapt):
     peers = ("drafted", "assisted")
     drafting = {"draft": draft, "draft_tokens": 3, "accept": accept, "new": 40, "adapt": adapt}

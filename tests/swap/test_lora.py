@@ -203,7 +203,14 @@ def test_an_operand_that_two_threads_make_is_what_the_first_made() -> None:
 
 
 @pytest.mark.parametrize("patterns", [None, pytest.param(ALONE, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma2",
+        *(pytest.param(family, marks=pytest.mark.thorough) for family in ("qwen2", "qwen3")),
+    ],
+)
 @pytest.mark.parametrize(
     "targets", [QV, ("q_proj", "gate_proj", "down_proj"), ("o_proj", "up_proj")]
 )
@@ -255,9 +262,18 @@ OTHERS: dict[str, Any] = dict(
 
 
 @pytest.mark.parametrize(
-    "options", [dict(targets=QV), dict(targets=ALL), OTHERS, {**OTHERS, "cast": False}]
+    ("options", "dtype"),
+    [
+        (dict(targets=QV), torch.float32),
+        (dict(targets=ALL), torch.float32),
+        (OTHERS, torch.bfloat16),
+        ({**OTHERS, "cast": False}, torch.bfloat16),
+        pytest.param(dict(targets=QV), torch.bfloat16, marks=pytest.mark.thorough),
+        pytest.param(dict(targets=ALL), torch.bfloat16, marks=pytest.mark.thorough),
+        pytest.param(OTHERS, torch.float32, marks=pytest.mark.thorough),
+        pytest.param({**OTHERS, "cast": False}, torch.float32, marks=pytest.mark.thorough),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_by_kernels_give_the_stock_tokens(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -285,7 +301,14 @@ def test_steps_by_kernels_give_the_stock_tokens(
         assert torch.equal(got.sequences, want.sequences)
 
 
-@pytest.mark.parametrize("targets", [QV, ("k_proj", "o_proj", "up_proj"), ALL])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param(QV, marks=pytest.mark.thorough),
+        ("k_proj", "o_proj", "up_proj"),
+        pytest.param(ALL, marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "qwen2"])
 def test_prompts_by_kernels_give_the_stock_logits(
     family: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
