@@ -171,7 +171,7 @@ class CubinFile:
             image = unpacker.decompress(stored, cubin.size + 1)
         except (OSError, SafetensorError, zlib.error) as e:
             raise CubinError(f"{self.path} cannot be read ({described(e)})") from e
-        if hashlib.sha256(image).hexdigest() != cubin.sha256:
+        if len(image) != cubin.size or hashlib.sha256(image).hexdigest() != cubin.sha256:
             raise CubinError(f"{self.path}: a cubin does not match its digest")
         return image
 
