@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from mirage_hf.codegen.cubin_launch import CubinLauncher
 from mirage_hf.codegen.cubins import Cubin, CubinError
 from mirage_hf.codegen.generated_program import POINTER_TYPES
 from mirage_hf.codegen.loaded_cubin import LoadedCubin
+from mirage_hf.decode.kernels import kernel_launch, sampling
 from mirage_hf.zoo.store import Store, packaged_store
 from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.ugraphs import rms_norm_linear
@@ -304,6 +306,34 @@ def test_cubins_of_users_are_never_opened(gpu, monkeypatch, tmp_path):
     launch_first(generated, gpu)
     assert len(gpu.compiled) == 2 and not gpu.driver.images
     assert set(opened) == {files.packaged_zoo() / "sm_90.safetensors"}
+
+
+# -- hand-written kernels -------------------------------------------------------------------------
+
+
+def test_hand_written_kernels_are_loaded_too(gpu):
+    """The choice of a greedy token of Llama-3.2-1B."""
+    what = replace(sampling.argmax_launch(1, 128256))
+    kinds = [torch.bfloat16, *[torch.int64] * 4, torch.uint8, *[torch.int64] * 4, torch.int32]
+    tensors = [FakeTensor(256 * n, dtype) for n, dtype in enumerate([*kinds, torch.int64], 1)]
+    gpu.driver.num_arguments = len(tensors) + 2
+    what.launcher(what.kernel, what.grid, tensors, what.num_warps, what.num_stages)
+    (made,) = gpu.driver.launches
+    assert made.function == "argmax_kernel" and made.block == (256, 1, 1)
+    assert made.arguments == [256 * n for n in range(1, len(tensors) + 1)] + [0, 0]
+
+
+def test_the_source_of_a_hand_written_kernel_is_its_text_its_callees_and_its_sizes(monkeypatch):
+    what = sampling.argmax_launch(1, 128256)
+    assert what.source == replace(what).source
+    assert what.source != sampling.argmax_launch(1, 128257).source
+    assert what.source != sampling.argmax_launch(1, 128256, advances=False).source
+    shown = list(kernel_launch._texts(what.kernel.fn, set()))
+    assert any("def total_order(" in text for text in shown)
+    monkeypatch.setattr(
+        kernel_launch, "_texts", lambda *given: [*shown[:-1], shown[-1].replace("0", "1", 1)]
+    )
+    assert what.source != replace(what).source
 
 
 # -- where it is put in place ----------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from mirage_hf.codegen.cubin_launch import CubinLauncher
 from mirage_hf.codegen.cubins import CubinError
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.zoo.store import packaged_store
+from scripts.configs import random_model
 
 pytestmark = pytest.mark.gpu
 
@@ -91,8 +94,6 @@ def test_a_cubin_gives_what_triton_gives(pattern, which, by_triton):
 
 def test_launching_takes_the_host_no_longer_than_triton(by_triton):
     """Steps are replayed, so this counts in first calls and captures only."""
-    import time
-
     entry = next(e for e in packaged_store().entries() if e.pattern == "linear_residual")
     module, inputs = both(entry)
 
@@ -116,3 +117,20 @@ def test_launching_takes_the_host_no_longer_than_triton(by_triton):
         module.launch = launcher
     print(f"{cubin:.1f} µs by cubin, {triton:.1f} µs by Triton's launcher")
     assert cubin < 1.5 * triton + 2
+
+
+def test_a_first_generate_of_a_packaged_model_compiles_nothing(monkeypatch, tmp_path):
+    """Two layers of Llama-3.2-1B, greedy, in a cache of 256 slots."""
+    from triton import knobs
+
+    import mirage_hf as mi
+
+    compiled = []
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    with knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"]) and False
+        model = random_model("llama-3.2-1b", DEVICE, layers=2)
+        mi.optimize(model)
+        prompt = torch.randint(0, 1000, (1, 100), device=DEVICE)
+        model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert not compiled
