@@ -18,6 +18,16 @@ _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _STREAMS = (Path("/dev"), Path("/proc"))
 
 
+def packaged_zoo() -> Path:
+    """Return the folder of the zoo that comes with the package.
+
+    It is inside the package once installed, and next to it in a checkout.
+    """
+    package = Path(__file__).resolve().parent
+    installed = package / "kernel_zoo"
+    return installed if installed.is_dir() else package.parent / "kernel_zoo"
+
+
 def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
     """Return the content of a regular file.
 

@@ -34,7 +34,8 @@ from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import Key, key_of, target_of
-from mirage_hf.zoo.store import Store
+from mirage_hf.zoo.store import Store, packaged_store
+from scripts import build_cubins
 from scripts.configs import MODELS, config_of, random_model, with_adapters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,6 +200,9 @@ def main() -> None:
     for number, blocks in list(enumerate(jobs, 1))[rank::world]:
         for line in build(blocks, device, zoo, args):
             print(f"{number} of {len(jobs)}  {line}", flush=True)
+    if zoo.root == packaged_store().root.resolve() and world == 1:
+        for sm in build_cubins.ARCHITECTURES:
+            print(build_cubins.build(sm), flush=True)
 
 
 if __name__ == "__main__":

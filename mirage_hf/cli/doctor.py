@@ -19,7 +19,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import triton
+from mirage_hf.codegen import cubin_launch, triton
 from mirage_hf.errors import MirageError, Rejected, described
 from mirage_hf.gpus import DEVICES, device_named
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -130,6 +130,14 @@ def _of_gpu(device: torch.device) -> Finding:
     if not packaged_store().folders_of(target_of(device)):
         way_out = "none needed: the first optimize() takes minutes, later ones seconds"
         return Finding(LIMIT, name, f"{text}: no packaged kernels for sm_{sm}", way_out)
+    why_compiled = cubin_launch.obstacle(sm)
+    if why_compiled:
+        way_out = (
+            "none needed: first uses take seconds more; torch 2.10 and newer bring the bindings"
+        )
+        return Finding(
+            LIMIT, name, f"{text}: packaged kernels are compiled, {why_compiled}", way_out
+        )
     return Finding(OK, name, text)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -41,8 +41,22 @@ def import_text(text: str, path: str, name: str) -> ModuleType:
     return module
 
 
-def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
+def compile_options(num_warps: int, num_stages: int, sm: int) -> dict[str, Any]:
+    """Return the options with which a kernel is compiled for a compute capability."""
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return options | ({"launch_pdl": True} if sm >= 90 else {})
+
+
+def compile_kernel(
+    module: ModuleType, task: Task, sm: int, constants: Mapping[str, Any] | None = None
+) -> Any:
     """Return a compiled kernel for a compute capability. Pointers are 16-byte aligned.
+
+    Args:
+        module: The module of the kernel.
+        task: The kernel.
+        sm: The compute capability.
+        constants: Values of constexprs besides `overlaps`, which hand-written kernels have.
 
     Raises:
         Exception: Whatever Triton raises: RuntimeError, CompilationError, OutOfResources …
@@ -53,15 +67,14 @@ def compile_kernel(module: ModuleType, task: Task, sm: int) -> Any:
 
     kernel, signature, num_warps, num_stages = task
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(signature))}
+    constexprs = {"overlaps": sm >= 90, **(constants or {})}
     source = ASTSource(
         getattr(module, kernel),
-        signature={**dict(signature), "overlaps": "constexpr"},
-        constexprs={"overlaps": sm >= 90},
+        signature={**dict(signature), **dict.fromkeys(constexprs, "constexpr")},
+        constexprs=constexprs,
         attrs=aligned,
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True} | (
-        {"launch_pdl": True} if sm >= 90 else {}
-    )
+    options = compile_options(num_warps, num_stages, sm)
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

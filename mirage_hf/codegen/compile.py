@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from mirage_hf import errors, files
-from mirage_hf.codegen import ahead, workers
+from mirage_hf.codegen import ahead, cubin_launch, workers
 from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
 from mirage_hf.settings import settings
 
@@ -40,7 +40,8 @@ _lock = threading.Lock()
 def load(source: str, digest: str) -> ModuleType:
     """Import a generated source and return its module, which has `run(inputs)`.
 
-    The file is kept in the cache directory under its digest.
+    The file is kept in the cache directory under its digest. Its kernels that the packaged zoo has
+    cubins for are not compiled.
 
     Raises:
         CodegenError: If the source does not have this digest (SHA-256).
@@ -57,7 +58,9 @@ def load(source: str, digest: str) -> ModuleType:
         if digest not in _loaded:
             path = _keep(source, digest)
             name = f"mirage_hf_generated_{digest[:16]}"
-            _loaded[digest] = ahead.import_text(source, str(path), name)
+            module = ahead.import_text(source, str(path), name)
+            cubin_launch.install(module, digest)
+            _loaded[digest] = module
         return _loaded[digest]
 
 

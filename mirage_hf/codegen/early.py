@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import workers
+from mirage_hf.codegen import cubin_launch, workers
 from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.errors import CodegenError
 from mirage_hf.settings import settings
 
 
 def begin(program: GeneratedProgram, sm: int) -> Callable[[], None] | None:
-    """Begin to compile a program that this machine has not loaded before.
+    """Begin to compile a program that has no cubins and that this machine has not loaded before.
 
     A failure is not told here: whoever runs the kernel compiles it again and gets the error.
 
@@ -28,6 +28,8 @@ def begin(program: GeneratedProgram, sm: int) -> Callable[[], None] | None:
     threads = settings().threads
     is_alone = threads < compiler.PROCESSES_FROM or settings().interpret
     if is_alone or not program.launches or compiler.was_loaded(program.digest):
+        return None
+    if cubin_launch.has_all(program, sm):
         return None
     count = min(threads, compiler.MOST_PROCESSES)
     thread = threading.Thread(target=_compile, args=(program, sm, count), daemon=True)

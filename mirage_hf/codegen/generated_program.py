@@ -6,6 +6,24 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
+#: Triton's pointer type of each dtype.
+POINTER_TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint4: "*i32",
+    torch.int4: "*i32",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e8m0fnu: "*u8",
+}
+
 
 @dataclass(frozen=True)
 class Launch:

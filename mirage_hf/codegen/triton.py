@@ -9,12 +9,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from mirage_hf import errors, files
 from mirage_hf.codegen import launching, torch_text, triton_math, triton_run
 from mirage_hf.codegen.default_schedule import choose_schedule
-from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
+from mirage_hf.codegen.generated_program import POINTER_TYPES, GeneratedProgram, Launch
 from mirage_hf.codegen.placement import VIEWS, PlacedOp, place_kernels
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
@@ -24,21 +22,6 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor
 from mirage_hf.graph.ugraph import UGraph
 
 __all__ = ["GeneratedProgram", "Launch", "generate", "program_source", "write_program"]
-
-#: Triton's pointer type of each dtype.
-_POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint4: "*i32",
-    torch.int4: "*i32",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e8m0fnu: "*u8",
-}
 
 #: The last arguments of a kernel whose blocks cooperate.
 _COOPERATION_ARGUMENTS = (("scratch_ptr", "*fp32"), ("counters_ptr", "*i32"))
@@ -113,7 +96,7 @@ def _chosen(
 
 def _launch(plan: KernelPlan, kernel: KernelText) -> Launch:
     tensors = plan.tiling.operands + plan.tiling.outputs
-    signature = tuple((name, _POINTERS[tensors[at].dtype]) for name, at in kernel.arguments)
+    signature = tuple((name, POINTER_TYPES[tensors[at].dtype]) for name, at in kernel.arguments)
     if kernel.scratch:
         signature += _COOPERATION_ARGUMENTS
     schedule = plan.schedule

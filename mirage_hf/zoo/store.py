@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from mirage_hf import errors
+from mirage_hf import errors, files
 from mirage_hf.errors import Rejected
 from mirage_hf.settings import settings
 from mirage_hf.zoo import hub
@@ -253,14 +253,8 @@ def user_store() -> Store:
 
 
 def packaged_store() -> Store:
-    """Return the zoo that comes with the package.
-
-    It is inside the package once installed, and next to it in a checkout.
-    """
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "kernel_zoo"
-    root = installed if installed.is_dir() else package.parent / "kernel_zoo"
-    return Store(root, is_trusted=True)
+    """Return the zoo that comes with the package."""
+    return Store(files.packaged_zoo(), is_trusted=True)
 
 
 #: A repo of the Hub, with a revision or without.

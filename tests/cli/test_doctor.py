@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import mirage_hf_command as command
 from mirage_hf.cli import doctor
 from mirage_hf.cli.main import app
+from mirage_hf.codegen import cubin_launch
 from mirage_hf.errors import CodegenError, Rejected
 from mirage_hf.verify.verdict import Accepted
 from mirage_hf.zoo.store import Store
@@ -209,8 +210,12 @@ def test_a_gpu_is_named_with_what_limits_it(monkeypatch, name, capability, free,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
     monkeypatch.setattr(doctor, "this_machine", lambda: {"driver": "580.1"})
+    monkeypatch.setattr(cubin_launch, "obstacle", lambda sm: "")
     finding = only(doctor._gpus())
     assert (finding.status, finding.name) == (status, "GPU 0")
+    monkeypatch.setattr(cubin_launch, "obstacle", lambda sm: "there are no bindings")
+    again = only(doctor._gpus())
+    assert again.status != OK and (status != OK or "there are no bindings" in again.text)
     assert says in finding.text and name in finding.text and "580.1" in finding.text
 
 

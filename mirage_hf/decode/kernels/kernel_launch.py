@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch import Tensor
 from mirage_hf import errors
 from mirage_hf.codegen import launching
 from mirage_hf.codegen.compile import prepare_triton
+from mirage_hf.codegen.cubin_launch import CubinLauncher
+from mirage_hf.settings import settings
 
 #: Rows of a batch: the last block of some kernels holds the state of all of them at once.
 MAX_ROWS = 128
@@ -39,24 +44,44 @@ class KernelLaunch:
     def __post_init__(self) -> None:
         prepare_triton()
 
+    @cached_property
+    def source(self) -> str:
+        """The SHA-256 of the kernel's text, of the functions that it calls, and of its sizes."""
+        texts = [*_texts(self.kernel.fn, set()), *map(repr, self.constants.items())]
+        return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+    @cached_property
+    def launcher(self) -> Callable[..., None]:
+        """What launches the kernel: a packaged cubin if there is one."""
+        compiled = partial(launching.launch_with_constants, constants=self.constants)
+        by_cubins = torch.version.cuda is not None and not settings().interpret
+        return CubinLauncher(self.source, compiled) if by_cubins else compiled
+
+
+def _texts(function: Any, seen: set[Any]) -> Iterator[str]:
+    """Yield the text of a function, of the constants that it names, and of what it calls."""
+    seen.add(function)
+    yield inspect.getsource(function)
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        value = getattr(value, "value", value)  # of a tl.constexpr
+        called = getattr(value, "fn", None)
+        if isinstance(value, (bool, int, float, str)):
+            yield f"{name} = {value!r}"
+        elif called is not None and called not in seen:
+            yield from _texts(called, seen)
+
 
 def launch(what: KernelLaunch, tensors: Sequence[Tensor]) -> None:
     """Launch a kernel on the tensors' device, on its current stream.
 
-    The first launch for given sizes and dtypes compiles, so it must not be captured.
+    The first launch for given sizes and dtypes loads or compiles, so it must not be captured.
     """
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(what, tensors)
-    launching.launch_with_constants(
-        what.kernel,
-        what.grid,
-        tensors,
-        num_warps=what.num_warps,
-        num_stages=what.num_stages,
-        constants=what.constants,
-    )
+    what.launcher(what.kernel, what.grid, tensors, what.num_warps, what.num_stages)
 
 
 def check_tensor(

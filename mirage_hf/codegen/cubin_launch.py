@@ -1,0 +1,159 @@
+"""Launch packaged cubins instead of compiling their sources, where the driver takes them.
+
+The text of a kernel decides which cubin it may have, wherever the text came from. Only the packaged
+zoo's cubins are read. If there is none for a kernel, or the driver refuses it, Triton compiles the
+source.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.codegen import cubins
+from mirage_hf.codegen.cubins import CubinError, CubinFile
+from mirage_hf.codegen.generated_program import POINTER_TYPES, GeneratedProgram
+from mirage_hf.codegen.loaded_cubin import LoadedCubin, bindings
+from mirage_hf.settings import settings
+
+_log = logging.getLogger("mirage_hf")
+
+_told: set[str] = set()
+_loaded: dict[tuple[str, int], LoadedCubin | None] = {}
+_lock = threading.Lock()
+
+
+def install(module: ModuleType, source: str) -> None:
+    """Let a generated module launch packaged cubins.
+
+    Args:
+        module: The module, whose kernels are called through its function `launch`.
+        source: The SHA-256 of its text.
+    """
+    if hasattr(module, "launch") and not settings().interpret and torch.version.cuda is not None:
+        module.launch = CubinLauncher(source, module.launch)  # type: ignore[attr-defined]
+
+
+class CubinLauncher:
+    """The `launch` of a generated file, by cubins if the packaged zoo has them.
+
+    Attributes:
+        source: The SHA-256 of the file's text.
+        compiled: The file's own function, which compiles.
+    """
+
+    def __init__(self, source: str, compiled: Callable[..., None]):
+        self.source, self.compiled = source, compiled
+        self._ready: dict[Any, LoadedCubin | None] = {}
+
+    def __call__(
+        self, kernel: Any, grid: int, tensors: Sequence[Tensor], num_warps: int, num_stages: int
+    ) -> None:
+        """Launch a kernel on the current stream. The arguments are those of `launching.launch`."""
+        device = tensors[0].device.index
+        pointers = [x.data_ptr() for x in tensors]
+        if device is None or any([p & 15 for p in pointers]):
+            self.compiled(kernel, grid, tensors, num_warps, num_stages)
+            return
+        is_dependent = torch.cuda.is_current_stream_capturing()
+        key = kernel.__name__, device, num_warps, num_stages, tuple([x.dtype for x in tensors])
+        if key not in self._ready:
+            self._ready[key] = loaded(self.source, *key)
+        cubin = self._ready[key]
+        if cubin is None:
+            self.compiled(kernel, grid, tensors, num_warps, num_stages)
+            return
+        cubin.launch(
+            grid, torch._C._cuda_getCurrentRawStream(device), pointers, is_dependent=is_dependent
+        )
+
+
+def loaded(
+    source: str,
+    kernel: str,
+    device: int,
+    num_warps: int,
+    num_stages: int,
+    dtypes: Sequence[torch.dtype],
+) -> LoadedCubin | None:
+    """Return the packaged cubin of a kernel, loaded on a GPU. None: the kernel must be compiled.
+
+    Args:
+        source: The SHA-256 of its source.
+        kernel: The name of the function.
+        device: The number of the GPU, which is the current one.
+        num_warps: Warps of a block.
+        num_stages: Loop iterations whose loads are in flight.
+        dtypes: Dtypes of the tensors.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    found = cubins.packaged(10 * major + minor)
+    if isinstance(found, CubinError):
+        _tell(str(found))
+        return None
+    try:
+        types = [POINTER_TYPES[dtype] for dtype in dtypes]
+    except KeyError:
+        return None
+    digest = cubins.digest_of(source, kernel, types, num_warps, num_stages, found.sm)
+    if digest not in found.cubins:
+        return None
+    with _lock:
+        if (digest, device) not in _loaded:
+            _loaded[digest, device] = _load(found, digest, device)
+        return _loaded[digest, device]
+
+
+def _load(found: CubinFile, digest: str, device: int) -> LoadedCubin | None:
+    """Return a loaded cubin, or None after telling why it cannot be loaded."""
+    try:
+        return LoadedCubin(found.cubins[digest], found.image(digest), device)
+    except CubinError as e:
+        _tell(str(e))
+        return None
+
+
+def _tell(reason: str) -> None:
+    """Log once why kernels are compiled."""
+    if reason not in _told:
+        _told.add(reason)
+        _log.debug("packaged kernels are compiled, their cubins are not used: %s", reason)
+
+
+@cache
+def obstacle(sm: int) -> str:
+    """Return why no cubin is used on GPUs of a compute capability; empty if some may be."""
+    found = cubins.packaged(sm)
+    if isinstance(found, CubinError):
+        return str(found)
+    try:
+        bindings()
+    except CubinError as e:
+        return str(e)
+    return ""
+
+
+def has_all(program: GeneratedProgram, sm: int) -> bool:
+    """Return whether every kernel of a program has a packaged cubin, so that none is compiled."""
+    found = cubins.packaged(sm)
+    if isinstance(found, CubinError) or settings().interpret or obstacle(sm):
+        return False
+    return all(
+        cubins.digest_of(
+            program.digest,
+            launch.kernel,
+            [kind for _, kind in launch.signature],
+            launch.num_warps,
+            launch.num_stages,
+            sm,
+        )
+        in found.cubins
+        for launch in program.launches
+    )
