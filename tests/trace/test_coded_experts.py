@@ -36,8 +36,8 @@ def exact(plain: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](plain, x.double(), index, weights.double())
 
 
-def given(tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    x, index, weights = coded_experts.routing(tokens)
+def given(tokens: int, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+    x, index, weights = coded_experts.routing(tokens, coded_experts.width_of(name))
     return {"x": x.to(dtype), "index": index, "weights": weights.to(dtype)}
 
 
@@ -69,7 +69,7 @@ def test_two_programs_compute_what_decoded_experts_do(
     name: str, dtype: torch.dtype, tokens: int
 ) -> None:
     module, plain = CODED[name]()
-    inputs = given(tokens, dtype)
+    inputs = given(tokens, dtype, name)
     plan = plan_of(module, inputs)
     found = [region for region in plan.regions if region.kind == "experts"]
     assert len(found) == 2
@@ -78,8 +78,8 @@ def test_two_programs_compute_what_decoded_experts_do(
     whole = sum(x.nbytes for x in form.parameters)
     chosen = min(tokens * coded_experts.CHOSEN, coded_experts.EXPERTS)
     assert sum(region.reads for region in found) <= whole * chosen // coded_experts.EXPERTS
-    held = {x.data_ptr() for x in coded_experts.parameters_of(module)}
-    assert all(x.data_ptr() in held for x in form.parameters)
+    held = {x.untyped_storage().data_ptr() for x in coded_experts.parameters_of(module)}
+    assert all(x.untyped_storage().data_ptr() in held for x in form.parameters)
     plan.schedule({}, regions={region: RegionRun(runs(region.graph)) for region in found})
     assert sum(u.region is not None for u in plan.units) == 2
     wanted = exact(plain, *inputs.values())
@@ -91,7 +91,7 @@ def test_two_programs_compute_what_decoded_experts_do(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.dtype) -> None:
     module, plain = CODED[name]()
-    inputs = given(5, dtype)
+    inputs = given(5, dtype, name)
     inputs["index"][1] = inputs["index"][0, :1]  # one expert twice
     form = form_of(module, dtype)
     assert isinstance(form, ExpertsForm)
@@ -106,11 +106,11 @@ def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.
 def test_experts_by_name_run_kernels(name: str) -> None:
     module, plain = CODED[name]()
     ours = Experts(backend="cpu")
-    inputs = given(2, torch.float32)
+    inputs = given(2, torch.float32, name)
     found = ours.forward(module, *inputs.values())
     assert far(found, exact(plain, *inputs.values()), torch.float32) < 1
     assert sum(ours.report().by_kernels.values()) == 1 and not ours.report().by_torch
-    many = given(40, torch.float32)
+    many = given(40, torch.float32, name)
     found = ours.forward(module, *many.values())
     assert far(found, exact(plain, *many.values()), torch.float32) < 1
     assert list(ours.report().by_torch) == ["more than 16 tokens"]
@@ -118,7 +118,7 @@ def test_experts_by_name_run_kernels(name: str) -> None:
 
 def programs(name: str, dtype: torch.dtype, tokens: int = 2) -> list[Any]:
     module, _ = CODED[name]()
-    plan = plan_of(module, given(tokens, dtype))
+    plan = plan_of(module, given(tokens, dtype, name))
     return [region.graph for region in plan.regions if region.kind == "experts"]
 
 
@@ -179,7 +179,7 @@ def errors_of_kernels(name: str, count: int) -> list[Any]:
     errors = []
     for dtype in DTYPES:
         module, _ = CODED[name]()
-        inputs = given(2, dtype)
+        inputs = given(2, dtype, name)
         plan = plan_of(module, inputs)
         for n, region in enumerate(r for r in plan.regions if r.kind == "experts"):
             graph = region.graph
@@ -225,7 +225,7 @@ def test_experts_by_name_run_kernels_on_a_gpu(name: str) -> None:
         pytest.skip("its tensors are made by its library on a GPU")
     ours = Experts()
     for dtype in (torch.bfloat16, torch.float16):
-        inputs = given(3, dtype)
+        inputs = given(3, dtype, name)
         found = ours.forward(module.cuda(), *(x.cuda() for x in inputs.values()))
         assert far(found.cpu(), exact(plain, *inputs.values()), dtype) < 1
     assert not ours.report().by_torch
@@ -274,7 +274,7 @@ def test_parts_of_blocks_have_no_program() -> None:
 def test_containers_stay_as_they_are(name: str) -> None:
     module, _ = CODED[name]()
     before = [x.clone() for x in coded_experts.parameters_of(module)]
-    inputs = given(2, torch.float32)
+    inputs = given(2, torch.float32, name)
     Experts(backend="cpu").forward(module, *inputs.values())
     after = coded_experts.parameters_of(module)
     assert all(
