@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mirage_hf.formats import containers
 from mirage_hf.formats.coding import Coding, Stored
@@ -83,7 +84,9 @@ def tiles_of(weight: Any, height: int, group: int) -> tuple[Coding, tuple[Tensor
     if why:
         return why
     coding = _coding_of_tiles(rows, columns, padded, group, torch.bfloat16)
-    return coding, (codes, both[..., 0], both[..., 1])
+    with _disable_current_modes():  # a step that is recorded holds these views, and no ops
+        scales, shifts = both.detach().unbind(-1)
+    return coding, (codes, scales, shifts)
 
 
 def _tile_dims(rows: int, columns: int) -> tuple[int, ...]:

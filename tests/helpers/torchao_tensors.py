@@ -143,3 +143,29 @@ def of_tiles(group: int) -> Callable[[Tensor], tuple[Any, Tensor]]:
         return made, weights[..., :columns]
 
     return make
+
+
+def empty_bytes(kind: str, shape: torch.Size) -> Any:
+    """Return an empty Int8Tensor or Float8Tensor on the meta device, with scales for rows."""
+    library = pytest.importorskip("torchao.quantization")
+    weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return getattr(library, f"{kind}Tensor").from_hp(weight, granularity=library.PerRow())
+
+
+def empty_rows(shape: torch.Size, group: int = 128) -> Any:
+    """Return an empty Int4Tensor on the meta device."""
+    experts, rows, columns = shape
+    codes = torch.empty(experts, rows, columns // 2, dtype=torch.int8, device="meta")
+    scales = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device="meta")
+    return int4_module().Int4Tensor(codes, scales, scales.clone(), [1, 1, group], shape)
+
+
+def empty_tiles(shape: torch.Size, group: int = 128) -> Any:
+    """Return an empty Int4TilePackedTo4dTensor on the meta device."""
+    pytest.importorskip("torchao")
+    library = importlib.import_module("torchao.quantization.quantize_.workflows")
+    experts, rows, columns = shape
+    padded = -(-columns // 1024) * 1024
+    codes = torch.empty(experts, rows // 8, padded // 128, 32, 4, dtype=torch.int32, device="meta")
+    both = torch.empty(experts, padded // group, rows, 2, dtype=torch.bfloat16, device="meta")
+    return library.Int4TilePackedTo4dTensor(codes, both, [1, 1, group], shape)
