@@ -8,14 +8,14 @@ imported (`MSLK_PYTHON_ONLY=1` without a GPU), its own functions run.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def pack_int4(codes: Tensor) -> Tensor:
@@ -94,24 +94,49 @@ def of_rows(group: int, symmetric: bool = False) -> Callable[[Tensor], tuple[Any
     """Return what makes an Int4Tensor, and its weights in float64."""
 
     def make(weight: Tensor) -> tuple[Any, Tensor]:
-        library = int4_module()
-        own = {"pack_int4": pack_int4, "int4_row_quantize_zp": int4_row_quantize_zp}
-        with ExitStack() as patches:
-            if library.pack_int4 is None:
-                patches.enter_context(mock.patch.multiple(library, **own))
+        with packing():
             block = [1] * (weight.dim() - 1) + [group]
-            made = library.Int4Tensor.from_hp(weight, block)
+            made = int4_module().Int4Tensor.from_hp(weight, block)
         if symmetric:
             made.zero_point.zero_()
-        pairs = made.qdata.to(torch.int8)
-        codes = torch.stack([pairs << 4 >> 4, pairs >> 4], -1).flatten(-2).double()
-        scales, zeros = (
-            x.double().transpose(-1, -2).repeat_interleave(group, -1)
-            for x in (made.scale, made.zero_point)
-        )
-        return made, codes * scales + zeros
+        return made, weights_of_rows(made)
 
     return make
+
+
+@contextmanager
+def packing() -> Iterator[None]:
+    """Let torchao make Int4Tensors without mslk."""
+    library = int4_module()
+    with ExitStack() as patches:
+        if library.pack_int4 is None:
+            own = {"pack_int4": pack_int4, "int4_row_quantize_zp": int4_row_quantize_zp}
+            patches.enter_context(mock.patch.multiple(library, **own))
+        yield
+
+
+def weights_of_rows(x: Any) -> Tensor:
+    """Return what an Int4Tensor stands for, in float64."""
+    pairs = x.qdata.to(torch.int8)
+    codes = torch.stack([pairs << 4 >> 4, pairs >> 4], -1).flatten(-2).double()
+    scales, zeros = (
+        t.double().transpose(-1, -2).repeat_interleave(x.block_size[-1], -1)
+        for t in (x.scale, x.zero_point)
+    )
+    return codes * scales + zeros
+
+
+def with_decoded(model: nn.Module) -> nn.Module:
+    """Give experts the weights that their tensors of torchao stand for, in place."""
+    for module in model.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            held: Any = module._parameters.get(name)
+            if held is None:
+                continue
+            is_rows = type(held).__name__ == "Int4Tensor"
+            weight = weights_of_rows(held) if is_rows else held.dequantize()
+            setattr(module, name, nn.Parameter(weight.to(held.dtype), requires_grad=False))
+    return model
 
 
 def of_tiles(group: int) -> Callable[[Tensor], tuple[Any, Tensor]]:
