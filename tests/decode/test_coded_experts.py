@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import mirage_hf as mi
-from mirage_hf.errors import OptimizeError
+from mirage_hf.errors import OptimizeError, OptimizeWarning
 from mirage_hf.formats.experts import CodedExperts, coded_experts
 from mirage_hf.trace.experts import ExpertsForm, form_of
 from scripts.coded_models import coded_bytes, put_mxfp4, with_codes
@@ -253,6 +253,21 @@ def test_experts_whose_tensors_are_not_read_are_an_error_that_says_why(saved: Pa
         layer.self_attn = Qwen3MoeAttention(model.config, layer.self_attn.layer_idx)
     with pytest.raises(OptimizeError, match=r"gate_up_proj: blocks of \(4, 256, 128\)"):
         mi.optimize(model)
+
+
+def test_a_model_whose_experts_are_not_read_stays_stock_and_says_why(saved: Path) -> None:
+    """Its linears could be read."""
+    library = pytest.importorskip("torchao.quantization")
+    model = loaded(library.Int8WeightOnlyConfig(), saved, experts_implementation="eager")
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj.act_pre_scale = torch.ones(WIDTH)
+    kinds, text = [type(m) for m in model.modules()], torch.arange(1, 9)[None]
+    with torch.no_grad():
+        before = model(text).logits
+        with pytest.warns(OptimizeWarning, match=r"the codes of model.layers.0.mlp.experts"):
+            mi.optimize(model)
+        assert [type(m) for m in model.modules()] == kinds
+        assert torch.equal(model(text).logits, before)
 
 
 def test_another_order_of_codes_is_an_error_with_its_name() -> None:
