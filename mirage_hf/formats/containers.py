@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mirage_hf import errors
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES, dtype_name
@@ -120,6 +122,28 @@ def equal_zero_point(words: Tensor, bits: int) -> int | None:
     if bits == 4 and first >> 4 != first & 15:
         return None
     return first & ((1 << bits) - 1) if bool((codes == first).all()) else None
+
+
+#: Of tensors that were looked at: where they were, their version, and whether a number was not 0.
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def may_hold_numbers(t: Tensor) -> bool:
+    """Return whether a tensor may hold other numbers than 0.
+
+    It looks at the numbers once after each write. If it cannot look, they may.
+    """
+    if t.is_meta or t.is_inference():
+        return True
+    key = t.data_ptr(), t._version
+    known = _seen.get(t)
+    if known is None or known[0] != key:
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        with torch.no_grad(), _disable_current_modes():
+            known = key, bool(t.any())
+        _seen[t] = known
+    return known[1]
 
 
 def other_device(*held: Tensor | None) -> str | None:

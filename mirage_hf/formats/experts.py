@@ -4,12 +4,15 @@
 `Mxfp4GptOssExperts` has 4-bit floats (e2m1) in groups of 32 inputs with a power of two each. Its
 library may store them in an order of its own for each kind of GPU. Only the plain order is read:
 the codes of the inputs of an output, and then the next output.
+
+Plain experts may have parameters that are tensors of torchao, with a dim of experts before those of
+a linear's weight. transformers loads such models, and runs few of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,16 +20,23 @@ from torch import Tensor, nn
 
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
-from mirage_hf.formats import containers
+from mirage_hf.formats import containers, torchao
 from mirage_hf.formats.coding import Coding, Split
 from mirage_hf.formats.compressed_tensors_fp4 import E2M1
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Experts"
 _MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
 
 #: Inputs of a group of `Mxfp4GptOssExperts`.
 _GROUP = 32
+
+#: What transformers says of experts that it calls by name, in its words.
+_SETTINGS = ("has_gate", "has_bias", "is_transposed")
+
+#: The parameters of such experts.
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +86,8 @@ def coded_experts(
     kinds = {containers.qualified_name(module)}
     kinds |= {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
     reader = next((read for name, read in _READERS.items() if name in kinds), None)
+    if reader is None and any(map(torchao.is_weight, map(module._parameters.get, _WEIGHTS))):
+        reader = _torchao
     if reader is None:
         return None
     try:
@@ -91,6 +103,39 @@ def replaced_forward(module: nn.Module) -> bool:
     """
     forward = module.__dict__.get("forward")
     return getattr(forward, "__func__", forward) in _MXFP4_FORWARDS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What transformers says of experts that it calls by name.
+
+    Attributes:
+        has_gate: Whether the first linear has gate and up. Otherwise it has up alone.
+        has_bias: Whether the linears have biases.
+        is_transposed: Whether the weights are (experts, inputs, outputs).
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The parameters of the two linears."""
+        return "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
+
+
+def settings_of(module: nn.Module) -> Settings | None:
+    """Return what transformers says of experts.
+
+    None if it says nothing, or that they have something that no program computes, such as a norm.
+    """
+    said = [getattr(module, name, None) for name in _SETTINGS]
+    features = (name for name, is_on in vars(module).items() if is_on is True)
+    others = [name for name in features if name.startswith("has_") and name not in _SETTINGS]
+    if others or not all(isinstance(flag, bool) for flag in said):
+        return None
+    return Settings(*said)  # type: ignore[arg-type]
 
 
 class _UnreadError(Exception):
@@ -171,6 +216,35 @@ def _mxfp4_linear(module: Any, name: str, dtype: torch.dtype) -> CodedStack:
         table=E2M1,
     )
     return CodedStack(coding, (codes, scales), bias)
+
+
+def _torchao(module: Any, dtype: torch.dtype) -> CodedExperts:
+    settings = settings_of(module)
+    if settings is None:
+        raise _UnreadError("its experts are called in a way of their own")
+    if settings.is_transposed:
+        raise _UnreadError("its weights are stored (experts, inputs, outputs)")
+    stacks = [_torchao_linear(module, name, settings.has_bias, dtype) for name in settings.names]
+    return CodedExperts(
+        stacks[0], stacks[1], module._apply_gate if settings.has_gate else module.act_fn
+    )
+
+
+def _torchao_linear(module: Any, name: str, has_bias: bool, dtype: torch.dtype) -> CodedStack:
+    weight = module._parameters.get(name)
+    if not torchao.is_weight(weight):
+        raise _UnreadError(f"{name} has no codes, but the other linear does")
+    if weight.dim() != 3:
+        raise _UnreadError(f"{name} has shape {errors.shape(weight.shape)}")
+    found = torchao.codes_of(weight)
+    if isinstance(found, str):
+        raise _UnreadError(f"{name}: {found}")
+    coding, held = found
+    bias = module._parameters.get(f"{name}_bias") if has_bias else None
+    if has_bias:
+        _check(wrong_tensor("its biases", bias, (len(weight), coding.rows), COMPUTE_DTYPES))
+    _check(containers.other_device(*held, bias))
+    return CodedStack(replace(coding, dtype=dtype), held, bias)
 
 
 def _in_plain_order(name: str, wrapped: Any) -> Tensor:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Stored, view_as
+from mirage_hf.formats.coding import Coding, Stored
 from mirage_hf.formats.containers import uneven, wrong_tensor
 from mirage_hf.ops.dtypes import CODES_PER_WORD, COMPUTE_DTYPES
 
@@ -25,41 +26,46 @@ _TILE_ROWS, _BLOCK = 8, 128
 _PADDED_COLUMNS = 1024
 
 
-def read_rows(module: Any) -> CodedWeight | str:
-    """Return the weight of a linear with an Int4Tensor, or why it cannot be read."""
-    weight = module.weight
-    rows, columns = module.out_features, module.in_features
-    group = _group(weight)
-    if isinstance(group, str):
-        return group
+def rows_of(weight: Any, height: int, group: int) -> tuple[Coding, tuple[Tensor, ...]] | str:
+    """Read an Int4Tensor, as `torchao.codes_of`.
+
+    Args:
+        weight: The tensor.
+        height: The rows of a block.
+        group: Its columns.
+    """
+    *experts, rows, columns = weight.shape
+    if height != 1:
+        return f"blocks of {tuple(weight.block_size)} are not read"
     why = uneven("inputs", columns, group) or uneven("inputs", columns, CODES_PER_WORD)
     if why:
         return why
-    groups = columns // group
-    scale, zero = weight.scale, weight.zero_point
+    codes, scale, zero = weight.qdata, weight.scale, weight.zero_point
+    dims = (*experts, columns // group, rows)
     why = (
-        wrong_tensor("qdata", weight.qdata, (rows, columns // 2), (torch.int8, torch.uint8))
-        or wrong_tensor("scale", scale, (groups, rows), COMPUTE_DTYPES)
-        or wrong_tensor("zero_point", zero, (groups, rows), COMPUTE_DTYPES)
-        or containers.wrong_bias(module.bias, rows)
-        or containers.other_device(weight.qdata, scale, zero, module.bias)
+        wrong_tensor("qdata", codes, (*experts, rows, columns // 2), (torch.int8, torch.uint8))
+        or wrong_tensor("scale", scale, dims, COMPUTE_DTYPES)
+        or wrong_tensor("zero_point", zero, dims, COMPUTE_DTYPES)
+        or containers.other_device(codes, scale, zero)
     )
     if why:
         return why
-    shifts = zero.is_meta or bool(zero.any())
+    shifts = containers.may_hold_numbers(zero)
     coding = _coding_of_rows(rows, columns, group, scale.dtype, shifts)
-    held = (weight.qdata, scale) + ((zero,) if shifts else ())
-    rounds = getattr(weight, "activation_dtype", None) is torch.float8_e4m3fn
-    return CodedWeight(coding, view_as(coding, held), module.bias, rounds)
+    return coding, (codes, scale) + ((zero,) if shifts else ())
 
 
-def read_tiles(module: Any) -> CodedWeight | str:
-    """Return the weight of a linear with an Int4TilePackedTo4dTensor, or why it cannot be read."""
-    weight = module.weight
-    rows, columns = module.out_features, module.in_features
-    group = _group(weight)
-    if isinstance(group, str):
-        return group
+def tiles_of(weight: Any, height: int, group: int) -> tuple[Coding, tuple[Tensor, ...]] | str:
+    """Read an Int4TilePackedTo4dTensor, as `torchao.codes_of`.
+
+    Args:
+        weight: The tensor.
+        height: The rows of a block.
+        group: Its columns.
+    """
+    *experts, rows, columns = weight.shape
+    if height != 1:
+        return f"blocks of {tuple(weight.block_size)} are not read"
     if torch.version.hip is not None:
         return "tiles of AMD GPUs are not read"
     if group not in (32, 64, 128, 256):
@@ -68,24 +74,19 @@ def read_tiles(module: Any) -> CodedWeight | str:
     if why:
         return why
     padded = -(-columns // _PADDED_COLUMNS) * _PADDED_COLUMNS
-    both = weight.scale_and_zero
+    codes, both = weight.qdata, weight.scale_and_zero
+    dims = (*experts, padded // group, rows, 2)
     why = (
-        wrong_tensor("qdata", weight.qdata, _tile_dims(rows, padded), (torch.int32,))
-        or wrong_tensor("scale_and_zero", both, (padded // group, rows, 2), (torch.bfloat16,))
-        or containers.wrong_bias(module.bias, rows)
-        or containers.other_device(weight.qdata, both, module.bias)
+        wrong_tensor("qdata", codes, (*experts, *_tile_dims(rows, padded)), (torch.int32,))
+        or wrong_tensor("scale_and_zero", both, dims, (torch.bfloat16,))
+        or containers.other_device(codes, both)
     )
     if why:
         return why
     coding = _coding_of_tiles(rows, columns, padded, group, torch.bfloat16)
-    flat: Tensor = both.view(-1)
-    return CodedWeight(coding, view_as(coding, (weight.qdata, flat, flat[1:])), module.bias)
-
-
-def _group(weight: Any) -> int | str:
-    """Return the columns of a group, or why the blocks are not groups."""
-    block = tuple(weight.block_size)
-    return block[1] if len(block) == 2 and block[0] == 1 else f"blocks of {block} are not read"
+    with _disable_current_modes():  # a step that is recorded holds these views, and no ops
+        scales, shifts = both.detach().unbind(-1)
+    return coding, (codes, scales, shifts)
 
 
 def _tile_dims(rows: int, columns: int) -> tuple[int, ...]:

@@ -149,7 +149,11 @@ class Optimization:
 
     def add_traced(self, report_rows: Sequence[ReportRow], note: str) -> None:
         """Add the rows of traced steps, or why there are none."""
-        self.traced_rows, self.traced_note = list(report_rows), note
+        unread = _unread_experts(self.model)
+        self.traced_rows, self.traced_note = (
+            list(report_rows),
+            "; ".join(filter(None, (note, unread))),
+        )
 
     # -- reports and warnings
 
@@ -481,6 +485,15 @@ def checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow
     if isinstance(outcome, Rejected):
         return replace(row, status=STOCK, reason=f"{_SWAPPED_BACK}: {outcome.reason}")
     return replace(row, error=outcome.error, stock_error=outcome.stock_error)
+
+
+def _unread_experts(model: nn.Module) -> str:
+    """Return why codes of experts are not read, by the first ones. Empty if there are none."""
+    for path, module in model.named_modules():
+        found = coded_experts(module)
+        if isinstance(found, Rejected):
+            return f"the codes of {path} are not read: {found.reason}"
+    return ""
 
 
 def _decoder(path: str, coding: Coding, resolve: Callable[..., Resolved]) -> Run:

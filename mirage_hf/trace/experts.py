@@ -24,7 +24,7 @@ from torch import Tensor, library, nn
 
 from mirage_hf.errors import GraphError, Rejected
 from mirage_hf.formats.coding import Coding, Stored, as_dtype, write_decoded
-from mirage_hf.formats.experts import CodedStack, coded_experts
+from mirage_hf.formats.experts import CodedStack, coded_experts, settings_of
 from mirage_hf.graph import coded
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
@@ -69,9 +69,6 @@ _STOCK = "batched_mm"
 #: The most tokens that kernels take. Of more tokens, many choose the same experts, so products of
 #: all tokens of an expert read fewer bytes.
 MOST_TOKENS = 16
-
-#: What experts may have besides their two linears, in the words of transformers.
-_FEATURES = ("has_gate", "has_bias")
 
 #: Sums that a program of experts may end with: a residual, and a shared expert.
 MOST_ADDED = 2
@@ -163,7 +160,7 @@ class Linear:
         assert self.coding is not None
         stacks = []
         for stored, held in zip(self.coding.stored, self.tensors, strict=True):
-            elements = held[0].numel() * held.element_size() * 8 // _bits_of(stored.dtype)
+            elements = held.stride(0) * held.element_size() * 8 // _bits_of(stored.dtype)
             dims, strides = (len(held), *stored.dims), (elements, *stored.strides)
             stacks.append(Stored(dims, strides, stored.dtype))
         return stacks
@@ -239,22 +236,21 @@ def form_of(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExpertsFo
         return found
     if found is not None:
         return ExpertsForm(_of_codes(found.first), _of_codes(found.second), found.gate)
-    flags = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
-    if not all(isinstance(flag, bool) for flag in flags) or _unknown_features(module):
+    settings = settings_of(module)
+    if settings is None:
         return _OTHER_FORM
-    has_gate, has_bias, is_transposed = flags
     linears = []
-    for name in ("gate_up_proj" if has_gate else "up_proj", "down_proj"):
-        held = [module._parameters.get(n) for n in (name, f"{name}_bias")[: 1 + bool(has_bias)]]
+    for name in settings.names:
+        names = (name, f"{name}_bias")[: 1 + settings.has_bias]
+        held = [module._parameters.get(n) for n in names]
         if not all(map(_is_plain, held, (3, 2))):
             return _OTHER_FORM
         weight, *bias = held
         assert weight is not None
+        is_transposed = settings.is_transposed
         rows, columns = reversed(weight.shape[1:]) if is_transposed else weight.shape[1:]
-        linears.append(
-            Linear((weight,), bias[0] if bias else None, rows, columns, bool(is_transposed))
-        )
-    gate: Any = module._apply_gate if has_gate else module.act_fn
+        linears.append(Linear((weight,), bias[0] if bias else None, rows, columns, is_transposed))
+    gate: Any = module._apply_gate if settings.has_gate else module.act_fn
     return ExpertsForm(linears[0], linears[1], gate)
 
 
@@ -268,12 +264,6 @@ def _is_plain(x: Any, dims: int) -> bool:
     if type(x) is not nn.Parameter or x.dim() != dims or not x.is_contiguous():
         return False
     return x.dtype in COMPUTE_DTYPES
-
-
-def _unknown_features(module: nn.Module) -> list[str]:
-    """Return what transformers says that experts have, and no program computes, such as a norm."""
-    said = (name for name, is_on in vars(module).items() if is_on is True)
-    return [name for name in said if name.startswith("has_") and name not in _FEATURES]
 
 
 def run_decoded(
@@ -551,8 +541,7 @@ class _Writer:
                 if block > 1 and (rows.step != 1 or rows.start % block or len(rows) % block):
                     raise TraceError("experts whose gate takes parts of blocks of codes")
                 blocks = slice(rows.start // block, -(-rows.stop // block), rows.step)
-            x = self._chosen(tensor, 1, blocks, stored)
-            tensors[role] = x
+            tensors[role] = self._chosen(tensor, 1, blocks, stored, coding.computes)
         shape = (self.rows, self.chosen, len(rows), linear.columns)
         return write_decoded(coding, self.graph, tensors, shape)
 
@@ -564,9 +553,14 @@ class _Writer:
         return self.graph.add(*self._alike(y, bias))
 
     def _chosen(
-        self, tensor: Tensor, dim: int, part: slice, stored: Stored | None = None
+        self,
+        tensor: Tensor,
+        dim: int,
+        part: slice,
+        stored: Stored | None = None,
+        dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Return the chosen experts' part of a parameter, codes as floats."""
+        """Return the chosen experts' part of a parameter, codes as floats of a dtype."""
         held = self.held[id(tensor)]
         operand = Part(held, (), (), (), dim=dim, columns=part, stored=stored)
         if stored is None:
@@ -580,11 +574,7 @@ class _Writer:
             strides[dim] *= part.step or 1
             x = self.graph.new_input(dims, stored.dtype, strides=strides, constant=True)
         self.inputs.append(operand)
-        if stored is not None:
-            coding = self.form.first.coding
-            assert coding is not None
-            x = as_dtype(self.graph, x, coding.computes)
-        return self.graph.take(x, self.e)
+        return self.graph.take(x if dtype is None else as_dtype(self.graph, x, dtype), self.e)
 
     def _given(self, source: Any, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
         is_between = source == Value(self.number, 1)

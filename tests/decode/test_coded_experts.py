@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TorchAoConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import mirage_hf as mi
-from mirage_hf.errors import OptimizeError
+from mirage_hf.errors import OptimizeError, OptimizeWarning
 from mirage_hf.formats.experts import CodedExperts, coded_experts
 from mirage_hf.trace.experts import ExpertsForm, form_of
 from scripts.coded_models import coded_bytes, put_mxfp4, with_codes
 from tests.decode.test_coded_models import generated, snapshot
+from tests.helpers import torchao_tensors
 from tests.helpers.coded_experts import (
+    Make,
     decoded_fp8,
     shape_of_blocks,
     with_names,
@@ -100,7 +108,34 @@ def mxfp4_model() -> tuple[Any, Any]:
     return model, twin
 
 
-MODELS = {"fp8": fp8_model, "mxfp4": mxfp4_model}
+def torchao_model(make: Make) -> tuple[Any, Any]:
+    """Return a model whose experts have parameters of torchao, and its twin with plain ones.
+
+    The library makes int4 on a GPU only, so the weights are made here, and not by its `quantize_`.
+    """
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **SIZES, num_experts=4, moe_intermediate_size=WIDTH, norm_topk_prob=True
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    twin = copy.deepcopy(model)
+    for layer, plain in zip(model.model.layers, twin.model.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            made, weight = make(getattr(layer.mlp.experts, name).detach())
+            setattr(layer.mlp.experts, name, nn.Parameter(made, requires_grad=False))
+            getattr(plain.mlp.experts, name).data = weight.float()
+    if not hasattr(model, "get_experts_implementation"):
+        pytest.skip("this transformers has no experts by name")
+    return model, twin
+
+
+MODELS = {
+    "fp8": fp8_model,
+    "mxfp4": mxfp4_model,
+    "int4 of torchao": lambda: torchao_model(torchao_tensors.of_rows(32)),
+    "int8 of torchao": lambda: torchao_model(torchao_tensors.of_bytes("Int8", group=64)),
+}
 
 
 def optimized_twin(twin: nn.Module) -> nn.Module:
@@ -135,6 +170,107 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     kinds = [type(m) for m in model.modules()]
     mi.optimize(model)
     assert [type(m) for m in copy.deepcopy(model).modules()] == kinds
+
+
+def loaded(config: Any, path: Any, **settings: Any) -> Any:
+    """Return a model that transformers quantizes with torchao while it loads it."""
+    library = pytest.importorskip("torchao.quantization")
+    experts = r"re:.*\.experts\.(gate_up|down)_proj"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_name = library.FqnToConfig({experts: config, "_default": library.Int8WeightOnlyConfig()})
+        quantization = TorchAoConfig(by_name)
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, quantization_config=quantization, **settings
+        )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **SIZES, num_experts=4, moe_intermediate_size=WIDTH, norm_topk_prob=True
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def checkpoint_of(model: Any, path: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Save a model, and return its config, the tensors of its file as lists, and what it says."""
+    model.save_pretrained(path)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        said = file.metadata()
+    return (path / "config.json").read_text(), {n: x.tolist() for n, x in tensors.items()}, said
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_transformers_loads_saves_and_loads_them_again(kind: str, saved: Path) -> None:
+    """Stock's own products cannot run int4 experts of torchao, on any device."""
+    library = pytest.importorskip("torchao.quantization")
+    if kind == "int4":
+        config = library.Int4WeightOnlyConfig(group_size=32)
+    else:
+        config = library.Int8WeightOnlyConfig()
+    with torchao_tensors.packing():
+        model = loaded(config, saved)
+    plain = torchao_tensors.with_decoded(copy.deepcopy(model))
+    before = checkpoint_of(model, saved / "before")
+    if kind == "int4":
+        for name in ("eager", "batched_mm", "grouped_mm"):
+            model.set_experts_implementation(name)
+            with pytest.raises(NotImplementedError, match="Int4Tensor"):
+                model(torch.zeros(1, 4, dtype=torch.long))
+    mi.optimize(model)
+    rows = [row for row in model.mirage.report.rows if row.part == "experts"]
+    assert len(rows) == 2 * 2 and all(row.status == "swapped" for row in rows)
+    wanted = generated(optimized_twin(plain), 1)
+    assert torch.equal(generated(model, 1), wanted)
+    assert model.mirage.report.decode["step: traced"] == 1
+    assert checkpoint_of(model, saved / "optimized") == before
+    mi.restore(model)
+    assert checkpoint_of(model, saved / "restored") == before
+    again = AutoModelForCausalLM.from_pretrained(saved / "before", dtype=torch.float32)
+    mi.optimize(again)
+    assert torch.equal(generated(again, 1), wanted)
+
+
+def test_models_that_ask_for_experts_by_name_run_them(saved: Path) -> None:
+    library = pytest.importorskip("torchao.quantization")
+    with torchao_tensors.packing():
+        config = library.Int4WeightOnlyConfig(group_size=32)
+        model = loaded(config, saved, experts_implementation="mirage")
+    plain = torchao_tensors.with_decoded(copy.deepcopy(model))
+    text = torch.arange(1, 21)[None]
+    with torch.no_grad():
+        far = (model(text).logits - plain(text).logits).abs().max()
+    assert far < 1e-4
+
+
+def test_experts_whose_tensors_are_not_read_are_an_error_that_says_why(saved: Path) -> None:
+    """One scale for all experts together."""
+    library = pytest.importorskip("torchao.quantization")
+    config = library.Float8WeightOnlyConfig(granularity=library.PerTensor())
+    model = loaded(config, saved)
+    for layer in model.model.layers:  # plain linears, so the model has no codes that are read
+        layer.self_attn = Qwen3MoeAttention(model.config, layer.self_attn.layer_idx)
+    with pytest.raises(OptimizeError, match=r"gate_up_proj: blocks of \(4, 256, 128\)"):
+        mi.optimize(model)
+
+
+def test_a_model_whose_experts_are_not_read_stays_stock_and_says_why(saved: Path) -> None:
+    """Its linears could be read."""
+    library = pytest.importorskip("torchao.quantization")
+    model = loaded(library.Int8WeightOnlyConfig(), saved, experts_implementation="eager")
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj.act_pre_scale = torch.ones(WIDTH)
+    kinds, text = [type(m) for m in model.modules()], torch.arange(1, 9)[None]
+    with torch.no_grad():
+        before = model(text).logits
+        with pytest.warns(OptimizeWarning, match=r"the codes of model.layers.0.mlp.experts"):
+            mi.optimize(model)
+        assert [type(m) for m in model.modules()] == kinds
+        assert torch.equal(model(text).logits, before)
 
 
 def test_another_order_of_codes_is_an_error_with_its_name() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import coded_weight
-from tests.helpers import coded_modules
+from tests.helpers import coded_modules, torchao_tensors
 
 pytest.importorskip("torchao")
 
@@ -57,16 +57,7 @@ def of_rows(group=128, symmetric=False, rows=16, columns=256):
 
 def tiles_of(codes: torch.Tensor, inner: int = 8) -> torch.Tensor:
     """Return codes in the order of torch's CUDA kernel, word by word."""
-    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
-    rows, columns = codes.shape
-    out = torch.zeros(rows // 8, columns // (inner * 16), 32, inner // 2, dtype=torch.int64)
-    for n, k, lane, i in torch.cartesian_prod(*(torch.arange(s) for s in out.shape)).tolist():
-        first = (k * inner + 2 * i) * 8 + lane % 4
-        v = [int(pairs[n * 8 + lane // 4, first + at]) for at in (0, 4, 8, 12)]
-        high = sum((b >> 4) << 4 * place for place, b in enumerate(v))
-        low = sum((b & 15) << 4 * place for place, b in enumerate(v))
-        out[n, k, lane, i] = high | low << 16
-    return torch.where(out >= 1 << 31, out - (1 << 32), out).to(torch.int32)
+    return torchao_tensors.tiles_of(codes[:, ::2] << 4 | codes[:, 1::2], inner)
 
 
 def of_tiles(group=128, rows=16, columns=1024):

@@ -3,11 +3,13 @@
 `FP8Experts` is the library's own class, filled with random codes. `Mxfp4GptOssExperts` is, too, but
 its library makes its tensors on a GPU only. So these are built in the plain order, as the sources
 of transformers and of `triton_kernels` have it: (experts, bytes of the inputs, outputs), with the
-bytes of an output next to each other.
+bytes of an output next to each other. Experts of torchao are stock's, with parameters that torchao
+makes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from scripts.coded_models import put_mxfp4
+from tests.helpers import torchao_tensors
 
 EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 64, 96
+#: The least width of torchao's tiles.
+WIDE = 128
 
 
 def fp8(block: int = 32, seed: int = 0) -> tuple[Any, Any]:
@@ -95,13 +100,74 @@ def mxfp4(seed: int = 0) -> tuple[Any, Any]:
     return coded.requires_grad_(False), plain
 
 
-CODED = {"FP8Experts": fp8, "Mxfp4GptOssExperts": mxfp4}
+#: What makes a tensor of torchao, and its weights in float64.
+Make = Callable[[Tensor], tuple[Any, Tensor]]
 
 
-def routing(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def of_torchao(
+    make: Make,
+    second: Make | None = None,
+    sizes: tuple[int, int] = (WIDTH, INNER),
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """Return stock's experts with parameters of torchao, and with their weights in float64.
+
+    Args:
+        make: Makes the first parameter.
+        second: Makes the second one. The same as the first if it is not given.
+        sizes: The inputs of an expert. The outputs of its first linear are twice the second number.
+        dtype: The dtype of the weights that the library quantizes.
+        seed: The seed of the weights.
+    """
+    config = Qwen3MoeConfig(
+        hidden_size=sizes[0],
+        moe_intermediate_size=sizes[1],
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    config._experts_implementation = "batched_mm"
+    torch.manual_seed(seed)
+    coded: Any = Qwen3MoeExperts(config).to(dtype)
+    if not hasattr(coded, "has_gate"):
+        pytest.skip("this transformers does not say what experts have")
+    plain: Any = Qwen3MoeExperts(config).double().requires_grad_(False)
+    for name, by in (("gate_up_proj", make), ("down_proj", second or make)):
+        weight = torch.randn(getattr(coded, name).shape).to(dtype)
+        made, getattr(plain, name).data = by(weight)
+        setattr(coded, name, nn.Parameter(made, requires_grad=False))
+    return coded, plain
+
+
+_GROUPS, _TILES = torchao_tensors.of_rows(32), torchao_tensors.of_tiles(64)
+
+CODED: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "FP8Experts": fp8,
+    "Mxfp4GptOssExperts": mxfp4,
+    "Int4Tensor": lambda: of_torchao(_GROUPS),
+    # without zeros the library decodes in the dtype of the scales
+    "Int4Tensor, symmetric": lambda: of_torchao(
+        torchao_tensors.of_rows(32, symmetric=True), dtype=torch.float32
+    ),
+    "Int4TilePackedTo4dTensor": lambda: of_torchao(_TILES, sizes=(WIDE, WIDE)),
+    "Int8Tensor": lambda: of_torchao(torchao_tensors.of_bytes("Int8")),
+    "Int8Tensor, groups": lambda: of_torchao(
+        torchao_tensors.of_bytes("Int8", group=32, zero_points=True)
+    ),
+    "Float8Tensor": lambda: of_torchao(torchao_tensors.of_bytes("Float8")),
+    "Int8Tensor and Int4Tensor": lambda: of_torchao(torchao_tensors.of_bytes("Int8"), _GROUPS),
+}
+
+
+def width_of(name: str) -> int:
+    """Return the inputs of the experts of a row of `CODED`."""
+    return WIDE if name == "Int4TilePackedTo4dTensor" else WIDTH
+
+
+def routing(tokens: int, width: int = WIDTH, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return inputs (tokens, width), the chosen experts, and their weights, in float64."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
+    x = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
     index = torch.rand(tokens, EXPERTS, generator=generator).topk(CHOSEN)[1]
     weights = torch.rand(tokens, CHOSEN, generator=generator, dtype=torch.float64)
     return x, index, weights
@@ -109,7 +175,11 @@ def routing(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """Return the tensors of a container of experts."""
-    found = [*module._parameters.values()]
+    found: list[Any] = []
+    for parameter in module._parameters.values():
+        flatten = getattr(parameter, "__tensor_flatten__", None)
+        names = flatten()[0] if flatten else ()
+        found += [getattr(parameter, n) for n in names] or [parameter]
     for name in ("gate_up_proj", "down_proj"):
         wrapped, config = (module.__dict__.get(n) for n in (name, f"{name}_precision_config"))
         if wrapped is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
@@ -19,12 +22,26 @@ from mirage_hf.experts_interface import Experts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.trace.experts import ExpertsForm, experts_as_one_node, form_of, run_decoded
+from mirage_hf.trace.experts import (
+    ExpertsForm,
+    Part,
+    experts_as_one_node,
+    form_of,
+    run_decoded,
+)
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import record
 from scripts.coded_models import put_mxfp4
-from tests.helpers import coded_experts, coded_modules, triton_interpreter
+from tests.helpers import (
+    coded_experts,
+    coded_modules,
+    coded_mutants,
+    torchao_tensors,
+    triton_interpreter,
+)
 from tests.helpers.coded_experts import CODED
+from tests.helpers.coded_mutants import CodedProgram
+from tests.helpers.thorough import THOROUGH, count
 from tests.helpers.traced_functions import results_of, runs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -36,8 +53,8 @@ def exact(plain: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](plain, x.double(), index, weights.double())
 
 
-def given(tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    x, index, weights = coded_experts.routing(tokens)
+def given(tokens: int, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+    x, index, weights = coded_experts.routing(tokens, coded_experts.width_of(name))
     return {"x": x.to(dtype), "index": index, "weights": weights.to(dtype)}
 
 
@@ -69,7 +86,7 @@ def test_two_programs_compute_what_decoded_experts_do(
     name: str, dtype: torch.dtype, tokens: int
 ) -> None:
     module, plain = CODED[name]()
-    inputs = given(tokens, dtype)
+    inputs = given(tokens, dtype, name)
     plan = plan_of(module, inputs)
     found = [region for region in plan.regions if region.kind == "experts"]
     assert len(found) == 2
@@ -78,8 +95,8 @@ def test_two_programs_compute_what_decoded_experts_do(
     whole = sum(x.nbytes for x in form.parameters)
     chosen = min(tokens * coded_experts.CHOSEN, coded_experts.EXPERTS)
     assert sum(region.reads for region in found) <= whole * chosen // coded_experts.EXPERTS
-    held = {x.data_ptr() for x in coded_experts.parameters_of(module)}
-    assert all(x.data_ptr() in held for x in form.parameters)
+    held = {x.untyped_storage().data_ptr() for x in coded_experts.parameters_of(module)}
+    assert all(x.untyped_storage().data_ptr() in held for x in form.parameters)
     plan.schedule({}, regions={region: RegionRun(runs(region.graph)) for region in found})
     assert sum(u.region is not None for u in plan.units) == 2
     wanted = exact(plain, *inputs.values())
@@ -91,7 +108,7 @@ def test_two_programs_compute_what_decoded_experts_do(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.dtype) -> None:
     module, plain = CODED[name]()
-    inputs = given(5, dtype)
+    inputs = given(5, dtype, name)
     inputs["index"][1] = inputs["index"][0, :1]  # one expert twice
     form = form_of(module, dtype)
     assert isinstance(form, ExpertsForm)
@@ -106,11 +123,11 @@ def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.
 def test_experts_by_name_run_kernels(name: str) -> None:
     module, plain = CODED[name]()
     ours = Experts(backend="cpu")
-    inputs = given(2, torch.float32)
+    inputs = given(2, torch.float32, name)
     found = ours.forward(module, *inputs.values())
     assert far(found, exact(plain, *inputs.values()), torch.float32) < 1
     assert sum(ours.report().by_kernels.values()) == 1 and not ours.report().by_torch
-    many = given(40, torch.float32)
+    many = given(40, torch.float32, name)
     found = ours.forward(module, *many.values())
     assert far(found, exact(plain, *many.values()), torch.float32) < 1
     assert list(ours.report().by_torch) == ["more than 16 tokens"]
@@ -118,7 +135,7 @@ def test_experts_by_name_run_kernels(name: str) -> None:
 
 def programs(name: str, dtype: torch.dtype, tokens: int = 2) -> list[Any]:
     module, _ = CODED[name]()
-    plan = plan_of(module, given(tokens, dtype))
+    plan = plan_of(module, given(tokens, dtype, name))
     return [region.graph for region in plan.regions if region.kind == "experts"]
 
 
@@ -135,11 +152,18 @@ def test_one_kernel_is_found_and_proven(name: str, part: int) -> None:
 
 def of_real_sizes(name: str) -> tuple[Any, int, int]:
     """Return the experts of a layer of a model on the meta device, their width and choices."""
+    config: Any = Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+    )
+    if name in REAL_TENSORS:
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config)
+        for parameter, make in zip(("gate_up_proj", "down_proj"), REAL_TENSORS[name], strict=True):
+            made = make(getattr(module, parameter).shape)
+            setattr(module, parameter, nn.Parameter(made, requires_grad=False))
+        return module, 2048, 8
     if name == "FP8Experts":
         library = pytest.importorskip("transformers.integrations.finegrained_fp8")
-        config: Any = Qwen3MoeConfig(
-            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
-        )
         with torch.device("meta"):
             module = coded_experts.with_names(library.FP8Experts(config, block_size=(128, 128)))
         return module.requires_grad_(False), 2048, 8
@@ -153,10 +177,23 @@ def of_real_sizes(name: str) -> tuple[Any, int, int]:
     return module.requires_grad_(False), 2880, 4
 
 
-@pytest.mark.parametrize("name", CODED)
+_rows, _tiles = torchao_tensors.empty_rows, torchao_tensors.empty_tiles
+_int8, _float8 = (partial(torchao_tensors.empty_bytes, kind) for kind in ("Int8", "Float8"))
+
+#: What makes the two parameters of experts on the meta device.
+REAL_TENSORS = {
+    "Int4Tensor": (_rows, _rows),
+    "Int4TilePackedTo4dTensor": (_tiles, _tiles),
+    "Int8Tensor": (_int8, _int8),
+    "Float8Tensor": (_float8, _float8),
+    "Int8Tensor and Int4Tensor": (_int8, _rows),
+}
+
+
+@pytest.mark.parametrize("name", ["FP8Experts", "Mxfp4GptOssExperts", *REAL_TENSORS])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_kernels_of_models_compile_for_a_gpu(name: str, tokens: int) -> None:
-    """Qwen3-30B-A3B in float8 blocks, and gpt-oss-20b in MXFP4."""
+    """Qwen3-30B-A3B in float8 and with tensors of torchao, and gpt-oss-20b in MXFP4."""
     pytest.importorskip("triton")
     module, width, chosen = of_real_sizes(name)
     with torch.device("meta"):
@@ -174,12 +211,12 @@ def test_kernels_of_models_compile_for_a_gpu(name: str, tokens: int) -> None:
         assert kernel.asm["cubin"]
 
 
-def errors_of_kernels(name: str, count: int) -> list[Any]:
+def errors_of_kernels(name: str, dtypes: int, kernels: int) -> list[Any]:
     """Return the errors of the first kernels of each program, beside those of torch."""
     errors = []
-    for dtype in DTYPES:
+    for dtype in DTYPES[-dtypes:]:
         module, _ = CODED[name]()
-        inputs = given(2, dtype)
+        inputs = given(2, dtype, name)
         plan = plan_of(module, inputs)
         for n, region in enumerate(r for r in plan.regions if r.kind == "experts"):
             graph = region.graph
@@ -197,7 +234,7 @@ def errors_of_kernels(name: str, count: int) -> list[Any]:
             (eager,) = run_kernel_graph(graph, operands)
             torchs = float((eager - want).abs().max())
             allowed = 2 * torchs + 8 * torch.finfo(dtype).eps * float(want.abs().max())
-            for candidate in search(graph, SearchOptions(threads=1))[0][:count]:
+            for candidate in search(graph, SearchOptions(threads=1))[0][:kernels]:
                 program = triton.generate(candidate.ugraph)
                 (y,) = compiler.load(program.source, program.digest).run(operands)
                 error = float((y - want).abs().max())
@@ -208,24 +245,74 @@ def errors_of_kernels(name: str, count: int) -> list[Any]:
 @pytest.mark.parametrize("name", CODED)
 def test_kernels_are_as_close_to_float64_as_torch(name: str) -> None:
     pytest.importorskip("triton")
+    if name == "Int4TilePackedTo4dTensor" and not THOROUGH:
+        pytest.skip("its kernels are interpreted for minutes")
+    tried = (2, 2) if "Experts" in name else (count(2, 1), count(2, 1))  # dtypes, and kernels
     code = (
         "from tests.trace import test_coded_experts as t; import json; "
-        f"print(json.dumps(t.errors_of_kernels({name!r}, 2)))"
+        f"print(json.dumps(t.errors_of_kernels({name!r}, *{tried})))"
     )
     found = triton_interpreter.run(code)
-    assert len(found) == 8
+    assert len(found) == 2 * tried[0] * tried[1]
     assert all(error <= allowed for _, error, allowed in found), json.dumps(found)
+
+
+def coded_program(name: str, part: int) -> CodedProgram:
+    """Return a program of experts with the role of each input, "order" for the chosen experts."""
+    module, _ = CODED[name]()
+    plan = plan_of(module, given(1, torch.float16, name))
+    region = [region for region in plan.regions if region.kind == "experts"][part]
+    form = form_of(module, torch.float16)
+    assert isinstance(form, ExpertsForm)
+    coding = (form.first, form.second)[part].coding
+    assert coding is not None
+    of_codes = itertools.cycle(coding.roles)
+    roles = [
+        next(of_codes) if isinstance(operand, Part) else "order" if x.dtype is torch.int64 else "x"
+        for operand, x in zip(region.inputs, region.graph.inputs, strict=True)
+    ]
+    return CodedProgram(region.graph, tuple(roles))
+
+
+#: Kinds of wrong programs that must be among the mutants.
+WRONG = {
+    "nibbles in another order",
+    "codes of another place",
+    "scales of another place",
+    "scales off by one",
+    "scales shared by too many",
+    "no scales",
+    "no zero points",
+    "zeros of another place",
+    "shifts of another place",
+    "order exchanged",
+    "order off by one",
+    "dropped op",
+}
+
+
+def test_no_wrong_decoding_of_experts_is_proven() -> None:
+    """Such as another nibble, another group, another expert, or no zero point."""
+    made = {
+        f"{name} {part}": partial(coded_program, name, part)
+        for name in ("Int4Tensor", "Int8Tensor, groups")
+        for part in (0, 1)
+    }
+    found = coded_mutants.tally(1, count(100_000, 250), programs=made)
+    assert found.originals >= 4
+    assert not found.proven and not found.unclear and not found.disputed, found
+    assert found.refused.keys() >= WRONG, WRONG - found.refused.keys()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CODED)
 def test_experts_by_name_run_kernels_on_a_gpu(name: str) -> None:
     module, plain = CODED[name]()
-    if name != "FP8Experts":
+    if name == "Mxfp4GptOssExperts":
         pytest.skip("its tensors are made by its library on a GPU")
     ours = Experts()
     for dtype in (torch.bfloat16, torch.float16):
-        inputs = given(3, dtype)
+        inputs = given(3, dtype, name)
         found = ours.forward(module.cuda(), *(x.cuda() for x in inputs.values()))
         assert far(found.cpu(), exact(plain, *inputs.values()), dtype) < 1
     assert not ours.report().by_torch
@@ -236,6 +323,20 @@ def other_order(module: Any) -> None:
         pass
 
     module.gate_up_proj.storage.layout = HopperMXValueLayout()
+
+
+def changed(field: str, change: Any) -> Any:
+    """Return what changes a field of a tensor of torchao."""
+
+    def apply(module: Any) -> None:
+        weight = module.gate_up_proj
+        setattr(weight, field, change(getattr(weight, field)))
+
+    return apply
+
+
+def plain_down_proj(module: Any) -> None:
+    module.down_proj = nn.Parameter(torch.zeros(module.down_proj.shape), requires_grad=False)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +354,19 @@ def other_order(module: Any) -> None:
             lambda m: setattr(m, "down_proj_precision_config", None),
             "down_proj has no scales",
         ),
+        ("Int4Tensor", changed("scale", lambda t: t[1:]), "gate_up_proj: scale has shape"),
+        ("Int4Tensor", changed("zero_point", lambda t: None), "zero_point is missing"),
+        ("Int4Tensor", changed("qdata", lambda t: t.short()), "qdata holds int16"),
+        ("Int4Tensor", changed("block_size", lambda b: [1, 2, 32]), "blocks of (1, 2, 32)"),
+        ("Int4Tensor", changed("block_size", lambda b: [1, 1, 48]), "do not divide"),
+        ("Int4Tensor", changed("act_pre_scale", lambda t: torch.ones(64)), "scales its input"),
+        ("Int4Tensor", lambda m: setattr(m, "is_transposed", True), "(experts, inputs, outputs)"),
+        ("Int4Tensor", lambda m: setattr(m, "has_norm", True), "in a way of their own"),
+        ("Int4Tensor", lambda m: setattr(m, "has_bias", True), "its biases is missing"),
+        ("Int4Tensor", plain_down_proj, "down_proj has no codes, but the other linear does"),
+        ("Int8Tensor", changed("block_size", lambda b: [6, 192, 64]), "blocks of (6, 192, 64)"),
+        ("Int8Tensor", changed("scale", lambda t: t.double()), "scale holds float64"),
+        ("Int4TilePackedTo4dTensor", changed("qdata", lambda t: t[:, 1:]), "qdata has shape"),
     ],
 )
 def test_damaged_containers_are_refused(name: str, change: Any, why: str) -> None:
@@ -274,7 +388,7 @@ def test_parts_of_blocks_have_no_program() -> None:
 def test_containers_stay_as_they_are(name: str) -> None:
     module, _ = CODED[name]()
     before = [x.clone() for x in coded_experts.parameters_of(module)]
-    inputs = given(2, torch.float32)
+    inputs = given(2, torch.float32, name)
     Experts(backend="cpu").forward(module, *inputs.values())
     after = coded_experts.parameters_of(module)
     assert all(
