@@ -151,8 +151,11 @@ class _Merger:
                 self._add_chain(group)
             else:
                 node = self.several.nodes[group]
-                self._add(self._renamed(node), Value(group), len(node.outputs))
-        held = {**self.one.held, **self.several.held}
+                number = self._add(self._renamed(node))
+                for output in range(len(node.outputs)):
+                    self.names[Value(group, output)] = Value(number, output)
+        held = {key: replace(m, storage=self._new_storage()) for key, m in self.one.held.items()}
+        held |= self.several.held
         moves = {
             kept_name(chain.state, token): self._before(chain.state, token)
             for chain in self.chains
@@ -202,14 +205,10 @@ class _Merger:
 
     # -- nodes
 
-    def _add(self, node: Node, name: Value | None = None, outputs: int = 1) -> Value:
-        """Add a node. Return its first output."""
-        number = len(self.nodes)
+    def _add(self, node: Node) -> int:
+        """Add a node, and return its number."""
         self.nodes.append(node)
-        for output in range(outputs if name is not None else 0):
-            assert name is not None
-            self.names[Value(name.node, output)] = Value(number, output)
-        return Value(number)
+        return len(self.nodes) - 1
 
     def _renamed(self, node: Node) -> Node:
         def named(x: Any) -> Any:
@@ -223,7 +222,8 @@ class _Merger:
 
     def _op(self, op: Any, args: tuple[Any, ...], meta: Meta, where: str) -> Value:
         """Add a node whose result is a tensor of its own."""
-        return self._add(Node(op, args, {}, [replace(meta, storage=self._new_storage())], where))
+        fresh = replace(meta, storage=self._new_storage())
+        return Value(self._add(Node(op, args, {}, [fresh], where)))
 
     # -- chains
 
@@ -322,7 +322,7 @@ class _Merger:
                 storages[meta.storage] = self._new_storage()
             metas.append(None if meta is None else replace(meta, storage=storages[meta.storage]))
         moved = frozenset(storages[s] for s in node.written)
-        number = self._add(Node(node.op, args, kwargs, metas, node.where, moved)).node
+        number = self._add(Node(node.op, args, kwargs, metas, node.where, moved))
         for output in range(len(node.outputs)):
             names[Value(one, output)] = Value(number, output)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from mirage_hf.api import optimize
+from mirage_hf.decode.cache_exchange import has_keys
+from mirage_hf.decode.cache_layers import states_of
 from mirage_hf.decode.draft_planning import COST_OF_ROW, step_costs
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.traced_step import TracedStep
@@ -235,3 +237,23 @@ def test_an_assistant_without_steps_for_several_lengths_is_stocks() -> None:
         ours.generate(**given, assistant_model=helper)
     (why,) = stocks(ours)
     assert "the assistant's steps of 3 rows take texts of one length" in why
+
+
+@pytest.mark.parametrize("quality", ["good", "often right", "wrong"])
+def test_states_of_a_cache_handed_back_are_those_of_the_text(quality: str) -> None:
+    stock, ours = pair("qwen3_next", batch_sizes=(1,))
+    given = {**texts(stock)[0], **GREEDY, "return_dict_in_generate": True}
+    given["eos_token_id"] = int(stock.generate(**given).sequences[0, -5])
+    want = stock.generate(**given)
+    with drafting(scripts(want.sequences)[quality], quality):
+        got = ours.generate(**given, **LOOKUP)
+    assert got.sequences.tolist() == want.sequences.tolist() and not stocks(ours)
+    pairs = [*zip(got.past_key_values.layers, want.past_key_values.layers, strict=True)]
+    assert any(states_of(layer) for layer, _ in pairs)
+    for layer, other in pairs:
+        states, others = states_of(layer), states_of(other)
+        assert states.keys() == others.keys()
+        for name, state in states.items():
+            torch.testing.assert_close(state, others[name], rtol=1e-4, atol=1e-4)
+        if has_keys(layer):
+            torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-4)
