@@ -124,26 +124,23 @@ def equal_zero_point(words: Tensor, bits: int) -> int | None:
     return first & ((1 << bits) - 1) if bool((codes == first).all()) else None
 
 
-#: Of tensors that were looked at: where they were, their version, and whether a number was not 0.
+#: What was seen last of tensors that were looked at.
 _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def may_hold_numbers(t: Tensor) -> bool:
     """Return whether a tensor may hold other numbers than 0.
 
-    It looks at the numbers once after each write. If it cannot look, they may.
+    It looks at the numbers each time: a library writes into the tensors of a weight without a trace
+    in their versions. While a CUDA graph is captured, what was seen last counts.
     """
-    if t.is_meta or t.is_inference():
+    if t.is_meta:
         return True
-    key = t.data_ptr(), t._version
-    known = _seen.get(t)
-    if known is None or known[0] != key:
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            return True
-        with torch.no_grad(), _disable_current_modes():
-            known = key, bool(t.any())
-        _seen[t] = known
-    return known[1]
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _seen.get(t, True)  # type: ignore[no-any-return]
+    with torch.no_grad(), _disable_current_modes():
+        _seen[t] = bool(t.any())
+    return _seen[t]  # type: ignore[no-any-return]
 
 
 def other_device(*held: Tensor | None) -> str | None:
