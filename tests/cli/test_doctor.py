@@ -121,7 +121,10 @@ def test_a_package_that_is_not_installed_says_so(monkeypatch):
 
 @pytest.mark.parametrize(
     "block, reason",
-    [("torch", "No module named 'torch'"), ("mirage_hf._core", "g++")],
+    [
+        ("torch", "No module named 'torch'"),
+        pytest.param("mirage_hf._core", "g++", marks=pytest.mark.thorough),
+    ],
 )
 def test_doctor_runs_if_the_package_cannot_be_imported(block, reason):
     code = (

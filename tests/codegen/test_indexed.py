@@ -25,7 +25,7 @@ from tests.helpers.triton_interpreter import run
 pytest.importorskip("triton")
 
 #: Random programs that the interpreter runs, about 0.25 s each.
-COUNT = count(1000, 60)
+COUNT = count(1000, 20)
 
 
 def best_of(g):

@@ -91,7 +91,7 @@ def few_scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 #: A window in all layers, in some and in none, a softcap, and experts with sinks.
-FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss")
+FAMILIES = ("llama", "mistral", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.thorough))
 
 #: Families whose steps for drafts differ from those above in norms and projections only.
 ALIKE = ("qwen3", "gemma3", "olmo2", "phi3", "cohere", "gpt_neox")

@@ -40,7 +40,7 @@ FEATURES = {
     "most": dict(norm="rms", bias=True, rotary=8, softcap=30.0, sinks=True, mask=True),
 }
 
-RANDOM, KINDS = count(100, 30), (5, 7, 15, 16, 21, 51)
+RANDOM, KINDS = count(100, 10), (5, 7, 15, 16, 21, 51)
 """Random configurations, and what they are of."""
 
 

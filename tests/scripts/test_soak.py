@@ -51,7 +51,13 @@ def test_a_stale_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         soak_generate.soak([one], 40, seed=0)
 
 
-@pytest.mark.parametrize("what", ["host", "reachable tensors", "objects"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "reachable tensors",
+        *(pytest.param(what, marks=pytest.mark.thorough) for what in ("host", "objects")),
+    ],
+)
 def test_growing_memory_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
 

@@ -21,7 +21,7 @@ from mirage_hf.verify.verdict import Accepted
 from tests.helpers import mutants, reduced_ugraphs
 from tests.helpers.thorough import count
 
-DAGS = count(200, 40)
+DAGS = count(200, 20)
 FUSED = 0.8
 SEARCH = SearchOptions(time_limit=0.6, threads=1, max_candidates=6, max_cuts=2, max_kernels=3)
 TOLERANCE = 1e-6
