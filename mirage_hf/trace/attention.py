@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _recording = threading.local()
 _lock = threading.Lock()
 
-torch.library.define(
+library.define(
     "mirage_hf::cached_attention",
     "(Tensor query, Tensor keys, Tensor values, Tensor? mask, float? scale) -> Tensor",
 )
@@ -42,17 +42,17 @@ def _attention(
     return out.reshape(batch, heads, 1, values.shape[-1])
 
 
-torch.library.impl("mirage_hf::cached_attention", "CompositeExplicitAutograd", _attention)
+library.impl("mirage_hf::cached_attention", "CompositeExplicitAutograd", _attention)
 
 
-@torch.library.register_fake("mirage_hf::cached_attention")
+@library.register_fake("mirage_hf::cached_attention")
 def _fake(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     return query.new_empty((*query.shape[:-1], values.shape[-1]))
 
 
-torch.library.define(
+library.define(
     "mirage_hf::append_tokens", "(Tensor(a!) memory, int dim, Tensor slots, Tensor new) -> Tensor"
 )
 
@@ -72,10 +72,10 @@ def append_tokens(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tenso
     return memory.repeat_interleave(tokens, 0)
 
 
-torch.library.impl("mirage_hf::append_tokens", "CompositeExplicitAutograd", append_tokens)
+library.impl("mirage_hf::append_tokens", "CompositeExplicitAutograd", append_tokens)
 
 
-@torch.library.register_fake("mirage_hf::append_tokens")
+@library.register_fake("mirage_hf::append_tokens")
 def _fake_append(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tensor:
     return memory.new_empty((slots.numel(), *memory.shape[1:]))
 
