@@ -67,12 +67,15 @@ class CubinLauncher:
         if key not in self._ready:
             self._ready[key] = loaded(self.source, *key)
         cubin = self._ready[key]
-        if cubin is None:
-            self.compiled(kernel, grid, tensors, num_warps, num_stages)
-            return
-        cubin.launch(
-            grid, torch._C._cuda_getCurrentRawStream(device), pointers, is_dependent=is_dependent
-        )
+        if cubin is not None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            try:
+                cubin.launch(grid, stream, pointers, is_dependent=is_dependent)
+                return
+            except CubinError as e:
+                _tell(str(e))
+                self._ready[key] = None
+        self.compiled(kernel, grid, tensors, num_warps, num_stages)
 
 
 def loaded(

@@ -56,6 +56,7 @@ class LoadedCubin:
             raise CubinError(f"the driver cannot be called ({type(e).__name__}: {e})") from e
         self._arguments = _Arguments(cubin.num_pointers)
         self._configs: dict[tuple[int, int, bool], Any] = {}
+        self._has_launched = False
 
     def _loaded(self, image: bytes, device: int) -> Any:
         """Return the function, allowed to use as much shared memory as it needs."""
@@ -124,7 +125,8 @@ class LoadedCubin:
                 (PDL), if it was compiled for that.
 
         Raises:
-            RuntimeError: The driver reports an error.
+            CubinError: The driver refuses the first launch.
+            RuntimeError: It reports an error later.
         """
         is_dependent = is_dependent and self._cubin.launch_pdl
         config = self._configs.get((grid, stream, is_dependent))
@@ -135,9 +137,9 @@ class LoadedCubin:
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
         if int(status):
             name = getattr(status, "name", status)
-            raise RuntimeError(
-                f"{self._cubin.kernel}: the launch of a packaged cubin failed: {name}"
-            )
+            why = f"{self._cubin.kernel}, a packaged cubin: cuLaunchKernelEx: {name}"
+            raise RuntimeError(why) if self._has_launched else CubinError(why)
+        self._has_launched = True
 
     def _add_config(self, grid: int, stream: int, is_dependent: bool) -> Any:
         """Return what the driver reads of a launch. It is not changed afterwards."""

@@ -134,6 +134,11 @@ def test_a_gpu_with_too_little_is_refused(driver):
 def test_a_launch_that_fails_raises(driver):
     loaded = LoadedCubin(cubin(), IMAGE, 0, driver)
     driver.failing = "cuLaunchKernelEx", 700
+    with pytest.raises(CubinError, match="CUDA_ERROR_700"):
+        loaded.launch(1, 0, [16, 32, 48], is_dependent=False)
+    driver.failing = "", 0
+    loaded.launch(1, 0, [16, 32, 48], is_dependent=False)
+    driver.failing = "cuLaunchKernelEx", 700
     with pytest.raises(RuntimeError, match="CUDA_ERROR_700"):
         loaded.launch(1, 0, [16, 32, 48], is_dependent=False)
 
@@ -245,7 +250,9 @@ def test_another_gpu_compiles_and_the_reason_is_told_once(gpu, program, caplog):
     ) == 1
 
 
-@pytest.mark.parametrize("function", ["cuModuleLoadData", "cuModuleGetFunction"])
+@pytest.mark.parametrize(
+    "function", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernelEx"]
+)
 def test_what_the_driver_refuses_is_compiled(gpu, program, caplog, function):
     gpu.driver.failing = function, 200
     with caplog.at_level(logging.DEBUG, "mirage_hf"):
