@@ -103,11 +103,13 @@ class Drafts:
         rows, ahead = batch * tokens, self.ahead + self.number
         length = (control.length + ahead).view(rows, 1)
         vocabulary = self.logits.shape[1]
+        # a model may have no position for tokens after the budget, which are never taken
+        useful = torch.minimum(ahead, (control.budget - 1).clamp_min(0))
         return replace(
             control,
             # nothing is looked up for a draft outside of the vocabulary, which is never taken
             ids=self.tokens.clamp(0, vocabulary - 1).view(rows, 1),
-            position=(control.position + ahead).view(rows, 1),
+            position=(control.position + useful).view(rows, 1),
             offsets=control.offsets.repeat_interleave(tokens, 1),
             length=length.view(1) if rows == 1 else length,
             lowest=control.lowest.repeat_interleave(tokens, 0),

@@ -172,9 +172,9 @@ class DecodeRunner:
             return f"no kernels for a batch of {batch}; optimize(batch_sizes=…) makes them"
         if plan.fingerprint.rope is not None:
             return plan.fingerprint.rope.reason
-        if plan.most_slots > traced.reach + 1:  # the last step begins with a slot less
+        if plan.room > traced.reach + 1:  # the last step begins with a slot less
             return f"a text longer than {traced.reach + 1:.0f} tokens, which runs other ops"
-        if bucket(plan.most_slots) > traced.most_slots:
+        if bucket(plan.room) > traced.most_slots:
             return f"a text longer than {traced.most_slots:.0f} tokens, beyond a table of the model"
         return CHANGED if plan.fingerprint.graph_facts != self.traced_for else ""
 

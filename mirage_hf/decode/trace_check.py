@@ -289,7 +289,7 @@ def _start(
         length=length,
         position=positions[:, length - 1 : length],
         lowest=lowest,
-        budget=2,
+        budget=prompt.ids.shape[1],
         eos=None,
         pad=None,
     )

@@ -137,6 +137,18 @@ def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) ->
     assert taken(ours)
 
 
+def test_drafts_after_the_end_of_a_table_of_positions_read_nothing() -> None:
+    stock, ours = pair("gpt2", batch_sizes=(1,))
+    most = stock.config.max_position_embeddings
+    given = {**texts(stock, length=most - 23)[0], **GREEDY, "max_new_tokens": 23}
+    want = stock.generate(**given)
+    assert want.shape[1] == most
+    longer = torch.cat([want, want[:, :3]], 1)  # drafts up to the end, and after it
+    with drafting(longer):
+        assert ours.generate(**given, **LOOKUP).tolist() == want.tolist()
+    assert taken(ours)
+
+
 def test_samples_are_those_of_plain_decoding() -> None:
     stock, ours = pair("gpt2")
     given = {**texts(stock)[1], **GREEDY, "do_sample": True, "temperature": 1.3, "top_k": 30}
