@@ -162,11 +162,10 @@ def _costs(
             tiles = known[kind]
             if not tiles.suit(candidate):
                 continue
-            launched = replace(candidate, trigger_early=early)
-            for plan in _variants(tiles, launched, device):
+            for plan in _variants(tiles, candidate.triggering_early(early), device):
                 cost = estimate(plan, device, tiles.footprint)
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
-                    costs[replace(plan.schedule, trigger_early=False)] = cost.us
+                    costs[plan.schedule.triggering_early(False)] = cost.us
         except errors.CodegenError as e:
             reason = e
     return costs, reason

@@ -34,7 +34,9 @@ def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
     schedule.check(op.block)
     tiling = Tiling(op, schedule.tiles)
     _check_block(tiling)
-    return KernelPlan(TensorLayout(tiling, schedule.mma, schedule.weights_first), schedule)
+    layout = TensorLayout(tiling, schedule.mma, schedule.weights_first)
+    _check_sizes(layout)
+    return KernelPlan(layout, schedule)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,6 @@ class KernelPlan:
     def __post_init__(self) -> None:
         self.pipelining.check()
         self.cooperation.check()
-        self._check_sizes()
 
     def with_schedule(self, schedule: Schedule) -> KernelPlan:
         """Return the plan of a schedule with the same tiles and kind of product.
@@ -126,15 +127,6 @@ class KernelPlan:
             and acc.out not in stages.running_maxima(stage)
         )
 
-    def _check_sizes(self) -> None:
-        for value, axes in self.tiling.block.carried.items():
-            elements = self.tiling.numel(axes)
-            if elements > MAX_ELEMENTS and value not in self.layout.unformed_products:
-                raise errors.CodegenError(
-                    f"{value} has {elements} elements in a tile, Triton takes {MAX_ELEMENTS}; "
-                    "give smaller tiles, or make a tile axis the loop"
-                )
-
 
 def _check_block(tiling: Tiling) -> None:
     """Check that a block graph can have a kernel, whatever the schedule.
@@ -145,6 +137,17 @@ def _check_block(tiling: Tiling) -> None:
     _check_sources(tiling)
     _check_outputs(tiling)
     _check_loop(tiling)
+
+
+def _check_sizes(layout: TensorLayout) -> None:
+    tiling = layout.tiling
+    for value, axes in tiling.block.carried.items():
+        elements = tiling.numel(axes)
+        if elements > MAX_ELEMENTS and value not in layout.unformed_products:
+            raise errors.CodegenError(
+                f"{value} has {elements} elements in a tile, Triton takes {MAX_ELEMENTS}; "
+                "give smaller tiles, or make a tile axis the loop"
+            )
 
 
 def _check_sources(tiling: Tiling) -> None:

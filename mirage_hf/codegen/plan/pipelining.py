@@ -104,6 +104,8 @@ class Pipelining:
 
         That code gets a load of its own, see `LoadWriter.second_load`.
         """
+        if not self.read_asynchronously:
+            return frozenset()
         block, layout = self._tiling.block, self.layout
         read = {a for op in block.ops() if op.out not in layout.unformed_products for a in op.args}
         read |= {a.arg for s in block.stages for a in s.accumulators}
