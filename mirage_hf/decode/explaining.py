@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import RegionRun, StepPlan, weight_bytes
 from mirage_hf.trace.record import VIEWS
+from mirage_hf.trace.regions import Region
 from mirage_hf.trace.terms import Term
 from mirage_hf.trace.weight_names import common_module, weight_path
 
@@ -67,6 +68,17 @@ def explain_step(model: Any, rows: int = 1) -> tuple[list[Explained], list[Expla
         TraceError: The step cannot be traced. Then generate runs stock's steps, or the model's own
             forward in a CUDA graph.
     """
+    plan = planned_step(model, rows)
+    kernels = _kernels(plan, model)
+    _schedule(plan, dict.fromkeys(plan.regions_to_run(), RegionRun(_never_run)))
+    return kernels, _torch_ops(plan)
+
+
+def planned_step(model: Any, rows: int = 1) -> StepPlan:
+    """Return the plan of a step whose kernels were not searched, as if each was found.
+
+    The arguments and errors are those of `explain_step`.
+    """
     config = model.config.get_text_config(decoder=True)
     masks = MaskPlan.of(config)
     if isinstance(masks, str):
@@ -77,12 +89,15 @@ def explain_step(model: Any, rows: int = 1) -> tuple[list[Explained], list[Expla
         model, masks, rows, windows, sizes, axes, gives_positions=gives_positions(model)
     )
     plan = StepPlan(recording, rows)
+    _schedule(plan)
+    return plan
+
+
+def _schedule(plan: StepPlan, regions: Mapping[Region, RegionRun] | None = None) -> None:
+    """Schedule a plan as if each of its products and attentions had a kernel."""
     groups = dict.fromkeys(plan.programs, _never_run)
     attention = dict.fromkeys(plan.attentions, lambda slots: _never_run)
-    plan.schedule(groups, attention)
-    kernels = _kernels(plan, model)
-    plan.schedule(groups, attention, dict.fromkeys(plan.regions_to_run(), RegionRun(_never_run)))
-    return kernels, _torch_ops(plan)
+    plan.schedule(groups, attention, regions or {})
 
 
 def _never_run(operands: Any) -> Any:

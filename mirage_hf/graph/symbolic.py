@@ -169,7 +169,10 @@ def ugraph_at(ugraph: UGraph, sizes: Mapping[str, int]) -> UGraph:
 
 
 def for_program(
-    ugraph: UGraph, program: KernelGraph, sizes: Mapping[str, int] | None = None
+    ugraph: UGraph,
+    program: KernelGraph,
+    sizes: Mapping[str, int] | None = None,
+    change: Callable[[KernelOp], KernelOp] = lambda op: op,
 ) -> UGraph:
     """Return a µGraph of another program with the kernels of this one, without schedules.
 
@@ -177,6 +180,7 @@ def for_program(
         ugraph: The µGraph.
         program: A program that differs from the µGraph's own only in the sizes of dims.
         sizes: The sizes of symbolic dims.
+        change: Changes numbers and attributes of an op before it gets its new operands.
 
     Raises:
         GraphError: If the kernels do not fit the program.
@@ -191,10 +195,16 @@ def for_program(
         )
         for t, theirs in zip(ugraph.kernels.inputs, program.inputs, strict=True)
     ]
-    outputs = rebuilt(
-        ugraph.kernels, inputs, lambda op, operands: _resized_op(kernels, op, operands, size)
-    )
-    kernels.mark_output(*outputs)
+
+    def make(op: KernelOp, operands: Sequence[Operand]) -> list[DTensor]:
+        op = change(op)
+        tensors = [
+            new if isinstance(new, DTensor) else old
+            for new, old in zip(operands, op.inputs, strict=True)
+        ]
+        return _resized_op(kernels, op, tensors, size)
+
+    kernels.mark_output(*rebuilt(ugraph.kernels, inputs, make))
     return UGraph(program, kernels)
 
 

@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
-from mirage_hf.pipeline.results import Loaded
+from mirage_hf.pipeline.results import Loaded, NoResults
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.trust import examined
 from mirage_hf.search.search_report import StopReason
-from mirage_hf.tune.relatives import TunedKernels
 from mirage_hf.zoo.search_record import SearchRecord, record_from_dict
 
 CHECKPOINT = "mirage_hf.checkpoint"
@@ -76,7 +74,7 @@ class CheckpointJournal:
 
 
 @dataclass(frozen=True)
-class CheckpointFile:
+class CheckpointFile(NoResults):
     """The one file in which a search is kept. Takes the place of the user's cache.
 
     Attributes:
@@ -120,10 +118,6 @@ class CheckpointFile:
         if record.report.stop != StopReason.INTERRUPTED:
             _write(self.path, self.owner, record, {})
         return None
-
-    def tuned(self, target: str) -> Sequence[TunedKernels]:
-        """Return nothing. A checkpoint holds no kernels that were measured."""
-        return ()
 
 
 def _write(path: Path, owner: str, record: SearchRecord | None, steps: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from mirage_hf.pipeline.choose import measure_candidates, schedule_candidates
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import Results, StoredEntry
+from mirage_hf.pipeline.reuse import reused
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, search_and_verify
 from mirage_hf.pipeline.windows import ProgressCallback
 
@@ -55,6 +56,8 @@ def find_outcome(
         return NewOutcome(measure_candidates(outcome, progress))
     journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
     verified = searching_ahead.take(request) if journal is None else None
+    if verified is None and journal is None:
+        verified = _reused(request, results)
     if verified is None:
         verified = search_and_verify(
             request.program,
@@ -65,9 +68,9 @@ def find_outcome(
             keep=request.keep,
             journal=journal,
         )
-    else:
-        verified = verified.resized(request.program)
+    verified = verified.resized(request.program)
     outcome = schedule_candidates(request, verified, tuned)
+    results.keep_search(outcome)
     if request.all_candidates:
         unkept = results.store(outcome)
         outcome = measure_candidates(outcome, progress)
@@ -80,6 +83,21 @@ def find_outcome(
         steps = f"{loaded.loaded} finished steps of {loaded.path}"
         outcome = with_notes(outcome, f"went on from {steps}")
     return NewOutcome(outcome, unkept.reason if unkept is not None else "")
+
+
+def _reused(request: Request, results: Results) -> VerifiedCandidates | None:
+    """Return the candidates of a search for other sizes that may run, or None."""
+    known = request.known or results.known_search(request)
+    if known is None:
+        return None
+    return reused(
+        known,
+        request.program,
+        like=request.like,
+        keep=request.keep,
+        seed=request.seed,
+        next_may_launch_early=request.key.next_may_launch_early,
+    )
 
 
 def with_notes(outcome: Outcome, *notes: str) -> Outcome:

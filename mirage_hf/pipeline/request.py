@@ -11,6 +11,7 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 from mirage_hf.verify.accept import KEEP
 from mirage_hf.zoo.key import Key
+from mirage_hf.zoo.known_search import KnownSearch
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Request:
             rounding. False on a CPU, which runs no schedule.
         all_candidates: True if every accepted µGraph is wanted, as in `superoptimize()`. False if
             only the kernel to run is wanted.
+        known: A search of the program's structure for other sizes, which saves a new one. None: the
+            stores are asked for it.
     """
 
     program: KernelGraph
@@ -67,3 +70,4 @@ class Request:
     effort: Effort = EVERY_GRAPH
     runs_generated: bool = True
     all_candidates: bool = False
+    known: KnownSearch | None = None

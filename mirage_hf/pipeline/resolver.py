@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,8 +221,9 @@ class KernelFinder:
             ZooError: As `results`.
         """
         results = self.results()
-        requests = [self.request(program, **options) for program, options in wanted]
-        return searching([request for request in requests if not results.holds(request)])
+        requests = (self.request(program, **options) for program, options in wanted)
+        missing = [request for request in requests if not results.holds(request)]
+        return searching([replace(r, known=results.known_search(r)) for r in missing])
 
 
 def resolve(

@@ -17,18 +17,22 @@ from typing import Protocol
 
 import torch
 
+from mirage_hf import errors
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import CodegenError, Rejected
-from mirage_hf.pipeline import trust
+from mirage_hf.pipeline import trust, versions
 from mirage_hf.pipeline.outcome import Outcome, library_wins
 from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.reuse import search_to_keep
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_journal import SearchJournal
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.relatives import TunedKernels
+from mirage_hf.zoo import known_search
 from mirage_hf.zoo.entry import ENTRY, Entry
 from mirage_hf.zoo.entry_reader import read_entry
+from mirage_hf.zoo.known_search import KnownSearch
 from mirage_hf.zoo.search_record import SearchRecord
 from mirage_hf.zoo.store import NotStored, Store, ZooPath, packaged_store, user_store
 
@@ -62,6 +66,12 @@ class Results(Protocol):
     def tuned(self, target: str) -> Sequence[TunedKernels]:
         """Return the kernels that were measured on a target and are faster than the library."""
 
+    def known_search(self, request: Request) -> KnownSearch | None:
+        """Return a search for other sizes of the request's program, or None."""
+
+    def keep_search(self, outcome: Outcome) -> None:
+        """Keep what was searched, for programs of other sizes."""
+
 
 class NoResults:
     """Looks up nothing and keeps nothing."""
@@ -77,6 +87,13 @@ class NoResults:
     def tuned(self, target: str) -> Sequence[TunedKernels]:
         """Return nothing."""
         return ()
+
+    def known_search(self, request: Request) -> KnownSearch | None:
+        """Return None."""
+        return None
+
+    def keep_search(self, outcome: Outcome) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,31 @@ class ZooResults:
                     found.append(_tuned_in(folder, (folder / ENTRY).stat().st_mtime_ns))
         return [t for t in found if t is not None]
 
+    def known_search(self, request: Request) -> KnownSearch | None:
+        """Return a search of the packaged zoo or the user's cache, made for other sizes.
+
+        Searches in the cache count if this version made them. Those that are packaged always count.
+        """
+        if not (self.looks_up and _is_for_one_kernel(request)):
+            return None
+        packaged = [store.root for store in self.zoos.stores if store.is_trusted]
+        own = [store.root for store in self.zoos.stores if store.writable]
+        return known_search.nearest(
+            own, request.program, versions.search_version()
+        ) or known_search.nearest(packaged, request.program)
+
+    def keep_search(self, outcome: Outcome) -> None:
+        """Keep what was searched, for programs of other sizes. If that fails, nothing is lost."""
+        request = outcome.request
+        store = next((store for store in self.zoos.stores if store.writable), None)
+        search = search_to_keep(outcome)
+        if store is None or search is None or not _is_for_one_kernel(request):
+            return
+        try:
+            search.write(store.root)
+        except OSError as e:
+            _log.info("a search was not kept: %s", errors.described(e))
+
     def keep(self, entry: Entry) -> Rejected | None:
         """Keep an entry in the first store that can be written."""
         if entry.failed:
@@ -197,6 +239,11 @@ def _tuned_in(folder: Path, written: int) -> TunedKernels | None:
     except Exception:  # whatever an edited schedule leads to
         return None
     return TunedKernels(ops, entry.schedules)
+
+
+def _is_for_one_kernel(request: Request) -> bool:
+    """Return whether a request is for one generated kernel, of which only the best is wanted."""
+    return request.runs_generated and not request.all_candidates
 
 
 def _is_worth_keeping(outcome: Outcome) -> bool:

@@ -89,7 +89,7 @@ def search_and_verify(
         The candidates, as µGraphs of `program`, and the report.
     """
     start = time.perf_counter()
-    small, large = sorted((program, like or program), key=_input_elements)
+    small, large = sorted((program, like or program), key=by_elements)
     appends = split_appends(large)
     searched = appends.graph if appends else large
     lowered = lower(searched)
@@ -132,7 +132,8 @@ def _computing_ops(graph: KernelGraph) -> int:
     return count
 
 
-def _input_elements(graph: KernelGraph) -> int:
+def by_elements(graph: KernelGraph) -> int:
+    """Return the elements of a graph's inputs, by which programs of several sizes are ordered."""
     return sum(math.prod(t.dims) for t in graph.inputs)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mirage_hf.graph.kernel import KernelGraph, KernelOp
     from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
     from mirage_hf.search.search_options import SearchOptions
+    from mirage_hf.zoo.known_search import KnownSearch
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class SearchTask:
     Attributes:
         program: The tensor program.
         like: The same program at other sizes, or None.
+        known: A search of the program's structure for other sizes, or None.
         options: The limits of the search.
         seed: The seed of the proofs' random inputs.
         keep: How many candidates are kept.
@@ -40,6 +42,7 @@ class SearchTask:
 
     program: KernelGraph
     like: KernelGraph | None
+    known: KnownSearch | None
     options: SearchOptions
     seed: int
     keep: int
@@ -77,10 +80,21 @@ def work(task: SearchTask) -> SearchAnswer:
         MirageError: As `search_and_verify`.
     """
     from mirage_hf.codegen.placement import place_kernels
+    from mirage_hf.pipeline.reuse import reused
     from mirage_hf.pipeline.search_and_verify import search_and_verify
     from mirage_hf.tune import space
 
-    verified = search_and_verify(
+    verified = None
+    if task.known is not None:
+        verified = reused(
+            task.known,
+            task.program,
+            like=task.like,
+            keep=task.keep,
+            seed=task.seed,
+            next_may_launch_early=task.next_may_launch_early,
+        )
+    verified = verified or search_and_verify(
         task.program, task.options, seed=task.seed, like=task.like, keep=task.keep
     )
     if not task.ranks:

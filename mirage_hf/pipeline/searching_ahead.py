@@ -84,7 +84,14 @@ def _task(request: Request) -> SearchTask:
     early = request.key.next_may_launch_early
     ranks = request.runs_generated and not request.all_candidates
     return SearchTask(
-        request.program, request.like, request.options, request.seed, request.keep, early, ranks
+        request.program,
+        request.like,
+        request.known,
+        request.options,
+        request.seed,
+        request.keep,
+        early,
+        ranks,
     )
 
 

@@ -1,0 +1,122 @@
+"""Use what a search found for other sizes: order it by estimates, and prove it for these sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.errors import CodegenError, Rejected
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline import versions
+from mirage_hf.pipeline.choose import promising
+from mirage_hf.pipeline.outcome import Outcome
+from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, by_elements
+from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport, StopReason
+from mirage_hf.tune import space
+from mirage_hf.tune.cost import estimate
+from mirage_hf.verify.accept import Candidate, examine, kind_of
+from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.zoo.known_search import MOST_KERNELS, KnownSearch
+from mirage_hf.zoo.structure import structure_of
+
+#: Why a search may have missed candidates, or was none.
+_NOT_A_WHOLE_SEARCH = (StopReason.TIME, StopReason.INTERRUPTED, StopReason.LOADED)
+
+
+def reused(
+    known: KnownSearch,
+    program: KernelGraph,
+    *,
+    like: KernelGraph | None,
+    keep: int,
+    seed: int,
+    next_may_launch_early: bool,
+) -> VerifiedCandidates | None:
+    """Return the candidates of a search for other sizes that may run, best estimate first.
+
+    Nothing of the old search is trusted. Each candidate is proven and checked for these sizes.
+
+    Args:
+        known: The search.
+        program: The program.
+        like: See `Request`. Rounding is checked at the smaller of both.
+        keep: How many candidates to prove.
+        seed: The seed of the proofs' random inputs.
+        next_may_launch_early: See `placement.place_kernels`.
+
+    Returns:
+        None if no candidate passes.
+    """
+    start = time.perf_counter()
+    small = min((program, like or program), key=by_elements)
+    ugraphs, smaller = known.ugraphs(program), known.ugraphs(small)
+    candidates: list[Candidate] = []
+    rejected: list[RejectedCandidate] = []
+    checks: dict[object, NumericCheck] = {}
+    for number in _by_estimate(ugraphs, next_may_launch_early):
+        if len(candidates) == keep:
+            break
+        if number not in smaller or not smaller[number].is_fused:
+            continue
+        candidate = examine(smaller[number], seed=seed, checks=checks)
+        if isinstance(candidate, Rejected):
+            rejected.append(RejectedCandidate(number, candidate.reason))
+        else:
+            candidates.append(replace(candidate, ugraph=ugraphs[number]))
+    if not candidates:
+        return None
+    report = SearchReport(
+        Counters(),
+        StopReason.LOADED,
+        reason="from a search for other sizes",
+        found=len(candidates),
+        rejected=tuple(rejected),
+        error_bound=max(c.error_bound for c in candidates),
+        proof_seconds=time.perf_counter() - start,
+    )
+    return VerifiedCandidates(tuple(candidates), report)
+
+
+def _by_estimate(ugraphs: Mapping[int, UGraph], next_may_launch_early: bool) -> list[int]:
+    """Return the places of the µGraphs that have a kernel, lowest estimate first."""
+    estimates: dict[int, float] = {}
+    for number, ugraph in ugraphs.items():
+        ops = place_kernels(ugraph, next_may_launch_early)
+        with contextlib.suppress(CodegenError):
+            first = [replace(space.schedules(op, limit=1)[0], trigger_early=True) for op in ops]
+            estimates[number] = sum(
+                estimate(plan_kernel(op, s)).us for op, s in zip(ops, first, strict=True)
+            )
+    return sorted(estimates, key=estimates.__getitem__)
+
+
+def search_to_keep(outcome: Outcome) -> KnownSearch | None:
+    """Return the search of an outcome with the best candidate of each kind, then the second best.
+
+    Which kind is fast depends on sizes. Kinds of fewer kernels come first.
+
+    Returns:
+        None if it found nothing, was cut short, or was no search, or if its program has symbolic
+        dims.
+    """
+    request, verified = outcome.request, outcome.verified
+    if verified.report.stop in _NOT_A_WHOLE_SEARCH or structure_of(request.program) is None:
+        return None
+    ordered = promising(verified.candidates, request.key.next_may_launch_early)
+    if not ordered:
+        return None
+    seen: Counter[object] = Counter()
+    place: dict[int, tuple[int, int]] = {}
+    for number, c in enumerate(ordered):
+        kind = c.ugraph.num_kernels, kind_of(c.ugraph)
+        place[number] = seen[kind], c.ugraph.num_kernels
+        seen[kind] += 1
+    best = sorted(range(len(ordered)), key=lambda n: place[n])[:MOST_KERNELS]
+    kernels = tuple(ordered[n].ugraph.kernels for n in best)
+    return KnownSearch(request.program, kernels, versions.search_version())

@@ -1,0 +1,108 @@
+"""Search for the programs of models, and keep what is found for programs of other sizes.
+
+    python -m scripts.build_searches
+    python -m scripts.build_searches --configs qwen3-0.6b,qwen3.5-4b --batch-sizes 1,4
+
+It needs no GPU. A program is searched only if the folder has no search that serves its sizes. So a
+stopped run can go on, and a model that is like an earlier one adds little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mirage_hf.decode.explaining import meta_model, planned_step
+from mirage_hf.patterns.attention import ATTENTION, for_long_caches
+from mirage_hf.patterns.schema import PatternBlock
+from mirage_hf.pipeline.layer_choice import make_outcome
+from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.resolver import kernel_request
+from mirage_hf.pipeline.reuse import search_to_keep
+from mirage_hf.zoo import known_search
+from scripts.build_zoo import ROOT, block_to_make, blocks_of
+from scripts.configs import MODELS, OTHERS, config_of, names
+
+#: A search that is packaged should miss nothing, so it may take this long.
+SECONDS = 300.0
+
+#: Kernels are generated for this target, and not run.
+TARGET = "sm_90"
+
+
+def requests_of(name: str, rows: int) -> Iterator[Request]:
+    """Yield a request for each program that `optimize()` would search for a model.
+
+    Args:
+        name: A model of scripts/configs.py.
+        rows: The number of sequences.
+    """
+    if name in MODELS:
+        layers = blocks_of(name, "bfloat16", torch.device("cpu"), 0)
+        for block in dict.fromkeys(itertools.chain.from_iterable(layers)):
+            yield _block_request(block, rows)
+            if block.pattern.searched_at is not None:
+                yield _block_request(for_long_caches(block), rows)
+        return
+    plan = planned_step(meta_model(config_of(name), torch.bfloat16), rows)
+    for one in plan.attentions:
+        block = ATTENTION.block(**one.sizes)
+        yield _block_request(block, rows)
+        yield _block_request(for_long_caches(block), rows)
+    graphs = [program.graph for program in plan.programs.values()]
+    for graph in [*graphs, *(region.graph for region in plan.regions_to_run())]:
+        yield kernel_request(graph, target=TARGET, pattern="traced")
+
+
+def _block_request(block: PatternBlock, rows: int) -> Request:
+    wanted = block_to_make(block, rows)
+    return kernel_request(
+        wanted.program,
+        target=TARGET,
+        pattern=wanted.pattern,
+        like=wanted.like,
+        next_may_launch_early=wanted.next_may_launch_early,
+    )
+
+
+def main() -> None:
+    """Build the searches."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    everything = [name for name in names() if name != "smoke"]
+    parser.add_argument("--configs", default=",".join(everything), help="with commas")
+    parser.add_argument("--batch-sizes", default="1,4", help="with commas")
+    parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to add to")
+    args = parser.parse_args()
+    chosen = args.configs.split(",")
+    if unknown := [name for name in chosen if name not in (*MODELS, *OTHERS)]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names())}")
+    for name, rows in itertools.product(chosen, map(int, args.batch_sizes.split(","))):
+        for request in requests_of(name, rows):
+            if line := add(request, args.out):
+                print(f"{name}, batch {rows}: {line}", flush=True)
+
+
+def add(request: Request, zoo: Path) -> str:
+    """Search for a program unless a search of the zoo serves it. Return what was added."""
+    if known_search.nearest([zoo], request.program) is not None:
+        return ""
+    started = time.perf_counter()
+    outcome = make_outcome(replace(request, options=replace(request.options, time_limit=SECONDS)))
+    seconds = time.perf_counter() - started
+    search = search_to_keep(outcome)
+    if search is None:
+        return f"{request.pattern} {request.key.title}: nothing was found in {seconds:.1f} s"
+    path = search.write(zoo)
+    return f"{path.name}: {request.pattern} {request.key.title}, {seconds:.1f} s"
+
+
+if __name__ == "__main__":
+    main()
