@@ -59,10 +59,14 @@ def run_together(closed: list[int], nodes: Iterable[int]) -> None:
         closed: For each node those that must run before it. It is changed.
         nodes: The numbers of the nodes.
     """
+    members = set(nodes)
     own = needed = 0
-    for n in nodes:
+    for n in members:
         own |= 1 << n
         needed |= closed[n]
     for number, bits in enumerate(closed):
-        if bits & own or own >> number & 1:
+        met = bits & own
+        if met == own:
+            continue  # what needs all of them has all that they need
+        if met or number in members:
             closed[number] = bits | own | needed
