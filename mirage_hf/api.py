@@ -92,13 +92,14 @@ def optimize(
         patterns: The names of the blocks to look for. None: all.
         batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
         draft_tokens: The numbers of drafted tokens, from 1 to 15, that a step of generate verifies
-            at once. For each of them kernels are made that take one token more of each sequence.
-            Without them calls with drafts (`prompt_lookup_num_tokens`) run stock.
+            at once. Without it, calls with drafts (`prompt_lookup_num_tokens`, `assistant_model`)
+            run stock.
         backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
         zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
         tune: What is measured on a GPU when kernels are made. "auto" measures the results of a
             search, for blocks without a stored and measured kernel. "never" measures nothing, and
             the cost model chooses. "full" makes all kernels again, with more candidates of each.
+            "background" begins as "never" does, and measures in a second process between calls.
         verify: Check each swapped module against the one that it replaces.
         on_unsupported: What to do about a module that looks like a block and cannot be replaced.
             "skip" ignores it, "warn" warns, and "error" raises an `OptimizeError`. "error" also
