@@ -31,7 +31,7 @@ from mirage_hf.trace.record import (
     readers_of,
 )
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 
 _MINUS_INFINITY = float("-inf")
 

@@ -42,7 +42,7 @@ from mirage_hf.trace.record import (
 )
 from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 
 try:
     from transformers.integrations import moe

@@ -21,7 +21,8 @@ from mirage_hf.trace.regions import Region, find_regions
 from mirage_hf.trace.router import with_routers
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
-from mirage_hf.trace.terms import Term, Terms
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
 from mirage_hf.trace.whole_writes import without_whole_writes
 
 #: Runs a program on its inputs. Outputs may be given: `run(inputs, out)`.

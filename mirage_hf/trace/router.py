@@ -31,7 +31,7 @@ from mirage_hf.trace.record import (
 from mirage_hf.trace.router_text import can_be_step, router_text
 from mirage_hf.trace.router_tiles import Form, Local, Router, Step, UnwrittenError
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import SAME_TENSOR
+from mirage_hf.trace.torch_ops import SAME_TENSOR
 
 #: The op's name as nodes have it.
 ROUTE = "mirage_hf.route"

@@ -33,7 +33,7 @@ from mirage_hf.trace.router_tiles import (
     kind_of,
     padded,
 )
-from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 
 
 def can_be_step(node: Node) -> bool:
