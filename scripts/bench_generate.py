@@ -73,7 +73,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, Static
 from transformers.generation.streamers import BaseStreamer
 
 from mirage_hf.attention_interface import AttentionReport, attention_report
-from mirage_hf.trace.experts import ExpertsForm, form_of
+from mirage_hf.trace.experts_form import ExpertsForm, form_of
 from scripts.benching import (
     BYTES_PER_SECOND,
     Budget,

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.experts import MOST_TOKENS, ExpertsForm, Linear, number_of_form
+from mirage_hf.trace.experts import MOST_TOKENS, number_of_form
+from mirage_hf.trace.experts_form import ExpertsForm, Linear
 from mirage_hf.trace.record import (
     Held,
     Input,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
 from mirage_hf.trace.dense_experts import with_chosen_experts
-from mirage_hf.trace.experts import find_experts
+from mirage_hf.trace.experts_programs import find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of

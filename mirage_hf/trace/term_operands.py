@@ -14,7 +14,7 @@ from mirage_hf.trace.term import Tensorlike, Term, Weight, columns_of
 
 
 @dataclass(frozen=True)
-class Part:
+class ProductPart:
     """Columns [start, stop) of a product."""
 
     product: Term
@@ -41,7 +41,7 @@ class TermOperands:
     def __init__(self, recording: Recording, rows: int):
         self.recording, self.rows = recording, rows
         self.of_value: dict[Value, Term] = {}
-        self.parts: dict[Value, Part] = {}
+        self.parts: dict[Value, ProductPart] = {}
         self.constant = _constant_views(recording)
         self._made: dict[Any, Term] = {}
 

@@ -10,7 +10,7 @@ from mirage_hf.trace.lowerings import lower
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.term import Term, Weight, is_coded, is_product
-from mirage_hf.trace.term_operands import Part, TermOperands
+from mirage_hf.trace.term_operands import ProductPart, TermOperands
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
 __all__ = ["Term", "Terms", "Weight"]
@@ -125,7 +125,7 @@ class Terms:
             width = meta.shape[-1]
             if self._operands.row_form(meta.shape) is None:
                 return
-            self._operands.parts[Value(number, output)] = Part(term, start, start + width)
+            self._operands.parts[Value(number, output)] = ProductPart(term, start, start + width)
             start += width
 
     # -- which terms are needed
