@@ -18,7 +18,7 @@ from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Held, Input, Node, Recording, TraceError, Value
 from mirage_hf.trace.regions import Region, find_regions
-from mirage_hf.trace.router import with_routers
+from mirage_hf.trace.router_finder import with_routers
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
 from mirage_hf.trace.term import Term
