@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers, torchao
-from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.compressed_tensors_fp4 import E2M1
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Split
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Experts"

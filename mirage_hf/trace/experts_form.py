@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.formats.coding import Coding, Stored
+from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.experts import CodedStack, coded_experts, settings_of
+from mirage_hf.formats.stored import Stored
 from mirage_hf.graph import coded
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import new_kernel_graph

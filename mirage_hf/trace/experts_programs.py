@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mirage_hf.errors import GraphError
-from mirage_hf.formats.coding import Coding, Stored, as_dtype, write_decoded
+from mirage_hf.formats.coding import Coding, as_dtype, write_decoded
+from mirage_hf.formats.stored import Stored
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, form_named
 from mirage_hf.trace.experts_form import ExpertsForm, Linear, viewed
