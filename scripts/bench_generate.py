@@ -87,18 +87,8 @@ from scripts.bench_peers import (
     weights_of,
 )
 from scripts.bench_prompts import Prompts, prompts_of
-from scripts.benching import (
-    BYTES_PER_SECOND,
-    Budget,
-    Report,
-    alone,
-    explained,
-    gpu_state,
-    run_all,
-    run_side_by_side,
-    say,
-    within,
-)
+from scripts.bench_reports import Budget, Report, alone, run_all, run_side_by_side
+from scripts.benching import BYTES_PER_SECOND, explained, gpu_state, say, within
 from scripts.coded_models import coded_bytes, with_codes
 from scripts.configs import floor_bytes, with_adapters
 

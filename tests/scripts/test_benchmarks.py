@@ -1,15 +1,9 @@
 """The benchmark scripts, as far as a machine without a GPU can run them."""
 
 import argparse
-import importlib
 import json
-import math
-import multiprocessing
-import os
 import sys
-import time
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -342,151 +336,6 @@ def test_sizes_are_programs_and_their_summary_names_the_worst():
         and told["slower"] == ["a"]
         and told["untold"] == ["c"]
     )
-
-
-def test_results_are_written_as_they_come_and_resumed(tmp_path, capsys):
-    path, ran = tmp_path / "new" / "r.json", []
-
-    def job(name, fails=False):
-        ran.append(name)
-        if fails:
-            raise RuntimeError("no luck")
-        return {"us": 1.0}
-
-    jobs = {"a": lambda: job("a"), "b": lambda: job("b", fails=True), "c": lambda: job("c")}
-    report = benching.Report(path, {"out": path, "rows": (1, 2), "seconds": math.inf})
-    assert benching.run_all(report, {k: jobs[k] for k in "ab"}, benching.Budget(), str) == []
-    written = json.loads(path.read_text())
-    assert [r["name"] for r in written["rows"]] == ["a", "b"] and "no luck" in written["rows"][1][
-        "failed"
-    ]
-    assert (
-        written["options"] == {"out": "r.json", "rows": [1, 2], "seconds": None}
-        and "torch" in written["machine"]
-    )
-
-    jobs["b"] = lambda: job("b")
-    benching.run_all(benching.Report(path, {}, resume=True), jobs, benching.Budget(), str)
-    assert ran == ["a", "b", "b", "c"]  # failed rows are tried again
-    assert sorted(r["name"] for r in json.loads(path.read_text())["rows"]) == ["a", "b", "c"]
-    assert benching.run_all(benching.Report(path, {}), jobs, benching.Budget(0.0), str) == [
-        "a",
-        "b",
-        "c",
-    ]
-    assert "left out: a, b, c" in capsys.readouterr().out
-
-
-def row_beside(seconds, fails=False):
-    begun = time.time()
-    time.sleep(seconds)
-    if fails:
-        raise ValueError("no such weights")
-    with benching.alone():
-        at = time.time()
-        time.sleep(0.2)
-        return {"begun": begun, "at": at, "end": time.time()}
-
-
-def row_that_ends(how):
-    if how == "exits":
-        sys.exit("no weights here")
-    if how == "is killed":
-        os._exit(9)
-    if how == "hangs":
-        time.sleep(600)
-    with benching.alone():
-        os._exit(7)
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """Fork processes instead of starting new ones, which import torch for seconds."""
-    monkeypatch.setattr(
-        benching.multiprocessing,
-        "get_context",
-        lambda how, get=multiprocessing.get_context: get("fork"),
-    )
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_rows_are_set_up_side_by_side_and_measured_alone(forked, tmp_path, capsys):
-    """This holds too if one fails before its turn, because the others would wait for it."""
-    report = benching.Report(tmp_path / "rows.json", {})
-    report.rows.append({"name": "there"})
-    jobs = {
-        "there": None,
-        "quick": partial(row_beside, 0.0),
-        "slow": partial(row_beside, 1.0),
-        "wrong": partial(row_beside, 0.5, True),
-    }
-    benching.run_side_by_side(report, jobs, 60.0, lambda row: f"{row['name']} shown")
-    assert {r["name"] for r in json.loads((tmp_path / "rows.json").read_text())["rows"]} == set(
-        jobs
-    )
-    assert (
-        "no such weights" in report.get("wrong")["failed"]
-        and "slow shown" in capsys.readouterr().out
-    )
-    first, second = sorted((report.get(name) for name in ("quick", "slow")), key=lambda r: r["at"])
-    assert report.get("slow")["begun"] + 0.9 < first["at"] < first["end"] <= second["at"]
-
-
-def test_a_row_beside_others_is_one_of_a_new_process(tmp_path, monkeypatch):
-    """A process that has used a GPU cannot be forked."""
-    text = """
-import os
-from scripts.benching import alone
-
-def job():
-    with alone():
-        return dict(parent=os.getppid(), own=os.getpid())
-"""
-    (tmp_path / "jobs_beside.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    report = benching.Report(None, {})
-    benching.run_side_by_side(
-        report, {"row": importlib.import_module("jobs_beside").job}, 120.0, lambda row: ""
-    )
-    assert report.get("row")["parent"] == os.getpid() != report.get("row")["own"]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_row_whose_process_ends_takes_no_other_row_with_it(forked):
-    """A process may end for lack of the host's memory, before its turn or in it."""
-    report = benching.Report(None, {})
-    jobs = {how: partial(row_that_ends, how) for how in ("exits", "is killed", "in its turn")} | {
-        "good": partial(row_beside, 0.5)
-    }
-    benching.run_side_by_side(report, jobs, 120.0, lambda row: "")
-    assert report.get("good")["at"] and {
-        how: report.get(how)["failed"][-11:] for how in jobs if how != "good"
-    } == {"exits": "exit code 1", "is killed": "exit code 9", "in its turn": "exit code 7"}
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_row_that_is_not_set_up_in_time_fails_alone(forked):
-    report = benching.Report(None, {})
-    jobs = {"late": partial(row_that_ends, "hangs"), "good": partial(row_beside, 0.0)}
-    benching.run_side_by_side(report, jobs, 3.0, lambda row: "")
-    assert report.get("late")["failed"] == "was not set up within 3 s" and report.get("good")["at"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{}]}'])
-def test_a_file_that_is_no_report_is_not_resumed(tmp_path, text):
-    path = tmp_path / "r.json"
-    path.write_text(text)
-    with pytest.raises(SystemExit, match="no report to resume"):
-        benching.Report(path, {}, resume=True)
-
-
-def test_a_report_of_another_gpu_is_not_resumed(tmp_path):
-    path = tmp_path / "r.json"
-    path.write_text(
-        json.dumps({"machine": benching.machine() | {"gpu": "GPU of another"}, "rows": []})
-    )
-    with pytest.raises(SystemExit, match="GPU of another"):
-        benching.Report(path, {}, resume=True)
 
 
 def made_up(name: str) -> dict:
