@@ -36,19 +36,22 @@ tied head counts once.
 `ms_per_token` is the whole call divided by its new tokens, prefill included. `step_ms` is the time
 between later tokens as a streamer sees them. `first_token_ms` is the time to the first one.
 `peak_mib_over_weights` is the peak of a peer's set-up and first calls, beyond its weights and what
-peers before it hold. `optimize_mib` is what our `optimize` leaves allocated. Weights
-are random. The prompt of an encoder-decoder model is the text of its encoder, or 30 s of sound for
-Whisper. With --images, each prompt also has images. Their tokens come on top of those of --prompt,
-and the vision model's weights do not count for the floor. If the prompts are short, kernels are
-profiled, and logits of causal models are compared with float32 if there are no images. --times-only
-leaves both out. With --weights, linears hold codes of the format's own library (coded_models.py),
-and eager and static run them as transformers does: it decodes int4 at the first forward.
+peers before it hold. `optimize_mib` is what our `optimize` leaves allocated.
+
+Weights are random. The prompt of an encoder-decoder model is the text of its encoder, or 30 s of
+sound for Whisper. With --images, each prompt also has images. Their tokens come on top of those of
+--prompt, and the vision model's weights do not count for the floor. With --weights, linears hold
+codes of the format's own library (coded_models.py), and eager and static run them as transformers
+does: it decodes int4 at the first forward.
+
+For short prompts, kernels are profiled, and logits of causal models without images are compared
+with float32. --times-only leaves both out.
 
 --draft says where drafts come from: prompt lookup, or an assistant, another model of the list. Its
-weights are random, so its own drafts are hardly ever taken. With --accept, the source runs and its
-drafts are replaced by the model's own greedy tokens, each of which is wrong with the rest of the
-probability. `drafts` says how many were made and taken. Each step verifies --draft-tokens drafts.
-With --adapt the number depends on how many were taken before, in HF's assisted decoding, too.
+weights are random, so its own drafts are hardly ever taken. With --accept P, the source runs, but
+its drafts are replaced by the model's own greedy tokens. Each of these is right with probability P.
+`drafts` says how many were made and taken. Each step verifies --draft-tokens drafts. With --adapt
+the number depends on how many were taken before, in HF's assisted decoding too.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, dtype_name
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    If there is a table, each code is the index of an entry, which takes its place. If there are
-    divisors, the scales are divided by them first. If there are factors, the scales are multiplied
-    by them first. If there are minima, their products with their factors are subtracted at last.
+    If there is a table, each code is the index of an entry, which replaces it. If there are divisors
+    or factors, the scales are first divided or multiplied by them. If there are minima, their
+    products with their factors are subtracted last.
 
-    The weight is decoded in the dtype of the scales. It is decoded in float32 if the scales are
-    codes, too, if there are divisors or shifts, or if `wide` says so. Then it is cast to `dtype`.
+    The weight is decoded in the dtype of the scales, and then cast to `dtype`. It is decoded in
+    float32 if the scales are codes too, if there are divisors or shifts, or if `wide` says so.
 
     Attributes:
         rows: The rows of the weight: outputs of the linear.
@@ -39,9 +39,9 @@ class Coding:
         table: What each code stands for. None if codes stand for themselves.
         divisors: What the scales are divided by, as floats. None if nothing divides them.
         wide: True if the weight is decoded in float32, whatever the dtype of the scales.
-        order: The group of each column, as whole numbers. Its dims are the last ones of the codes,
-            and replace the last dim of the scales and zero points, which is that of the groups.
-            None if the dims of the scales broadcast to those of the codes.
+        order: The group of each column, as whole numbers. Scales and zero points have a last dim of
+            groups, which the dims of the order replace. These are the last dims of the codes. None
+            if the dims of the scales broadcast to those of the codes.
         factors: What the scales are multiplied by, as floats. None if nothing multiplies them.
         minima: What is subtracted from the scaled codes, times `minimum_factors`. None if nothing
             is.
@@ -143,7 +143,7 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
     """Add the inputs of weights that join, and the ops that decode them as one weight.
 
     Args:
-        codings: The codings, each of which `joins` the first.
+        codings: The codings. Each one `joins` the first.
         graph: The program.
 
     Returns:

@@ -38,8 +38,8 @@ from mirage_hf.trace.experts_form import form_of, run_decoded
 #: The entry of a module's dictionary that holds its binding.
 CODES_KEY = "_mirage_hf_codes"
 
-#: How far the result of a library may be from ours, relative to its size: if it rounds the input to
-#: codes, and otherwise.
+#: The largest relative difference between our result and the library's: if the library rounds the
+#: input to codes, and if it does not.
 _ROUNDED, _CLOSE = 0.15, 0.02
 
 #: Rows of the input that both are compared on.

@@ -177,7 +177,7 @@ def run_decoded(
     """Compute the sum of the chosen experts of each token, times their weights.
 
     The weights of one expert at a time are decoded. While a CUDA graph is captured, no index can be
-    read on the host, so every expert is decoded, and those that a token did not choose weigh 0.
+    read on the host. Then every expert is decoded, and experts that a token did not choose weigh 0.
 
     Args:
         form: The experts.

@@ -1,8 +1,8 @@
 """Write a router as the text of one Triton kernel, one block for each row.
 
 The kernel does what the steps do, in their order and with their rounding. A tensor of a row is a
-tile over named axes. A view that splits the experts into groups splits their axis, so groups are
-one dim of a tile, and places within a group another one.
+tile over named axes. A view may split the experts into groups. Then their axis is split, so a tile
+has a dim of groups, and a dim of places within a group.
 
 Equal scores are chosen in the order of experts. NaN counts as the greatest score.
 """

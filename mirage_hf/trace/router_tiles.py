@@ -1,8 +1,6 @@
 """Write the kernel of a router top to bottom: its loads, tiles and stores.
 
-A tensor of a row is a tile over named axes. A view that splits the experts into groups splits their
-axis, so groups are one dim of a tile, and places within a group another one. What a torch op is as
-text is the matter of router_text.py.
+A tensor of a row is a tile over named axes. router_elements.py and router_choices.py write the ops.
 """
 
 from __future__ import annotations
