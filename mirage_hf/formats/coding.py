@@ -20,9 +20,9 @@ from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, dtype_name
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    If there is a table, each code is the index of an entry, which replaces it. If there are divisors
-    or factors, the scales are first divided or multiplied by them. If there are minima, their
-    products with their factors are subtracted last.
+    If there is a table, each code is the index of an entry, which replaces it. If there are
+    divisors or factors, the scales are first divided or multiplied by them. If there are minima,
+    their products with their factors are subtracted last.
 
     The weight is decoded in the dtype of the scales, and then cast to `dtype`. It is decoded in
     float32 if the scales are codes too, if there are divisors or shifts, or if `wide` says so.

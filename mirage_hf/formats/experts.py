@@ -5,8 +5,8 @@
 library may store them in an order of its own for each kind of GPU. Only the plain order is read:
 the codes of the inputs of an output, and then the next output.
 
-The parameters of plain experts may be tensors of torchao. They have a dim of experts before the dims
-of a linear's weight. transformers loads such models, and runs few of them.
+The parameters of plain experts may be tensors of torchao. These have a dim of experts before the
+dims of a linear's weight. transformers loads such models, and runs few of them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from mirage_hf.trace.terms import Terms
 #: Runs a program on its inputs. Outputs may be given: `run(inputs, out)`.
 Run = Callable[..., list[Tensor]]
 
-#: Returns what runs a layer's attention, given the number of cache slots. It takes the heads of q, k
-#: and v, RoPE's tables, the cached keys and values, bounds, and norms.
+#: Returns what runs a layer's attention, given the number of cache slots. That takes the heads of
+#: q, k and v, RoPE's tables, the cached keys and values, bounds, and norms.
 AttentionOfSlots = Callable[[int], Callable[..., Tensor]]
 
 #: A tensor of a step: one that torch would make, or the result of a term.
