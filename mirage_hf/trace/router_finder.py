@@ -178,46 +178,28 @@ class _Finder:
         numbers = sorted(members)
         if wrong := self._wrong_writes(members):
             return wrong
-        inputs: dict[Any, Local] = {}
-        names: dict[Any, Local] = {}
-        steps = []
-
-        def local(x: Any) -> Any:
-            if isinstance(x, (Value, Input, Held)):
-                key = id(x.tensor) if isinstance(x, Held) else x
-                if key not in names:
-                    names[key] = Local(-1, len(inputs))
-                    inputs[x] = names[key]
-                return names[key]
-            return tuple(map(local, x)) if isinstance(x, (tuple, list)) else x
-
-        for n, number in enumerate(numbers):
-            node = recording.nodes[number]
-            kwargs = tuple((name, local(x)) for name, x in node.kwargs.items())
-            forms = tuple(_form(meta) for meta in node.outputs)
-            steps.append(Step(node.op, tuple(map(local, node.args)), kwargs, forms))
-            names |= {Value(number, k): Local(n, k) for k in range(len(node.outputs))}
+        steps = _Steps([(number, recording.nodes[number]) for number in numbers])
         results, readers = self._read_outside(numbers, members)
-        after = max((x.node for x in inputs if isinstance(x, Value)), default=-1)
+        after = max((x.node for x in steps.inputs if isinstance(x, Value)), default=-1)
         place = next((n for n in numbers if n > after), None)
-        if place is None or not results or not steps:
+        if place is None or not results:
             return members
         if early := {n for n in readers if n <= place}:
             # leave out the nodes whose results are read before the op would run
             return {x.node for n in early for x in recording.nodes[n].operands if x in results}
         router = Router(
             self.rows,
-            tuple(_form(recording.meta(x)) for x in inputs),
-            tuple(isinstance(x, Held) for x in inputs),
-            tuple(steps),
-            tuple(names[x] for x in results),
+            tuple(_form(recording.meta(x)) for x in steps.inputs),
+            tuple(isinstance(x, Held) for x in steps.inputs),
+            tuple(steps.steps),
+            tuple(steps.names[x] for x in results),
         )
         try:
             router_text(router)
         except UnwrittenError as error:
             return members if error.step is None else {numbers[error.step]}
         metas = tuple(_made_anew(recording.meta(x)) for x in results)
-        return _Found(tuple(numbers), place, router, tuple(inputs), tuple(results), metas)
+        return _Found(tuple(numbers), place, router, tuple(steps.inputs), tuple(results), metas)
 
     def _wrong_writes(self, members: set[int]) -> set[int]:
         """Return the nodes that touch memory which nodes outside of the router write.
@@ -262,6 +244,38 @@ class _Finder:
                     results.append(Value(number, output))
                     found |= others
         return results, sorted(found)
+
+
+class _Steps:
+    """Nodes as the steps of a router.
+
+    Attributes:
+        steps: The steps.
+        inputs: The tensors that no step makes, in order.
+        names: The name of each tensor in the router. Held tensors are known by their ids.
+    """
+
+    def __init__(self, nodes: Iterable[tuple[int, Node]]):
+        self.steps: list[Step] = []
+        self.inputs: list[Value | Input | Held] = []
+        self.names: dict[Any, Local] = {}
+        for number, node in nodes:
+            kwargs = tuple((name, self._local(x)) for name, x in node.kwargs.items())
+            forms = tuple(_form(meta) for meta in node.outputs)
+            args = tuple(map(self._local, node.args))
+            outputs = [Value(number, k) for k in range(len(forms))]
+            self.names |= {x: Local(len(self.steps), k) for k, x in enumerate(outputs)}
+            self.steps.append(Step(node.op, args, kwargs, forms))
+
+    def _local(self, x: Any) -> Any:
+        """Return an argument with the names of tensors in their place."""
+        if not isinstance(x, (Value, Input, Held)):
+            return tuple(map(self._local, x)) if isinstance(x, (tuple, list)) else x
+        key = id(x.tensor) if isinstance(x, Held) else x
+        if key not in self.names:
+            self.names[key] = Local(-1, len(self.inputs))
+            self.inputs.append(x)
+        return self.names[key]
 
 
 def _has_one_row(meta: Any) -> bool:
