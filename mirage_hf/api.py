@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from mirage_hf.match.eligible import (
     single_device,
 )
 from mirage_hf.match.matcher import match
+from mirage_hf.match.matches import Matches
 from mirage_hf.match.options import check_draft_tokens, check_options
 from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.background import BackgroundTuning
@@ -92,13 +94,14 @@ def optimize(
         patterns: The names of the blocks to look for. None: all.
         batch_sizes: The numbers of sequences to make decoding kernels for, up to 1,024.
         draft_tokens: The numbers of drafted tokens, from 1 to 15, that a step of generate verifies
-            at once. For each of them kernels are made that take one token more of each sequence.
-            Without them calls with drafts (`prompt_lookup_num_tokens`) run stock.
+            at once. Without it, calls with drafts (`prompt_lookup_num_tokens`, `assistant_model`)
+            run stock.
         backend: "triton" on a GPU, "cpu" elsewhere. "auto" decides by device.
         zoo: Further kernel zoos, as folders or Hub repos. Their kernels are proven again.
         tune: What is measured on a GPU when kernels are made. "auto" measures the results of a
             search, for blocks without a stored and measured kernel. "never" measures nothing, and
             the cost model chooses. "full" makes all kernels again, with more candidates of each.
+            "background" begins as "never" does, and measures in a second process between calls.
         verify: Check each swapped module against the one that it replaces.
         on_unsupported: What to do about a module that looks like a block and cannot be replaced.
             "skip" ignores it, "warn" warns, and "error" raises an `OptimizeError`. "error" also
@@ -150,18 +153,13 @@ def optimize(
             _restore_stock(model)
         inner = generating(model)
         matches = match(model, names, inner)
-        wants_trace = inner is not None and patterns is None
-        # Mixtures of known models are traced one by one. A whole trace joins their kernels with the
-        # sums that follow.
-        is_known = wants_trace and not decoding.wants_trace(inner, matches.causal)
-        if is_known:
-            wants_trace = decoding.wants_experts(inner, matches.modules)
-        # steps of other models are traced, those that verify drafts, too
-        shapes = _step_shapes(rows, () if wants_trace and not is_known else drafts, inner)
+        traces = _Traces.NONE if patterns is not None else _wanted_traces(inner, matches)
+        # without a step program, steps that verify drafts are traced too
+        shapes = _step_shapes(rows, () if traces is _Traces.STEPS else drafts, inner)
         optimization = Optimization(model, backend, shapes, matches)
         optimization.report_rejected(on_unsupported)
         if dry_run:
-            if wants_trace:
+            if traces is not _Traces.NONE:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
             return optimization.plan()
         with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
@@ -175,20 +173,12 @@ def optimize(
                 progress=note,
             )
             kernels = blocks.by_key(made)
-            traced = None
             untuned: list[BlockToMake] = []
             noting = partial(_note_untuned, untuned) if tune == "background" else None
             finder = resolver.KernelFinder(device, backend, zoo, tune_now, noting)
             optimization.resolve = finder.resolve
             optimization.traces_halves = patterns is None
-            if wants_trace:
-                optimization.bind_codes(finder.resolve)
-                traced, traced_rows, why = decoding.trace_steps(
-                    inner, rows, finder, note, whole=is_known, draft_tokens=drafts
-                )
-                if is_known and traced is None:
-                    why = f"each mixture of experts is traced by itself: {why}"
-                optimization.add_traced(traced_rows, why)
+            traced = _trace(inner, traces, optimization, finder, rows, drafts, note)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)
@@ -211,6 +201,50 @@ def optimize(
         finally:
             _release_cached_memory(device)
     return model
+
+
+class _Traces(Enum):
+    """Which steps are traced."""
+
+    NONE = auto()
+    #: Steps of a model without a step program.
+    STEPS = auto()
+    #: Steps of a known model, because kernels may then run all of its experts. If they cannot, each
+    #: mixture is traced by itself. A whole trace also joins experts with the sums that follow.
+    EXPERTS = auto()
+
+
+def _wanted_traces(inner: Any, matches: Matches) -> _Traces:
+    """Return which steps to trace of the model that generates, if there is one."""
+    if inner is None:
+        return _Traces.NONE
+    if decoding.wants_trace(inner, matches.causal):
+        return _Traces.STEPS
+    has_experts = decoding.wants_experts(inner, matches.modules)
+    return _Traces.EXPERTS if has_experts else _Traces.NONE
+
+
+def _trace(
+    inner: Any,
+    traces: _Traces,
+    optimization: Optimization,
+    finder: resolver.KernelFinder,
+    batch_sizes: Sequence[int],
+    draft_tokens: Sequence[int],
+    progress: Callable[..., Any] | None,
+) -> decoding.TracedSteps | None:
+    """Return the traced steps of a model, None without any. Tell the report why."""
+    if traces is _Traces.NONE:
+        return None
+    optimization.bind_codes(finder.resolve)
+    is_known = traces is _Traces.EXPERTS
+    traced, rows, why = decoding.trace_steps(
+        inner, batch_sizes, finder, progress, whole=is_known, draft_tokens=draft_tokens
+    )
+    if is_known and traced is None:
+        why = f"each mixture of experts is traced by itself: {why}"
+    optimization.add_traced(rows, why)
+    return traced
 
 
 def _note_untuned(

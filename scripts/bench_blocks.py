@@ -40,17 +40,14 @@ from mirage_hf.tune.measure import Run
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from scripts import benching
+from scripts.bench_reports import Budget, Report, add_report_options, run_all
 from scripts.benching import (
     COMPILE,
-    Budget,
     Contender,
-    Report,
-    add_report_options,
     captured,
     error_of,
     explained,
     need_gpu,
-    run_all,
     take_turns,
     within,
 )

@@ -31,18 +31,15 @@ from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import layer_choice, outcome, resolver
 from mirage_hf.tune import measure
 from scripts import benching
+from scripts.bench_reports import Budget, Report, add_report_options, run_all
 from scripts.benching import (
     BYTES_PER_SECOND,
     COMPILE,
-    Budget,
     Contender,
-    Report,
-    add_report_options,
     error_of,
     explained,
     need_gpu,
     relative_error,
-    run_all,
     searched_run,
     take_turns,
     within,

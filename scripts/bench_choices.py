@@ -36,7 +36,8 @@ from mirage_hf.decode.processors import CallTensors
 from mirage_hf.decode.sampler import Sampler
 from mirage_hf.pipeline import resolver
 from scripts.bench_chain import HEAD, Chain
-from scripts.benching import DEVICE, Budget, Report, captured, need_gpu, run_all, take_turns
+from scripts.bench_reports import Budget, Report, run_all
+from scripts.benching import DEVICE, captured, need_gpu, take_turns
 from scripts.configs import MODELS, random_model
 
 VOCABULARIES = (32000, 50257, 128256, 151936, 256000)

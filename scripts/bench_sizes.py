@@ -31,18 +31,8 @@ from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from scripts import benching
-from scripts.benching import (
-    Budget,
-    Report,
-    add_report_options,
-    captured,
-    error_of,
-    explained,
-    need_gpu,
-    run_all,
-    searched_run,
-    take_turns,
-)
+from scripts.bench_reports import Budget, Report, add_report_options, run_all
+from scripts.benching import captured, error_of, explained, need_gpu, searched_run, take_turns
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 

@@ -50,18 +50,8 @@ from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.zoo.key import target_of
 from scripts import benching
-from scripts.benching import (
-    Budget,
-    Contender,
-    Report,
-    add_report_options,
-    captured,
-    error_of,
-    need_gpu,
-    run_all,
-    searched_run,
-    take_turns,
-)
+from scripts.bench_reports import Budget, Report, add_report_options, run_all
+from scripts.benching import Contender, captured, error_of, need_gpu, searched_run, take_turns
 
 #: A sample is taken from the µGraphs of the best estimates, and from schedules whose estimates are
 #: at most this many times the best.

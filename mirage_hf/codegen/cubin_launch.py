@@ -25,7 +25,7 @@ from mirage_hf.settings import settings
 
 _log = logging.getLogger("mirage_hf")
 
-_told: set[str] = set()
+_logged: set[str] = set()
 _loaded: dict[tuple[str, int], LoadedCubin | None] = {}
 _lock = threading.Lock()
 
@@ -73,7 +73,7 @@ class CubinLauncher:
                 cubin.launch(grid, stream, pointers, is_dependent=is_dependent)
                 return
             except CubinError as e:
-                _tell(str(e))
+                _log_once(str(e))
                 self._ready[key] = None
         self.compiled(kernel, grid, tensors, num_warps, num_stages)
 
@@ -99,7 +99,7 @@ def loaded(
     major, minor = torch.cuda.get_device_capability(device)
     found = cubins.packaged(10 * major + minor)
     if isinstance(found, CubinError):
-        _tell(str(found))
+        _log_once(str(found))
         return None
     try:
         types = [POINTER_TYPES[dtype] for dtype in dtypes]
@@ -115,18 +115,18 @@ def loaded(
 
 
 def _load(found: CubinFile, digest: str, device: int) -> LoadedCubin | None:
-    """Return a loaded cubin, or None after telling why it cannot be loaded."""
+    """Return a loaded cubin, or None if it cannot be loaded, which is logged."""
     try:
         return LoadedCubin(found.cubins[digest], found.image(digest), device)
     except CubinError as e:
-        _tell(str(e))
+        _log_once(str(e))
         return None
 
 
-def _tell(reason: str) -> None:
+def _log_once(reason: str) -> None:
     """Log once why kernels are compiled."""
-    if reason not in _told:
-        _told.add(reason)
+    if reason not in _logged:
+        _logged.add(reason)
         _log.debug("packaged kernels are compiled, their cubins are not used: %s", reason)
 
 

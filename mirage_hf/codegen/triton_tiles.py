@@ -45,7 +45,7 @@ class TileWriter:
         self.indent = 1
         #: The bounds of the current loop, if it only visits what is within them.
         self.trimmed: BlockInput | None = None
-        #: The inputs of which the first loop step's tiles are loaded already.
+        #: The inputs whose tiles of the first loop step are loaded already.
         self.first_words: frozenset[str] = frozenset()
         #: The element of the unrolled axis that is being written.
         self.lane: int | None = None

@@ -21,11 +21,9 @@ from mirage_hf.trace.experts import (
     EXPERTS_FUNCTIONS,
     MOST_TOKENS,
     REGISTRIES,
-    ExpertsForm,
     experts_as_one_node,
-    form_of,
-    run_decoded,
 )
+from mirage_hf.trace.experts_form import ExpertsForm, form_of, run_decoded
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import FakeOnceMode, record
 

@@ -43,9 +43,11 @@ __all__ = [
 #: The readers. Each tells whether a module is of its library, reads it, and names its tensors.
 _READERS = (compressed_tensors, fp8, torchao, hqq, gptq, awq, bitsandbytes, gguf, unread)
 
-#: The readers of modules that do not run as they are, or that change the model as they run.
-#: compressed-tensors first decodes the whole model. transformers may fetch a kernel for FP8, and
-#: GGUF needs one that it has fetched. bitsandbytes may reorder the codes on a CPU.
+#: The readers whose modules are not run for a comparison: they change the model, or need a kernel.
+#:
+#: - compressed-tensors first decodes the whole model.
+#: - transformers may fetch a kernel for FP8, and needs a fetched one for GGUF.
+#: - bitsandbytes may reorder the codes on a CPU.
 _NOT_RUN = (bitsandbytes, compressed_tensors, fp8, gguf, unread)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers, gptq
-from mirage_hf.formats.coding import CodedWeight, Coding, Stored, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Stored
 from mirage_hf.ops.dtypes import CODES_PER_WORD, COMPUTE_DTYPES
 
 _CLASSES = (

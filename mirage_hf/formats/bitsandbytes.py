@@ -18,8 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Stored, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Stored
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _MODULES = "bitsandbytes.nn.modules."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mirage_hf.formats.stored import Bits, Number, Stored, inputs_by_role, lowest_bits
 from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.graph.tensors import DTensor
@@ -16,162 +17,15 @@ from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, dtype_name
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of a container, as a program reads it. Dims and strides of uint4 are in codes."""
-
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(pairs: Sequence[tuple[int, int]], dtype: torch.dtype) -> Stored:
-        """Return a tensor from the size and stride of each dim."""
-        dims, strides = zip(*pairs, strict=True)
-        return Stored(dims, strides, dtype)
-
-
-@dataclass(frozen=True)
-class Field:
-    """Some bits of each of several bytes, as a program reads them. They are a whole number.
-
-    Attributes:
-        stored: The bytes.
-        count: How many bits.
-        starts: The first of these bits, as bytes. Their dims broadcast to those of the others. None
-            if it is the lowest bit.
-    """
-
-    stored: Stored
-    count: int
-    starts: Stored | None = None
-
-
-@dataclass(frozen=True)
-class Bits:
-    """A number whose bits lie in several places, the lowest ones first.
-
-    Attributes:
-        low: The lowest bits: codes of 4 bits, or a field.
-        high: The bits above them.
-    """
-
-    low: Stored | Field
-    high: Field
-
-    @property
-    def places(self) -> int:
-        """How many bits are below those of `high`."""
-        return self.low.count if isinstance(self.low, Field) else 4
-
-
-#: A number of each element of a weight, or of a block of them.
-Number = Stored | Field | Bits
-
-
-def _stored(number: Number) -> Stored:
-    """Return where the lowest bits of a number are stored."""
-    while not isinstance(number, Stored):
-        number = number.low if isinstance(number, Bits) else number.stored
-    return number
-
-
-def _roles(name: str, number: Number | None) -> dict[str, Stored]:
-    """Return the inputs of a number by their roles. The lowest bits have its name."""
-    if number is None:
-        return {}
-    if isinstance(number, Stored):
-        return {name: number}
-    if isinstance(number, Bits):
-        return _roles(name, number.low) | _roles(f"high bits of {name}", number.high)
-    return {name: number.stored} | _roles(f"starts of {name}", number.starts)
-
-
-@dataclass(frozen=True)
-class Split:
-    """How the rows and columns of a weight are split into blocks, one for each scale.
-
-    Attributes:
-        rows: The rows of the weight: outputs of the linear.
-        columns: Its columns: inputs of the linear.
-        row_block: How many rows one block has. 1 does not split the rows.
-        group: How many columns one block has. All columns do not split them.
-    """
-
-    rows: int
-    columns: int
-    row_block: int = 1
-    group: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "group", self.group or self.columns)
-
-    @property
-    def groups(self) -> int:
-        """The groups of a row."""
-        return self.columns // self.group
-
-    def codes(self, dtype: torch.dtype) -> Stored:
-        """Return codes that are stored row by row."""
-        return self._row_major(self._rows() + self._columns(self.group), dtype)
-
-    def per_row(self, dtype: torch.dtype) -> Stored:
-        """Return one value for each group of each row, stored row by row."""
-        return self._row_major(self._rows() + self._columns(1), dtype)
-
-    def per_block(self, dtype: torch.dtype) -> Stored:
-        """Return one value for each block of rows and columns, stored row by row."""
-        if self.row_block == 1:
-            return self.per_row(dtype)
-        dims = self._rows()[:-1] + (1,) + self._columns(1)
-        return self._row_major(dims, dtype)
-
-    def per_tensor(self, dtype: torch.dtype) -> Stored:
-        """Return one value for the whole weight."""
-        return self._row_major((1,) * (len(self._rows()) + len(self._columns(1))), dtype)
-
-    def shared(self, dtype: torch.dtype) -> Stored:
-        """Return one value for the whole weight that is read as one for each row.
-
-        Weights with such values can be joined.
-        """
-        ones = (1,) * (len(self._rows()) + len(self._columns(1)) - 1)
-        return Stored((self._rows()[0], *ones), (0, *ones), dtype)
-
-    def packed_along_rows(self, dtype: torch.dtype, per_word: int) -> Stored:
-        """Return one code for each group of each row, where words hold codes of successive rows.
-
-        The words are stored as a row-major tensor (rows / per_word, groups), and `row_block` is
-        `per_word`.
-        """
-        dims = self._rows() + self._columns(1)
-        strides = (self.groups * per_word, 1, per_word, 1)[: len(dims)]
-        return Stored(dims, strides, dtype)
-
-    def _rows(self) -> tuple[int, ...]:
-        if self.row_block == 1:
-            return (self.rows,)
-        return (self.rows // self.row_block, self.row_block)
-
-    def _columns(self, group: int) -> tuple[int, ...]:
-        if self.group == self.columns:
-            return (group,)
-        return (self.groups, group)
-
-    def _row_major(self, dims: tuple[int, ...], dtype: torch.dtype) -> Stored:
-        strides = tuple(math.prod(dims[d + 1 :]) for d in range(len(dims)))
-        return Stored(dims, strides, dtype)
-
-
-@dataclass(frozen=True)
 class Coding:
     """How codes become a weight: (codes − zeros − zero) · scales + shifts. Hashable, no tensors.
 
-    If there is a table, each code is the index of an entry, which takes its place. If there are
-    divisors, the scales are divided by them first. If there are factors, the scales are multiplied
-    by them first. If there are minima, their products with their factors are subtracted at last.
+    If there is a table, each code is the index of an entry, which replaces it. If there are
+    divisors or factors, the scales are first divided or multiplied by them. If there are minima,
+    their products with their factors are subtracted last.
 
-    The weight is decoded in the dtype of the scales. It is decoded in float32 if the scales are
-    codes, too, if there are divisors or shifts, or if `wide` says so. Then it is cast to `dtype`.
+    The weight is decoded in the dtype of the scales, and then cast to `dtype`. It is decoded in
+    float32 if the scales are codes too, if there are divisors or shifts, or if `wide` says so.
 
     Attributes:
         rows: The rows of the weight: outputs of the linear.
@@ -185,9 +39,9 @@ class Coding:
         table: What each code stands for. None if codes stand for themselves.
         divisors: What the scales are divided by, as floats. None if nothing divides them.
         wide: True if the weight is decoded in float32, whatever the dtype of the scales.
-        order: The group of each column, as whole numbers. Its dims are the last ones of the codes,
-            and replace the last dim of the scales and zero points, which is that of the groups.
-            None if the dims of the scales broadcast to those of the codes.
+        order: The group of each column, as whole numbers. Scales and zero points have a last dim of
+            groups, which the dims of the order replace. These are the last dims of the codes. None
+            if the dims of the scales broadcast to those of the codes.
         factors: What the scales are multiplied by, as floats. None if nothing multiplies them.
         minima: What is subtracted from the scaled codes, times `minimum_factors`. None if nothing
             is.
@@ -232,13 +86,13 @@ class Coding:
         return {
             role: stored
             for name, number in numbers.items()
-            for role, stored in _roles(name, number).items()
+            for role, stored in inputs_by_role(name, number).items()
         }
 
     @property
     def computes(self) -> torch.dtype:
         """The dtype in which the weight is decoded."""
-        scales = _stored(self.scales).dtype
+        scales = lowest_bits(self.scales).dtype
         is_wide = self.wide or scales in CODE_DTYPES or bool(self.divisors or self.shifts)
         return torch.float32 if is_wide else scales
 
@@ -258,7 +112,7 @@ class Coding:
             return False
         if self.roles.keys() != other.roles.keys() or self.order:
             return False  # each weight has an order of its own
-        codes = _stored(self.codes)
+        codes = lowest_bits(self.codes)
         if coded.is_packed(codes.dtype) and abs(codes.strides[0]) < CODES_PER_WORD:
             return False  # the rows of one weight share words
         return all(
@@ -268,7 +122,7 @@ class Coding:
 
     def describe(self) -> str:
         """Return a short text for reports, such as "uint4 in groups of 128, zero points"."""
-        codes, scales = _stored(self.codes), _stored(self.scales)
+        codes, scales = lowest_bits(self.codes), lowest_bits(self.scales)
         shared = self.rows * self.columns // math.prod(scales.dims)
         order = " in an order of their own" if self.order else ""
         if scales.dims.count(1) == len(scales.dims):
@@ -289,7 +143,7 @@ def write_joined(codings: Sequence[Coding], graph: KernelGraph) -> tuple[list[DT
     """Add the inputs of weights that join, and the ops that decode them as one weight.
 
     Args:
-        codings: The codings, each of which `joins` the first.
+        codings: The codings. Each one `joins` the first.
         graph: The program.
 
     Returns:
@@ -397,11 +251,6 @@ def view_as(coding: Coding, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         t.detach().as_strided((t.numel(),), (1,)).view(s.dtype).as_strided(s.dims, s.strides)
         for t, s in zip(held, stored, strict=True)
     )
-
-
-def words_of(dtype: torch.dtype) -> int:
-    """Return how many codes of a dtype an int32 word holds."""
-    return CODES_PER_WORD if coded.is_packed(dtype) else 4 // dtype.itemsize
 
 
 def as_dtype(graph: KernelGraph, x: DTensor, dtype: torch.dtype) -> DTensor:

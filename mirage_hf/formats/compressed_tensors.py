@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as, words_of
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import text_of, uneven, wrong_tensor
+from mirage_hf.formats.stored import Split, words_of
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 

@@ -42,10 +42,10 @@ def is_optimized(module: nn.Module) -> bool:
 
 
 def memory_of(t: Tensor) -> Any:
-    """Return what tells whether a tensor still is the same memory.
+    """Return a value that changes if a tensor is other memory than before.
 
-    A tensor that consists of others, as torchao's do, is told by all of them. Its version counts
-    writes, because readers look at its zero points.
+    For a tensor that consists of others, such as torchao's, it depends on all of them. It also has
+    the tensor's version, which counts writes, because readers look at its zero points.
     """
     if type(t) in PLAIN_TENSORS:
         return t.data_ptr()

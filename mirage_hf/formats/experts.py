@@ -5,8 +5,8 @@
 library may store them in an order of its own for each kind of GPU. Only the plain order is read:
 the codes of the inputs of an output, and then the next output.
 
-Plain experts may have parameters that are tensors of torchao, with a dim of experts before those of
-a linear's weight. transformers loads such models, and runs few of them.
+The parameters of plain experts may be tensors of torchao. These have a dim of experts before the
+dims of a linear's weight. transformers loads such models, and runs few of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from mirage_hf import errors
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers, torchao
-from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.compressed_tensors_fp4 import E2M1
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Split
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Experts"

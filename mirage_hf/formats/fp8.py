@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Split
 
 _BLOCKS = "transformers.integrations.finegrained_fp8.FP8Linear"
 _ROWS = "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mirage_hf.formats.coding import Bits, Coding, Field, Stored
+from mirage_hf.formats.coding import Coding
+from mirage_hf.formats.stored import Bits, Field, Stored
 
 #: The size and stride of each dim of an input within a block, in elements.
 _Pairs = Sequence[tuple[int, int]]

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Stored, view_as, words_of
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Stored, words_of
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _CLASSES = (

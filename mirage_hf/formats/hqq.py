@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import CodedWeight, Coding, Split, Stored, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Split, Stored
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 _CLASS = "hqq.core.quantize.HQQLinear"

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers, torchao_int4
-from mirage_hf.formats.coding import CodedWeight, Coding, Split, view_as
+from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Split
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 
 #: The dtype of the codes of each class that is read.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mirage_hf.formats import containers
-from mirage_hf.formats.coding import Coding, Stored
+from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.containers import uneven, wrong_tensor
+from mirage_hf.formats.stored import Stored
 from mirage_hf.ops.dtypes import CODES_PER_WORD, COMPUTE_DTYPES
 
 #: Rows and columns of a tile, and columns of the block of tiles that lies in one piece.

@@ -18,18 +18,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from mirage_hf import errors
-from mirage_hf.ops import oracles, scalar, shapes
+from mirage_hf.ops import attributes, oracles, scalar, shapes
 from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES, DTYPES, as_dtype, dtype_name
-from mirage_hf.ops.scalar import ScalarProgram
-from mirage_hf.ops.shapes import axis, is_int
+from mirage_hf.ops.op import Op
+from mirage_hf.ops.shapes import axis
 
 __all__ = [
     "CODE_DTYPES",
@@ -46,83 +44,6 @@ __all__ = [
     "lookup",
     "register",
 ]
-
-
-@dataclass(frozen=True)
-class Op:
-    """One row of the table."""
-
-    name: str
-
-    #: The sort of op:
-    #:
-    #: - "elementwise": computes `body` for each element, with broadcasting.
-    #: - "contract": multiplies and sums (matmul).
-    #: - "reduce": reduces one dim.
-    #: - "layout": moves elements without computing, except rope.
-    #: - "bounds": keeps what is inside [lo, hi) along a dim; operands 1 and 2 are int32 tensors lo,
-    #:   hi.
-    #: - "composite": is built from other rows, see `expand`.
-    #: - "effect": writes into its first operand.
-    kind: str
-
-    #: Shapes of operands and result, for messages.
-    signature: str
-
-    #: Shape rule: dims of the operands, then attributes by name, to dims of the result.
-    infer: shapes.ShapeRule
-
-    #: Computes the op with torch, in the dtype of its inputs, as an eager model would.
-    oracle: Callable[..., torch.Tensor]
-
-    #: Attributes by name, with their defaults. An attribute with the default None must be given.
-    attrs: dict[str, Any] = field(default_factory=dict)
-
-    #: Least and largest number of operands.
-    arity: tuple[int, int] = (1, 1)
-
-    #: Elementwise ops: the function of `scalar.Scalar`s that is computed for each element.
-    body: Callable[..., Any] | None = None
-
-    #: Elementwise ops: True if search and proof treat the op as an unknown function of its
-    #: operands. Otherwise they read its body.
-    opaque: bool = False
-
-    #: Composites: builds the op from other rows, given a graph, operands and attributes.
-    expand: Callable[..., Any] | None = None
-
-    #: Returns the result's dtype from operands and attributes. None: it is that of the operands.
-    out_dtype: Callable[..., torch.dtype] | None = None
-
-    #: Elementwise ops: the result as a formula of the operands as `body` names them, for `help()`.
-    formula: str = ""
-
-    #: The op as torch code for generated files: {0}, {1}, … are operands, other names in braces are
-    #: attributes. Empty: the oracle is called, which must be a function of torch or have a name.
-    torch_form: str = ""
-
-    #: True for functions of one operand that models use as the activation of an MLP.
-    activation: bool = False
-
-    def __post_init__(self) -> None:
-        unnamed = getattr(self.oracle, "__name__", "<lambda>") == "<lambda>"
-        if self.kind == "elementwise" and unnamed and not self.torch_form:
-            raise errors.GraphError(
-                f"op {self.name!r}: its oracle has no name that generated files could call; "
-                "give a named function, or torch_form"
-            )
-
-    def program(self, **attrs: Any) -> ScalarProgram:
-        """Return the traced body for these attribute values."""
-        assert self.body is not None, f"{self.name} has no scalar body"
-        return _traced(self.name, self.body, self.arity[0], tuple(sorted(attrs.items())))
-
-
-@cache
-def _traced(
-    name: str, body: Callable[..., Any], arity: int, attrs: tuple[tuple[str, Any], ...]
-) -> ScalarProgram:
-    return scalar.trace(body, arity, **dict(attrs))
 
 
 #: The rows by name.
@@ -195,63 +116,13 @@ def _method(row: Op, graph: type, apply: str) -> Callable[..., Any]:
     return method
 
 
-# -- attributes ------------------------------------------------------------------------------------
-
-
-def _is_number(x: Any) -> bool:
-    return (isinstance(x, float) and x == x) or (is_int(x) and abs(x) < 1 << 1023)
-
-
-def _all_ints(least: int) -> Callable[[Any], bool]:
-    def holds(x: Any) -> bool:
-        if not isinstance(x, (tuple, list)) or not x:
-            return False
-        return all(is_int(i) and least <= i < 1 << 63 for i in x)
-
-    return holds
-
-
-def _are_numbers(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) > 1 and all(_is_number(v) for v in x)
-
-
-#: The type of attributes by their name, in words and as a test. Any other attribute is a number.
-_ATTRS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "dim": ("an integer", is_int),
-    "start": ("an integer", is_int),
-    "stop": ("an integer", is_int),
-    "dims": ("positive integers", _all_ints(1)),
-    "count": ("an integer from 1 to 8", lambda x: is_int(x) and 1 <= x <= 8),
-    "values": ("a tuple of two or more numbers", _are_numbers),
-    "order": ("integers", _all_ints(-(1 << 63))),
-    "kind": ("a word", lambda x: isinstance(x, str)),
-    "dtype": ("a dtype", lambda x: as_dtype(x) is not None),
-    "interleaved": ("True or False", lambda x: isinstance(x, bool)),
-}
-
-
 def check_attrs(op: str, attrs: dict[str, Any]) -> None:
     """Check the attributes given to an op.
 
     Raises:
         GraphError: If the op does not take one, misses one, or takes another type of value.
     """
-    row = lookup(op)
-    takes = ", ".join(row.attrs) or "none"
-    for name, value in attrs.items():
-        if name not in row.attrs:
-            raise errors.GraphError(f"{op}: unknown argument {name!r}; it takes {takes}")
-        wants, holds = _ATTRS.get(name, ("a number", _is_number))
-        if not holds(value):
-            raise errors.GraphError(f"{op}: {name} must be {wants}, it is {value!r}")
-        if type(value) is int and abs(value) >= 1 << 63:
-            raise errors.GraphError(
-                f"{op}: {name} is an integer of {value.bit_length()} bits, of which 63 fit; "
-                "give a float"
-            )
-    for name, default in row.attrs.items():
-        if default is None and name not in attrs:
-            raise errors.GraphError(f"{op}: misses the argument {name!r}; it takes {takes}")
+    attributes.check(lookup(op), attrs)
 
 
 # -- elementwise rows ------------------------------------------------------------------------------

@@ -32,13 +32,14 @@ from mirage_hf.formats import (
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.trace.experts import as_node, form_of, run_decoded
+from mirage_hf.trace.experts import as_node
+from mirage_hf.trace.experts_form import form_of, run_decoded
 
 #: The entry of a module's dictionary that holds its binding.
 CODES_KEY = "_mirage_hf_codes"
 
-#: How far the result of a library may be from ours, relative to its size: if it rounds the input to
-#: codes, and otherwise.
+#: The largest relative difference between our result and the library's: if the library rounds the
+#: input to codes, and if it does not.
 _ROUNDED, _CLOSE = 0.15, 0.02
 
 #: Rows of the input that both are compared on.

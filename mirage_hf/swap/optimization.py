@@ -132,8 +132,8 @@ class Optimization:
             if difference is not None:
                 raise OptimizeError(
                     f"optimize: {path}: our decoding of its codes gives other results than its "
-                    f"library (relative difference {difference:.2g}); its container is damaged, or "
-                    "of a version that is read wrongly"
+                    f"library (relative difference {difference:.2g}); its weights are damaged, or "
+                    "of a version that is read wrongly: load the model again, or leave it stock"
                 )
             self.ledger.undos.append(bind_codes(module, binding))
         for path, module in modules:

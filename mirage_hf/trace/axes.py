@@ -15,7 +15,7 @@ from typing import Any
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 
 Tensorlike = Value | Input | Held
 

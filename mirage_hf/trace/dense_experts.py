@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.experts import MOST_TOKENS, ExpertsForm, Linear, number_of_form
+from mirage_hf.trace.experts import MOST_TOKENS, number_of_form
+from mirage_hf.trace.experts_form import ExpertsForm, Linear
 from mirage_hf.trace.record import (
     Held,
     Input,
@@ -31,7 +32,7 @@ from mirage_hf.trace.record import (
     readers_of,
 )
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 
 _MINUS_INFINITY = float("-inf")
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mirage_hf.trace.record import Value
-from mirage_hf.trace.terms import Term
+from mirage_hf.trace.term import Term
 
 #: How many terms may follow a product in one group.
 MOST_AFTER = 24

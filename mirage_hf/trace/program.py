@@ -11,7 +11,7 @@ import torch
 from mirage_hf.formats.coding import write_joined
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.groups import Group, is_bias
-from mirage_hf.trace.terms import Term, Weight
+from mirage_hf.trace.term import Term, Weight
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from mirage_hf.trace.axes import Tensorlike, is_view, may_be_written
 from mirage_hf.trace.order import run_together
 from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import elementwise_row
+from mirage_hf.trace.torch_ops import elementwise_row
 
 #: How many ops a region may have. A search of 17 took 2.5 s, one of 24 minutes.
 MOST_OPS = 18

@@ -1,8 +1,6 @@
 """Write the kernel of a router top to bottom: its loads, tiles and stores.
 
-A tensor of a row is a tile over named axes. A view that splits the experts into groups splits their
-axis, so groups are one dim of a tile, and places within a group another one. What a torch op is as
-text is the matter of router_text.py.
+A tensor of a row is a tile over named axes. router_elements.py and router_choices.py write the ops.
 """
 
 from __future__ import annotations
@@ -17,51 +15,7 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
-
-
-@dataclass(frozen=True)
-class Local:
-    """Output number `output` of step number `step`. The inputs are those of step -1."""
-
-    step: int
-    output: int = 0
-
-
-@dataclass(frozen=True)
-class Form:
-    """The shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call of a torch op. Tensors among its arguments are `Local`s."""
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[Form, ...]
-
-
-@dataclass(frozen=True)
-class Router:
-    """The steps of a router. It is hashable and holds no tensor.
-
-    Attributes:
-        rows: The rows.
-        inputs: The forms of its inputs.
-        is_weight: For each input, whether all rows share its one row.
-        steps: What is computed, in order.
-        results: What is returned.
-    """
-
-    rows: int
-    inputs: tuple[Form, ...]
-    is_weight: tuple[bool, ...]
-    steps: tuple[Step, ...]
-    results: tuple[Local, ...]
+from mirage_hf.trace.router_steps import Form, Local, Router, Step
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Held, Value
-from mirage_hf.trace.terms import Term
+from mirage_hf.trace.term import Term
 
 
 def weight_path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:

@@ -167,7 +167,7 @@ def gpu(monkeypatch, driver):
     """Fake a GPU with sm_90 and bindings of its driver."""
     now = SimpleNamespace(driver=driver, capturing=False, capability=(9, 0), compiled=[])
     monkeypatch.setattr(cubin_launch, "_loaded", {})
-    monkeypatch.setattr(cubin_launch, "_told", set())
+    monkeypatch.setattr(cubin_launch, "_logged", set())
     monkeypatch.setattr(loaded_cubin, "bindings", lambda: driver)
     monkeypatch.setattr(cubin_launch, "bindings", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

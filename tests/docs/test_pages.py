@@ -160,3 +160,17 @@ def test_every_raw_file_has_rows_and_every_row_its_raw_file():
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and myst make of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_headings(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    for target, anchor in links:
+        of_page = page.parent / target if target else page
+        assert anchor in anchors(of_page), f"{page.name} links to {target}#{anchor}"

@@ -12,7 +12,8 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.formats import awq, bitsandbytes, gguf, gptq, hqq, torchao_int4
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
-from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.formats.coding import Coding
+from mirage_hf.formats.stored import Split
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions

@@ -10,7 +10,8 @@ from itertools import combinations
 import torch
 
 from mirage_hf.formats import CodedWeight, coded_weight
-from mirage_hf.formats.coding import Bits, Coding, Field, Stored, write_joined
+from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.formats.stored import Bits, Field, Stored
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph

@@ -18,7 +18,8 @@ import torch
 from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats import gguf, gptq
-from mirage_hf.formats.coding import Coding, Split, write_joined
+from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.formats.stored import Split
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOp, Stage
 from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp, new_kernel_graph

@@ -26,7 +26,8 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
 from mirage_hf.formats import gptq
-from mirage_hf.formats.coding import Coding, Stored, write_joined
+from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.formats.stored import Stored
 from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.search.engine import search

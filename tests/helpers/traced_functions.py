@@ -15,7 +15,8 @@ from mirage_hf.trace.groups import Group
 from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Recording, record
 from mirage_hf.trace.sizes import Sizes
-from mirage_hf.trace.terms import Term, Terms
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 

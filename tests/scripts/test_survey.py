@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from scripts import survey_models
+from scripts import survey_models, survey_tables
 from scripts.survey_configs import small_config
 
 #: A row of a type whose steps all ran by kernels.
@@ -71,13 +71,13 @@ def test_a_type_without_a_small_model_has_a_reason():
 def test_a_survey_of_one_type():
     torch.manual_seed(0)
     found = survey_models.survey("llama", "causal", 10)
-    assert survey_models.class_of(found) == "whole steps", found
+    assert survey_tables.class_of(found) == "whole steps", found
     assert json.loads(json.dumps(found))["equal"] == {"batch 1": True, "batch 3": True}
 
 
-@pytest.mark.parametrize("kind", survey_models.CLASSES)
+@pytest.mark.parametrize("kind", survey_tables.CLASSES)
 def test_rows_have_their_class(kind):
-    assert [survey_models.class_of(r) for r in ROWS[kind]] == [kind] * len(ROWS[kind])
+    assert [survey_tables.class_of(r) for r in ROWS[kind]] == [kind] * len(ROWS[kind])
 
 
 def test_the_table_names_all_types_and_the_reasons_for_failures(tmp_path):
@@ -85,7 +85,7 @@ def test_the_table_names_all_types_and_the_reasons_for_failures(tmp_path):
     rows = [r for members in ROWS.values() for r in members]
     older = {"type": "whole", "error": "an older line of the same type"}
     file.write_text("".join(json.dumps(r) + "\n" for r in [older, *rows]))
-    lines = survey_models.table(survey_models.rows_of([file])).splitlines()
+    lines = survey_tables.table(survey_tables.rows_of([file])).splitlines()
     assert lines == [
         "whole steps: 2",
         "  traced whole",
@@ -112,12 +112,12 @@ def test_the_table_names_all_types_and_the_reasons_for_failures(tmp_path):
 )
 def test_a_note_says_the_reason_if_no_step_was_counted(note):
     own_generate = row("own", decode={"batch 1": {}}, notes=["backend cpu", note])
-    assert survey_models.reason_of(own_generate) == "layer type moe"
+    assert survey_tables.reason_of(own_generate) == "layer type moe"
 
 
 def test_types_of_equal_cells_share_a_row_of_the_grid():
     rows = [r for members in ROWS.values() for r in members]
-    assert survey_models.grid(rows).splitlines()[2:] == [
+    assert survey_tables.grid(rows).splitlines()[2:] == [
         "| `whole` | whole steps | all |  |",
         "| `traced` | whole steps | 93% |  |",
         "| `own`, `twin` | some |  | a reason |",

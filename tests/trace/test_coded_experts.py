@@ -22,13 +22,9 @@ from mirage_hf.experts_interface import Experts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.trace.experts import (
-    ExpertsForm,
-    Part,
-    experts_as_one_node,
-    form_of,
-    run_decoded,
-)
+from mirage_hf.trace.experts import experts_as_one_node
+from mirage_hf.trace.experts_form import ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts_programs import ParameterSlice
 from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import record
 from scripts.coded_models import put_mxfp4
@@ -269,10 +265,11 @@ def coded_program(name: str, part: int) -> CodedProgram:
     coding = (form.first, form.second)[part].coding
     assert coding is not None
     of_codes = itertools.cycle(coding.roles)
-    roles = [
-        next(of_codes) if isinstance(operand, Part) else "order" if x.dtype is torch.int64 else "x"
-        for operand, x in zip(region.inputs, region.graph.inputs, strict=True)
-    ]
+    roles = []
+    for operand, x in zip(region.inputs, region.graph.inputs, strict=True):
+        is_code = isinstance(operand, ParameterSlice)
+        other = "order" if x.dtype is torch.int64 else "x"
+        roles.append(next(of_codes) if is_code else other)
     return CodedProgram(region.graph, tuple(roles))
 
 

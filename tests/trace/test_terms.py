@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirage_hf.trace.terms import Term, Terms
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
 from tests.helpers.traced_functions import ROWS, WIDE, WIDTH, normal, recorded, terms_of
 
 X = normal(ROWS, 1, WIDTH)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import mirage_hf as mi
-from mirage_hf.formats.coding import Coding, Split
+from mirage_hf.formats.coding import Coding
+from mirage_hf.formats.stored import Split
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.swap.coded_forward import decoding_program

@@ -1,0 +1,257 @@
+"""Bind the units of a step to tensors: what runs each unit, and when its results can be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirage_hf.trace.cached_attention import CachedAttention
+from mirage_hf.trace.record import Held, Input, Recording, Value
+from mirage_hf.trace.regions import Region
+from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
+from mirage_hf.trace.units import (
+    AttentionOfSlots,
+    Key,
+    RegionRun,
+    Unit,
+    is_unmade,
+    kernel_results,
+    reads,
+    source_of,
+)
+
+#: The tensors of a running step. An action adds the results of its unit.
+Tensors = dict[Any, Tensor]
+Action = Callable[[Tensors], None]
+
+
+class Binding:
+    """Units bound to the inputs of a step, at some sizes."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        terms: Terms,
+        attention: Mapping[CachedAttention, AttentionOfSlots],
+        regions: Mapping[Region, RegionRun],
+        inputs: Mapping[str, Tensor],
+        sizes: Sizes,
+    ):
+        """Keep what the units are bound to.
+
+        Args:
+            recording: The recording.
+            terms: Its terms.
+            attention: What runs the attention of a layer.
+            regions: What runs a region.
+            inputs: The tensors that the recording names.
+            sizes: What each `Size` is taken at.
+        """
+        self.recording, self.terms, self.rows = recording, terms, terms.rows
+        self._attention, self._regions = attention, regions
+        self.inputs, self.sizes = inputs, sizes
+
+    def bind(self, units: Sequence[Unit]) -> Callable[[], None]:
+        """Return a function that runs the units in order."""
+        constants: Tensors = {}
+        read = {key for unit in units for key in reads(unit, self.terms)}
+        actions: list[tuple[Unit, Action]] = []
+        for unit in units:
+            action = self._action(unit, read)
+            if unit.node is not None and unit.nodes[0] in self.terms.constant:
+                action(constants)  # it gives the same at every step
+            else:
+                actions.append((unit, action))
+        dropped = self._dropped([unit for unit, _ in actions], constants)
+        steps = [(action, keys) for (_, action), keys in zip(actions, dropped, strict=True)]
+
+        def run() -> None:
+            tensors = dict(constants)
+            for action, keys in steps:
+                action(tensors)
+                for key in keys:
+                    tensors.pop(key, None)
+
+        return run
+
+    def _dropped(self, units: Sequence[Unit], kept: Collection[Any]) -> list[list[Key]]:
+        """Return for each unit the tensors that no later unit reads."""
+        last: dict[Key, int] = {}
+        for position, unit in enumerate(units):
+            for key in (*kernel_results(unit, self.terms), *reads(unit, self.terms)):
+                last[key] = position
+        dropped: list[list[Key]] = [[] for _ in units]
+        for key, position in last.items():
+            if key not in kept:
+                dropped[position].append(key)
+        return dropped
+
+    def _action(self, unit: Unit, read: Collection[Any]) -> Action:
+        if unit.attention is not None:
+            return self._attention_action(unit.attention, read)
+        if unit.region is not None:
+            return self._region_action(unit.region)
+        if unit.node is not None:
+            return self._op_action(unit)
+        return self._kernel_action(unit)
+
+    def _op_action(self, unit: Unit) -> Action:
+        """Return what runs a torch op."""
+        (number,), node, inputs = unit.nodes, unit.node, self.inputs
+        assert node is not None
+        args, kwargs = at_size(node.args, self.sizes), at_size(node.kwargs, self.sizes)
+        op = node.op
+        if node.name in ("aten.view", "aten._unsafe_view"):
+            op = torch.ops.aten.reshape.default
+        outputs = [Value(number, n) for n in range(len(node.outputs))]
+
+        def action(tensors: Tensors) -> None:
+            given = [_given(x, tensors, inputs) for x in args]
+            options = {name: _given(x, tensors, inputs) for name, x in kwargs.items()}
+            result = op(*given, **options)
+            results = result if isinstance(result, (tuple, list)) else [result]
+            for key, value in zip(outputs, results, strict=True):
+                tensors[key] = value
+
+        return action
+
+    def _attention_action(self, one: CachedAttention, read: Collection[Any]) -> Action:
+        """Return what runs attention over a layer's cache, appends included.
+
+        Args:
+            one: The attention.
+            read: What units read, such as the keys of the layer.
+        """
+        inputs = self.inputs
+        rows, kv_heads, d = self.rows, one.k.heads, one.head_dim
+        widths = [x.heads * d for x in (one.q, one.k, one.v)]
+        keys, values = inputs[f"keys.{one.layer}"], inputs[f"values.{one.layer}"]
+        run = self._attention[one](keys.shape[2])
+        norms = [x.norm.weight.detach()[None] for x in (one.q, one.k) if x.norm is not None]
+        tables = [x for x in (one.q.cos, one.q.sin) if x is not None]
+        out, memory = Value(one.node), (keys, values)
+        appended = [(Value(n), x) for n, x in zip(one.appends, memory, strict=True)]
+        appended = [(key, x) for key, x in appended if key in read]
+
+        def action(tensors: Tensors) -> None:
+            given = [tensors[x.rows].reshape(rows, -1) for x in (one.q, one.k, one.v)]
+            given = [x if x.stride(1) == 1 else x.contiguous() for x in given]
+            if rows > 1 and any(x.stride() != (sum(widths), 1) for x in given):
+                given = list(torch.cat(given, 1).split(widths, 1))
+            packed = [x.unflatten(1, (kv_heads, -1, d)) for x in given]
+            of_rope = [
+                (inputs[x.name] if isinstance(x, Input) else tensors[x]).reshape(rows, -1)
+                for x in tables
+            ]
+            bounds = [inputs[f"{name}.{one.layer}"] for name in one.bounds]
+            y = run(packed, of_rope, memory, bounds, norms)
+            tensors[out] = y.reshape(rows, one.q.heads, 1, d)
+            for key, x in appended:  # as `append_tokens` gives them: a memory for each row
+                tensors[key] = x if one.tokens == 1 else x.repeat_interleave(one.tokens, 0)
+
+        return action
+
+    def _region_action(self, region: Region) -> Action:
+        """Return what runs a region. It updates its state in place if its kernel can."""
+        inputs = self.inputs
+        runs, outputs = self._regions[region], region.graph.outputs
+        target = None if region.target is None else inputs[region.target.name]
+        # only a contiguous state is the same memory in the form that the program has
+        moves = region.state != region.target
+        may_write = runs.takes_outputs if moves else runs.is_in_place
+        is_in_place = target is not None and may_write and target.is_contiguous()
+
+        def given(source: Any, tensors: Tensors) -> Tensor:
+            if isinstance(source, Value):
+                return tensors[source]
+            return inputs[source.name] if isinstance(source, Input) else source.tensor.detach()
+
+        def action(tensors: Tensors) -> None:
+            operands = [x.of(given(x.source, tensors)) for x in region.inputs]
+            if is_in_place:
+                assert target is not None
+                others = [target.new_empty(t.dims, dtype=t.dtype) for t in outputs[1:]]
+                results = runs.run(operands, [target.view(outputs[0].dims), *others])[1:]
+            else:
+                results = runs.run(operands)
+                if target is not None:
+                    target.copy_(results[0].reshape(target.shape))
+                    results = results[1:]
+            for result, y in zip(region.results, results, strict=True):
+                tensors[result.value] = result.of(y)
+
+        return action
+
+    def _kernel_action(self, unit: Unit) -> Action:
+        """Return what runs the program of a group."""
+        program, run = unit.program, unit.run
+        assert program is not None and run is not None
+        readers = [self._reader(term) for term in program.inputs]
+        writers = [self._writer(*result) for result in program.results]
+
+        def action(tensors: Tensors) -> None:
+            results = run([read(tensors) for read in readers])
+            for write in writers:
+                write(results, tensors)
+
+        return action
+
+    def _reader(self, term: Term) -> Callable[[Tensors], Tensor]:
+        """Return what gives a program's operand."""
+        if (weight := term.weight) is not None:
+
+            def read_weight(tensors: Tensors) -> Tensor:
+                source = weight.source
+                x = source.tensor if isinstance(source, Held) else tensors[source]
+                if len(weight.shape) == 2 and weight.shape[0] == 1 and x.dim() != 2:
+                    x = x.reshape(1, -1)
+                if weight.columns is not None:
+                    x = x[..., slice(*weight.columns)]
+                return x.detach()
+
+            return read_weight
+        source = None if is_unmade(term, self.terms) else source_of(term, self.terms)
+        dims, inputs = term.dims, self.inputs
+
+        def read(tensors: Tensors) -> Tensor:
+            if term in tensors:
+                return tensors[term].contiguous()  # it may be columns of a wider result
+            x = inputs[source.name] if isinstance(source, Input) else tensors[source]
+            return x.reshape(dims).contiguous()
+
+        return read
+
+    def _writer(
+        self, term: Term, output: int, columns: tuple[int, int]
+    ) -> Callable[[list[Tensor], Tensors], None]:
+        """Return what keeps a result, as a program's operand and as the tensor that torch made."""
+        made = self.terms.made.get(term)
+        shape = () if made is None else tuple(fixed_shape(self.recording.meta(made)) or ())
+
+        def write(results: list[Tensor], tensors: Tensors) -> None:
+            y = results[output]
+            if columns != (0, y.shape[1]):
+                y = y[:, slice(*columns)]
+            tensors[term] = y
+            if made is not None:
+                tensors[made] = y.unflatten(0, shape[:-1])
+
+        return write
+
+
+def _given(x: Any, tensors: Mapping[Any, Tensor], inputs: Mapping[str, Tensor]) -> Any:
+    """Return an argument of a recorded op with tensors in place of their names."""
+    if isinstance(x, Value):
+        return tensors[x]
+    if isinstance(x, Input):
+        return inputs[x.name]
+    if isinstance(x, Held):
+        return x.tensor
+    if isinstance(x, (tuple, list)):
+        return type(x)([_given(each, tensors, inputs) for each in x])
+    return x

@@ -1,0 +1,209 @@
+"""What the experts of a mixture compute: two linears of each expert, and a function between them.
+
+The linears are read from transformers' modules, with plain weights or weights in codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mirage_hf.errors import Rejected
+from mirage_hf.formats.coding import Coding
+from mirage_hf.formats.experts import CodedStack, coded_experts, settings_of
+from mirage_hf.formats.stored import Stored
+from mirage_hf.graph import coded
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
+
+#: Runs the program that decodes a weight on its inputs.
+Decoder = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """One of the linears that each expert has, with the weights of all experts.
+
+    Attributes:
+        tensors: The weights of all experts: one tensor (experts, outputs, inputs), or the tensors
+            of a container.
+        bias: The biases (experts, outputs), None without any.
+        rows: The outputs of one expert.
+        columns: The inputs of one expert.
+        is_transposed: Whether the tensor is (experts, inputs, outputs).
+        coding: How the codes of one expert become its weight. None if the weights are plain.
+    """
+
+    tensors: tuple[Tensor, ...]
+    bias: Tensor | None
+    rows: int
+    columns: int
+    is_transposed: bool = False
+    coding: Coding | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The tensors that it reads."""
+        return [*self.tensors] if self.bias is None else [*self.tensors, self.bias]
+
+    def decoded(self, expert: int, decoders: Mapping[Coding, Decoder]) -> Tensor:
+        """Return the weight of one expert (outputs, inputs).
+
+        Args:
+            expert: The number of the expert.
+            decoders: Runs decoding programs. Others run op by op.
+        """
+        if self.coding is None:
+            weight = self.tensors[0][expert]
+            return weight.T if self.is_transposed else weight
+        views = [viewed(x, s)[expert] for x, s in zip(self.tensors, self.stacked, strict=True)]
+        if self.coding in decoders:
+            return decoders[self.coding](views)[0]
+        graph = new_kernel_graph()
+        _, weight = self.coding.write(graph)
+        graph.mark_output(graph.permute(weight, (1, 0)))
+        return run_kernel_graph(graph, views)[0]
+
+    @property
+    def stacked(self) -> list[Stored]:
+        """The inputs of programs for all experts: those of the coding, after a dim of experts."""
+        assert self.coding is not None
+        stacks = []
+        for stored, held in zip(self.coding.stored, self.tensors, strict=True):
+            elements = held.stride(0) * held.element_size() * 8 // _bits_of(stored.dtype)
+            dims, strides = (len(held), *stored.dims), (elements, *stored.strides)
+            stacks.append(Stored(dims, strides, stored.dtype))
+        return stacks
+
+
+def _bits_of(dtype: torch.dtype) -> int:
+    return 4 if coded.is_packed(dtype) else 8 * dtype.itemsize
+
+
+def viewed(x: Tensor, stored: Stored) -> Tensor:
+    """Return a tensor of a container as a program reads it."""
+    given = new_kernel_graph().new_input(stored.dims, stored.dtype, stored.strides)
+    wanted = coded.storage(given)
+    flat = x.detach().as_strided((x.numel(),), (1,)).view(wanted.dtype)
+    return flat.as_strided(wanted.dims, wanted.strides)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsForm:
+    """What the experts of a module compute.
+
+    Attributes:
+        first: The first linear: gate and up, or up alone.
+        second: The linear that follows the function.
+        gate: The function between the two linears.
+        scales_inputs: Whether routing weights scale the inputs of experts, and not their results.
+    """
+
+    first: Linear
+    second: Linear
+    gate: Callable[[Tensor], Tensor]
+    scales_inputs: bool = False
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the weights are codes."""
+        return self.first.coding is not None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The tensors that the experts read."""
+        return self.first.parameters + self.second.parameters
+
+
+OTHER_FORM = Rejected("experts whose weights are of another form")
+
+
+def form_of(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExpertsForm | Rejected:
+    """Return what the experts of a module compute, or why it is not known.
+
+    Args:
+        module: Any module.
+        dtype: The dtype of the activations. Only experts in codes need it.
+    """
+    found = coded_experts(module, dtype)
+    if isinstance(found, Rejected):
+        return found
+    if found is not None:
+        return ExpertsForm(_of_codes(found.first), _of_codes(found.second), found.gate)
+    settings = settings_of(module)
+    if settings is None:
+        return OTHER_FORM
+    linears = []
+    for name in settings.names:
+        names = (name, f"{name}_bias")[: 1 + settings.has_bias]
+        held = [module._parameters.get(n) for n in names]
+        if not all(map(_is_plain, held, (3, 2))):
+            return OTHER_FORM
+        weight, *bias = held
+        assert weight is not None
+        is_transposed = settings.is_transposed
+        rows, columns = reversed(weight.shape[1:]) if is_transposed else weight.shape[1:]
+        linears.append(Linear((weight,), bias[0] if bias else None, rows, columns, is_transposed))
+    gate: Any = module._apply_gate if settings.has_gate else module.act_fn
+    return ExpertsForm(linears[0], linears[1], gate)
+
+
+def _of_codes(stack: CodedStack) -> Linear:
+    coding = stack.coding
+    return Linear(stack.tensors, stack.bias, coding.rows, coding.columns, coding=coding)
+
+
+def _is_plain(x: Any, dims: int) -> bool:
+    """Return whether a parameter is plain weights of so many dims, stored row by row."""
+    if type(x) is not nn.Parameter or x.dim() != dims or not x.is_contiguous():
+        return False
+    return x.dtype in COMPUTE_DTYPES
+
+
+def run_decoded(
+    form: ExpertsForm,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    decoders: Mapping[Coding, Decoder] = MappingProxyType({}),
+) -> Tensor:
+    """Compute the sum of the chosen experts of each token, times their weights.
+
+    The weights of one expert at a time are decoded. While a CUDA graph is captured, no index can be
+    read on the host. Then every expert is decoded, and experts that a token did not choose weigh 0.
+
+    Args:
+        form: The experts.
+        x: (tokens, width).
+        index: (tokens, chosen).
+        weights: (tokens, chosen).
+        decoders: Runs decoding programs, by coding. Others run op by op.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    experts = range(len(form.first.tensors[0]))
+    for expert in experts if is_captured else index.unique().tolist():
+        if expert not in experts:  # such as those of other ranks
+            continue
+        is_chosen = index == expert
+        weight = (is_chosen * weights).sum(-1, keepdim=True)
+        tokens: Any = slice(None) if is_captured else is_chosen.any(-1).nonzero()[:, 0]
+        given = x[tokens]
+        if form.scales_inputs:
+            given = (given * weight[tokens]).to(x.dtype)
+        y = form.gate(_applied(form.first, expert, given, decoders))
+        y = _applied(form.second, expert, y.to(x.dtype), decoders)
+        out[tokens] += (y if form.scales_inputs else y * weight[tokens]).float()
+    return out.to(x.dtype)
+
+
+def _applied(linear: Linear, expert: int, x: Tensor, decoders: Mapping[Coding, Decoder]) -> Tensor:
+    y = F.linear(x, linear.decoded(expert, decoders))
+    return y if linear.bias is None else y + linear.bias[expert]

@@ -1,0 +1,282 @@
+"""The programs of recorded experts: gate, up and function, then down, routing weights and sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mirage_hf.errors import GraphError
+from mirage_hf.formats.coding import Coding, as_dtype, write_decoded
+from mirage_hf.formats.stored import Stored
+from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
+from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, form_named
+from mirage_hf.trace.experts_form import ExpertsForm, Linear, viewed
+from mirage_hf.trace.experts_gate import gate
+from mirage_hf.trace.record import Input, Readers, Recording, TraceError, Value, readers_of
+from mirage_hf.trace.regions import Operand, Region, Result
+from mirage_hf.trace.sizes import fixed_shape
+from mirage_hf.trace.torch_ops import SAME_TENSOR
+
+#: Sums that a program of experts may end with: a residual, and a shared expert.
+MOST_ADDED = 2
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterSlice(Operand):
+    """A slice of a parameter of experts along one dim, as an input of a program. Nothing is copied.
+
+    Attributes:
+        dim: The dim that is sliced.
+        columns: The slice of that dim.
+        stored: How a program reads a tensor of a container. None for plain parameters.
+    """
+
+    dim: int = 0
+    columns: slice = field(default_factory=lambda: slice(None))
+    stored: Stored | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the program's input."""
+        x = x if self.stored is None else viewed(x, self.stored)
+        return x[(slice(None),) * self.dim + (self.columns,)]
+
+
+def find_experts(
+    recording: Recording, ancestors: Sequence[int], taken: Collection[int]
+) -> list[Region]:
+    """Return the programs of chosen experts, two for each node of at most MOST_TOKENS tokens.
+
+    The first one ends before the second linear of an expert. The second one ends with the sums that
+    follow the experts. A search of both as one program would take a minute.
+
+    Args:
+        recording: The recording.
+        ancestors: For each node the nodes that must run before it, as bits (`order.ancestors`).
+        taken: Nodes that other kernels run.
+    """
+    readers = readers_of(recording.nodes)
+    found = []
+    for number, node in enumerate(recording.nodes):
+        if node.name == EXPERTS and recording.meta(node.args[0]).shape[0] <= MOST_TOKENS:
+            sums = _sums_after(recording, ancestors, readers, number, taken)
+            try:
+                found += _Writer(recording, number, sums).write()
+            except (GraphError, TraceError):
+                continue
+    return found
+
+
+class Sum(NamedTuple):
+    """A sum that follows experts: its node, and what it adds."""
+
+    node: int
+    addend: Value | Input
+
+
+def _sums_after(
+    recording: Recording,
+    ancestors: Sequence[int],
+    readers: Readers,
+    number: int,
+    taken: Collection[int],
+) -> list[Sum]:
+    """Return the sums that follow experts, if nothing else reads what they add to."""
+    found: list[Sum] = []
+    value = Value(number)
+    while len(found) < MOST_ADDED and len(users := readers.get(value, [])) == 1:
+        (user,) = users
+        node, result = recording.nodes[user], Value(user)
+        if node.name in SAME_TENSOR:
+            if not _are_alike(recording, value, result):
+                break
+        else:
+            addend = _addend(recording, user, value)
+            if addend is None or user in taken:
+                break
+            if isinstance(addend, Value):
+                needed = ancestors[addend.node] | 1 << addend.node
+                if needed >> number & 1:  # it is computed from the experts
+                    break
+            found.append(Sum(user, addend))
+        value = result
+    return found
+
+
+def _addend(recording: Recording, number: int, value: Value) -> Value | Input | None:
+    """Return what a node adds to a value, None if it is no sum of two like tensors."""
+    node, meta = recording.nodes[number], recording.meta
+    others = [x for x in node.args if x != value]
+    if node.name != "aten.add" or node.kwargs or len(others) != 1:
+        return None
+    (other,) = others
+    if not isinstance(other, (Value, Input)) or meta(other).storage in recording.changing:
+        return None
+    return other if _are_alike(recording, value, other, Value(number)) else None
+
+
+def _are_alike(recording: Recording, *tensors: Value | Input) -> bool:
+    """Return whether tensors have one dtype and one known number of elements."""
+    metas = [recording.meta(x) for x in tensors]
+    shapes = [fixed_shape(meta) for meta in metas]
+    elements = {None if shape is None else math.prod(shape) for shape in shapes}
+    return len({meta.dtype for meta in metas}) == len(elements) == 1 and None not in elements
+
+
+class _Writer:
+    """Writes the two programs of one node: experts, their weights, and the sums that follow."""
+
+    def __init__(self, recording: Recording, number: int, sums: Sequence[Sum]):
+        self.recording, self.number, self.sums = recording, number, sums
+        node = recording.nodes[number]
+        self.x, self.index, self.weights, self.parameters, name = node.args
+        form = form_named(name, recording.meta(self.x).dtype)
+        if not isinstance(form, ExpertsForm):
+            raise TraceError("the experts are gone, or have other weights now")
+        self.form = form
+        self.held = {id(x): held for x, held in zip(form.parameters, self.parameters, strict=True)}
+        self.rows, self.width = recording.meta(self.x).shape
+        self.chosen = recording.meta(self.index).shape[-1]
+        self.dtype = recording.meta(self.x).dtype
+
+    def write(self) -> list[Region]:
+        """Return the two programs as regions.
+
+        Raises:
+            GraphError: Its shapes or dtypes do not fit.
+            TraceError: The function between the two linears is of another form.
+        """
+        between = Value(self.number, 1)  # a result that the recorded node does not have
+        return [self._first_program(between), self._second_program(between)]
+
+    def _begin(self) -> None:
+        """Begin a program."""
+        self.graph: KernelGraph = new_kernel_graph()
+        self.inputs: list[Operand] = []
+        self.e = self._given(self.index, (self.rows, self.chosen), torch.int64)
+
+    def _first_program(self, between: Value) -> Region:
+        self._begin()
+        linear = self.form.first
+        x = self._given(self.x, (self.rows, 1, 1, self.width), self.dtype)
+        if self.form.scales_inputs:
+            x = as_dtype(self.graph, self._weighed(x), self.dtype)
+        h = gate(self.form, self.dtype, self.graph, self._first(x, linear))
+        h = as_dtype(self.graph, h, self.dtype)
+        self.graph.mark_output(h)
+        return self._region((self.number,), between, h.dims, h.dims, linear)
+
+    def _second_program(self, between: Value) -> Region:
+        self._begin()
+        graph, rows, meta, linear = self.graph, self.rows, self.recording.meta, self.form.second
+        h = self._given(between, (rows, self.chosen, 1, linear.columns), self.dtype)
+        y = self._with_bias(self._product(h, linear, slice(None)), linear, slice(None))
+        out = graph.reduction(y if self.form.scales_inputs else self._weighed(y), 1)
+        for _, source in self.sums:
+            addend = self._given(source, (rows, 1, 1, self.width), meta(source).dtype)
+            out = graph.add(*self._alike(addend, out))
+        graph.mark_output(as_dtype(graph, out, self.dtype))
+        nodes = (self.number, *(n for n, _ in self.sums))
+        value = Value(nodes[-1])
+        shape = tuple(fixed_shape(meta(value)) or ())
+        return self._region(nodes, value, (rows, self.width), shape, linear)
+
+    def _weighed(self, x: DTensor) -> DTensor:
+        """Return a tensor of each chosen expert times its weight."""
+        dims, dtype = (self.rows, self.chosen, 1, 1), self.recording.meta(self.weights).dtype
+        return self.graph.mul(*self._alike(x, self._given(self.weights, dims, dtype)))
+
+    def _region(
+        self,
+        nodes: tuple[int, ...],
+        value: Value,
+        sizes: tuple[int, ...],
+        shape: tuple[int, ...],
+        linear: Linear,
+    ) -> Region:
+        result = Result(value, sizes, tuple(range(len(sizes))), sizes, sizes, shape)
+        whole = sum(x.nbytes for x in linear.parameters)
+        experts = len(linear.tensors[0])
+        reads = whole * min(self.rows * self.chosen, experts) // experts
+        return Region(None, nodes, self.graph, self.inputs, [result], reads=reads)
+
+    def _first(self, x: DTensor, linear: Linear) -> Callable[[slice], DTensor]:
+        """Return what gives some columns of the first linear's result."""
+        return lambda part: self._with_bias(self._product(x, linear, part), linear, part)
+
+    def _product(self, x: DTensor, linear: Linear, part: slice) -> DTensor:
+        """Return products (rows, chosen, 1, outputs) with some outputs of the chosen weights."""
+        if linear.coding is not None:
+            weight = self._decoded(linear, linear.coding, part)
+        else:
+            dim = 2 if linear.is_transposed else 1
+            weight = self._chosen(linear.tensors[0], dim, part)
+        if not linear.is_transposed:
+            weight = self.graph.permute(weight, (0, 1, 3, 2))
+        return self.graph.matmul(x, weight)
+
+    def _decoded(self, linear: Linear, coding: Coding, part: slice) -> DTensor:
+        """Return some rows of the chosen weights, decoded after they are chosen.
+
+        Raises:
+            TraceError: These rows are not whole blocks of the codes.
+        """
+        rows = range(linear.rows)[part]
+        tensors = {}
+        for role, tensor, stored in zip(coding.roles, linear.tensors, linear.stacked, strict=True):
+            block = linear.rows // stored.dims[1]
+            blocks = slice(None)
+            if stored.dims[1] > 1:
+                if block > 1 and (rows.step != 1 or rows.start % block or len(rows) % block):
+                    raise TraceError("experts whose gate takes parts of blocks of codes")
+                blocks = slice(rows.start // block, -(-rows.stop // block), rows.step)
+            tensors[role] = self._chosen(tensor, 1, blocks, stored, coding.computes)
+        shape = (self.rows, self.chosen, len(rows), linear.columns)
+        return write_decoded(coding, self.graph, tensors, shape)
+
+    def _with_bias(self, y: DTensor, linear: Linear, part: slice) -> DTensor:
+        if linear.bias is None:
+            return y
+        chosen = self._chosen(linear.bias, 1, part)
+        bias = self.graph.reshape(chosen, (self.rows, self.chosen, 1, y.dims[-1]))
+        return self.graph.add(*self._alike(y, bias))
+
+    def _chosen(
+        self,
+        tensor: Tensor,
+        dim: int,
+        part: slice,
+        stored: Stored | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Return the chosen experts' part of a parameter, codes as floats of a dtype."""
+        held = self.held[id(tensor)]
+        operand = ParameterSlice(held, (), (), (), dim=dim, columns=part, stored=stored)
+        if stored is None:
+            given = operand.of(held.tensor.detach())
+            x = self.graph.new_input(
+                given.shape, given.dtype, strides=given.stride(), constant=True
+            )
+        else:
+            dims, strides = [*stored.dims], [*stored.strides]
+            dims[dim] = len(range(dims[dim])[part])
+            strides[dim] *= part.step or 1
+            x = self.graph.new_input(dims, stored.dtype, strides=strides, constant=True)
+        self.inputs.append(operand)
+        return self.graph.take(x if dtype is None else as_dtype(self.graph, x, dtype), self.e)
+
+    def _given(self, source: Any, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+        is_between = source == Value(self.number, 1)
+        self.inputs.append(Operand(source, dims, tuple(range(len(dims))), dims, is_between))
+        return self.graph.new_input(dims, dtype)
+
+    def _alike(self, *tensors: DTensor) -> list[DTensor]:
+        """Return tensors in one dtype: float32 if they have several."""
+        if len({x.dtype for x in tensors}) == 1:
+            return [*tensors]
+        cast = self.graph.cast
+        return [x if x.dtype == torch.float32 else cast(x, torch.float32) for x in tensors]
