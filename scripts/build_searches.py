@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from mirage_hf.decode.explaining import meta_model, planned_step
+from mirage_hf.errors import MirageError
 from mirage_hf.patterns.attention import ATTENTION, for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.layer_choice import make_outcome
@@ -85,7 +86,12 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in (*MODELS, *OTHERS)]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names())}")
     for name, rows in itertools.product(chosen, map(int, args.batch_sizes.split(","))):
-        for request in requests_of(name, rows):
+        try:
+            requests = list(requests_of(name, rows))
+        except MirageError as e:
+            print(f"{name}, batch {rows}: {e}", flush=True)
+            continue
+        for request in requests:
             if line := add(request, args.out):
                 print(f"{name}, batch {rows}: {line}", flush=True)
 
