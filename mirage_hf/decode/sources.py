@@ -18,8 +18,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import has_keys
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
+from mirage_hf.trace.attention import for_each_token
 from mirage_hf.trace.record import Input, TraceError
 
 #: Names in `CacheBlock.sources`: the encoder's output (batch, slots, width), which slots each row
@@ -126,16 +128,20 @@ def source_keys(block: CacheBlock) -> list[Tensor]:
     return [x for name, x in block.sources.items() if name.startswith(f"{KEYS}.")]
 
 
-def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dict[str, Any]:
+def step_arguments(
+    model: Any, block: CacheBlock, rows: Control, cache: Any, masks: Any
+) -> dict[str, Any]:
     """Return what a decoder's step takes, beside its options.
 
     Args:
         model: An encoder-decoder model.
         block: The block, which holds what the encoder gave.
+        rows: The rows of the step: those of the block, or new tokens of them.
         cache: The cache of self-attention.
         masks: The masks of self-attention.
     """
-    sources = block.sources
+    tokens = len(rows.ids) // block.batch
+    sources = {name: for_each_token(x, tokens) for name, x in block.sources.items() if name != MASK}
     layers = []
     for n in range(len(block.rings)):
         layer = DynamicLayer()
@@ -147,14 +153,14 @@ def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dic
     of_source = DynamicCache()
     of_source.layers = layers
     arguments = {
-        "decoder_input_ids": block.control.ids,
+        "decoder_input_ids": rows.ids,
         "decoder_attention_mask": masks,
         "encoder_outputs": EncoderOutput(last_hidden_state=sources[STATES]),
         "attention_mask": sources[SEEN],
         "past_key_values": EncoderDecoderCache(cache, of_source),
     }
     if takes_positions(model):
-        arguments["decoder_position_ids"] = block.control.positions()
+        arguments["decoder_position_ids"] = rows.positions()
     return arguments
 
 

@@ -55,6 +55,7 @@ from mirage_hf.trace.record import (
     numbers_of,
     record,
 )
+from mirage_hf.trace.row_values import RowValues
 from mirage_hf.trace.sizes import Size, Sizes, generalized, has_mixed_sizes, shape_at
 from mirage_hf.trace.successive import kept_name
 from mirage_hf.trace.torch_functions import torch_functions_only
@@ -475,8 +476,6 @@ def record_step(
         ):
             prompt = _fake_prompt(model, batch)
         with_source = prompt.source is not None
-        if tokens is not None:
-            _check_may_draft(prompt)
         smallest = sizes[0], GRAIN * with_source
         others = [(sizes[1], smallest[1])]
         # slots of the encoder's output must not be taken for slots of the cache
@@ -591,16 +590,6 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
     return _FakePrompt(cache, logits[:, -1], Source(states, None))
 
 
-def _check_may_draft(prompt: _FakePrompt) -> None:
-    """Check that a step of several tokens of a text is known.
-
-    Raises:
-        TraceError: It is not.
-    """
-    if prompt.source is not None:
-        raise TraceError("each token of a text would need a copy of what the encoder gave")
-
-
 def _fill(block: CacheBlock, prompt: _FakePrompt) -> None:
     """Copy what a prompt of fake tensors left into a block."""
     with torch.no_grad():
@@ -623,10 +612,8 @@ def _record(step: CapturedForward, mode: Any, form: Form, only_inputs: bool) -> 
             masks = plain_mask(control)
         if form.bool_masks:
             masks = _of_each(masks, lambda mask: mask == 0)
-    if control.length.dim() == 2 and (form.host_length or form.newest_last):
-        raise TraceError("it takes one number of tokens in the cache for all rows")
     if form.host_length:
-        seen = host.symbol(control.length, _PROMPT)
+        seen = host.symbol(block.control.length, _PROMPT)
         for layer in of_self_attention(step.cache).layers:
             layer.seen = seen
     named = {PLAIN_MASK: masks} if form.plain_mask else masks
@@ -634,17 +621,26 @@ def _record(step: CapturedForward, mode: Any, form: Form, only_inputs: bool) -> 
     inputs = step_inputs(block) | of_rows | mask_inputs(named, step.ring_slots)
     hidden: dict[int, Callable[[], Tensor]] = {}
     if form.hides_unused:
-        length = control.length if control.length.dim() == 1 else control.length[:, None, None]
-        hidden[block.capacity] = lambda: control.slots > length
+        hidden[block.capacity] = lambda: control.slots > block.control.length
     if form.hides_source:  # rows of a call see the same slots, or the check finds a difference
         step.gives_source_mask = False
         hidden[block.source_slots] = lambda: block.sources[SEEN][:1] == 0
     run = partial(step.run, masks)
     if form.newest_last:
         run = partial(_run_newest_last, step, masks)
+    row_values = None
+    if control is not block.control:  # rows are of several lengths
+        with_rows = [x for name, x in inputs.items() if name not in Control.FOR_ALL_ROWS]
+        row_values = RowValues(block.control.length, control.length, with_rows)
     with masked_keys(source_keys(block), block.sources.get(MASK)):
         return record(
-            (lambda: None) if only_inputs else run, inputs, mode, control.length, host, hidden
+            (lambda: None) if only_inputs else run,
+            inputs,
+            mode,
+            block.control.length,
+            host,
+            hidden,
+            row_values,
         )
 
 

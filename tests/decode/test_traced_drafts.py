@@ -15,7 +15,8 @@ from mirage_hf.decode.draft_planning import COST_OF_ROW, step_costs
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.layers.part import StepShape
-from mirage_hf.trace.attention import append_tokens
+from mirage_hf.trace.attention import append_tokens, for_each_token
+from mirage_hf.trace.row_values import RowValues, UnknownRowsError
 from scripts.scripted_drafts import drafting
 from scripts.survey_images import image_inputs
 from tests.decode.test_traced_steps import built
@@ -77,6 +78,8 @@ def assert_tokens(stock: Any, ours: Any, given: dict[str, Any]) -> None:
 
 
 PLAIN = ["gpt2", "qwen3_moe", more("opt"), more("gemma4")]
+#: These ask their cache for one number of tokens, for positions or biases of all rows.
+OF_ONE_LENGTH = ["llama4", "bloom", "xglm"]
 WITH_STATES = ["qwen3_next", "mamba2", more("lfm2"), more("falcon_h1"), more("jamba")]
 
 
@@ -87,6 +90,14 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(name: str) -> None:
     assert taken(ours) > 60
     by_kernels = {r.tokens for r in ours.mirage.report.swapped if r.pattern == "attention"}
     assert by_kernels == (set() if name == "mamba2" else {1, 4})
+
+
+@pytest.mark.parametrize("name", OF_ONE_LENGTH)
+def test_each_row_has_its_own_number_of_cached_tokens(name: str) -> None:
+    stock, ours = pair(name, batch_sizes=(1, 3))
+    for given in texts(stock):
+        assert_tokens(stock, ours, {**given, **GREEDY, "max_new_tokens": 60})
+    assert taken(ours) > 200
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", more("mamba2")])
@@ -160,10 +171,17 @@ def test_samples_are_those_of_plain_decoding() -> None:
     assert taken(ours)
 
 
-def test_models_without_such_steps_run_stock_and_the_report_says_why() -> None:
+def test_models_without_such_steps_run_stock_and_the_report_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: Any) -> None:
+        raise UnknownRowsError("a reason")
+
+    monkeypatch.setattr(RowValues, "run", unknown)
     stock, ours = pair("llama4", batch_sizes=(1,))
     (note,) = [note for note in ours.mirage.report.notes if "draft" in note]
-    assert "batch of 1 run stock if they draft: over a cache with fixed slots its forward" in note
+    assert "batch of 1 run stock if they draft: modeling_llama4.py:" in note
+    assert "takes one number of tokens for all rows (aten." in note and "a reason" in note
     given = {**texts(stock)[0], **GREEDY}
     for options in ({}, LOOKUP):
         want = stock.generate(**given, **options)
@@ -222,9 +240,9 @@ def test_keys_of_several_tokens_go_to_the_slots_of_their_text() -> None:
     for text in range(texts_):
         for token in range(tokens):
             want[text, :, first[text, 0] + token] = new[text * tokens + token, :, 0]
-    seen = append_tokens(memory, 2, first + torch.arange(tokens), new)
+    assert append_tokens(memory, 2, first + torch.arange(tokens), new) is memory
     assert torch.equal(memory, want)
-    assert torch.equal(seen, want[[0, 0, 0, 1, 1, 1]])
+    assert torch.equal(for_each_token(memory, tokens), want[[0, 0, 0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
