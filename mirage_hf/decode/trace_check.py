@@ -20,9 +20,11 @@ from mirage_hf.decode.sources import (
     EncoderOutput,
     MaskUse,
     Source,
+    decoder_config,
+    decoder_inputs,
+    follows_encoder,
     new_cache,
     source_width,
-    takes_positions,
 )
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.decode.traced_step import TracedStep
@@ -82,7 +84,7 @@ class TraceCheck:
         self.model, self.masks, self.axes = model, masks, axes
         self.gives_positions = gives_positions
         self.mask_use: MaskUse = "hides"
-        if model.config.is_encoder_decoder:
+        if follows_encoder(model):
             self.mask_use = _mask_use(model)
         self.tolerance = tolerance_of(model)
 
@@ -95,7 +97,7 @@ class TraceCheck:
         try:
             self._run(plan, batch, windows, capacity)
         except TraceError:
-            has_mask = self.model.config.is_encoder_decoder
+            has_mask = follows_encoder(self.model)
             if not has_mask or (before := self.mask_use) not in ("hides", "output"):
                 raise
             self.mask_use = "other"
@@ -109,7 +111,7 @@ class TraceCheck:
         self, plan: StepPlan, batch: int, windows: Sequence[int | None], capacity: int
     ) -> None:
         device = self.model.device
-        vocab = self.model.config.get_text_config(decoder=True).vocab_size
+        vocab = decoder_config(self.model).vocab_size
         generator = torch.Generator().manual_seed(batch)
         for length in LENGTHS:
             ids = torch.randint(0, vocab, (batch, length + 1), generator=generator)
@@ -149,7 +151,7 @@ class TraceCheck:
             UnfitFormError: They differ.
         """
         batch, tokens, model = shape.batch, shape.tokens, self.model
-        vocab = model.config.get_text_config(decoder=True).vocab_size
+        vocab = decoder_config(model).vocab_size
         generator = torch.Generator().manual_seed(shape.rows)
         length = LENGTHS[1]
         ids = torch.randint(0, vocab, (batch, length + 2 * tokens), generator=generator)
@@ -178,7 +180,7 @@ class TraceCheck:
         model, ids, tokens = self.model, texts.ids, shape.tokens
         stock = _StockRun(self, texts)
         with torch.no_grad(), model._optimize_model_for_decode():
-            layers = cached_layers(model.config.get_text_config(decoder=True))
+            layers = cached_layers(decoder_config(model))
             block = stock.prefill(length, (None,) * layers, capacity)
             drafts = Drafts.allocate(shape.batch, tokens, block.logits, None)
             by_place, choices = [], []
@@ -289,10 +291,10 @@ class _StockRun:
         takes_mask = is_padded and (bool(check.masks.windows) or not first)
         mask = prompt.mask[:, :last] if takes_mask else None
         if prompt.source is not None:
-            arguments = decoder_inputs(check.model, prompt.source, ids, mask, positions)
+            outputs = EncoderOutput(last_hidden_state=prompt.source.states)
             if check.mask_use == "output":
-                arguments["encoder_outputs"].attention_mask = prompt.source.seen
-            return arguments
+                outputs.attention_mask = prompt.source.seen
+            return decoder_inputs(check.model, outputs, prompt.source.seen, ids, mask, positions)
         if check.axes:
             positions = positions.expand(check.axes, *positions.shape)
         arguments = {"input_ids": ids}
@@ -323,28 +325,11 @@ def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count} rows"
 
 
-def decoder_inputs(
-    model: Any, source: Source, ids: Tensor, mask: Tensor | None, positions: Tensor
-) -> dict[str, Any]:
-    """Return what the forward of an encoder-decoder model takes, except for its cache."""
-    arguments: dict[str, Any] = {
-        "decoder_input_ids": ids,
-        "encoder_outputs": EncoderOutput(last_hidden_state=source.states),
-    }
-    if mask is not None:
-        arguments["decoder_attention_mask"] = mask
-    if source.seen is not None:
-        arguments["attention_mask"] = source.seen
-    if takes_positions(model):
-        arguments["decoder_position_ids"] = positions
-    return arguments
-
-
 def _random_source(
     model: Any, batch: int, length: int, generator: torch.Generator, mask_use: MaskUse
 ) -> Source | None:
     """Return what an encoder may have given, with padding on the right if steps see it."""
-    if not model.config.is_encoder_decoder:
+    if not follows_encoder(model):
         return None
     states = torch.randn(batch, length, source_width(model), generator=generator)
     states = states.to(model.device, model.dtype)
@@ -361,14 +346,16 @@ def _mask_use(model: Any) -> MaskUse:
     Raises:
         TraceError: Its forward raised.
     """
+    if not model.config.is_encoder_decoder:
+        return "ignores"  # it takes no such mask
     ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     source = _random_source(model, 1, 6, torch.Generator().manual_seed(0), "hides")
     assert source is not None
 
     def logits(seen: Tensor | None, of_output: Tensor | None = None) -> Tensor:
-        arguments = decoder_inputs(model, Source(source.states, seen), ids, None, positions)
-        arguments["encoder_outputs"].attention_mask = of_output
+        outputs = EncoderOutput(last_hidden_state=source.states, attention_mask=of_output)
+        arguments = decoder_inputs(model, outputs, seen, ids, None, positions)
         with torch.no_grad():
             return model(**arguments, use_cache=False).logits  # type: ignore[no-any-return]
 

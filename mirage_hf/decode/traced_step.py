@@ -33,6 +33,8 @@ from mirage_hf.decode.sources import (
     EncoderOutput,
     MaskUse,
     Source,
+    decoder_inputs,
+    follows_encoder,
     new_cache,
     source_keys,
     source_width,
@@ -575,18 +577,15 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
     """Run stock's prefill of a short prompt on fake tensors."""
     cache = new_cache(model)
     ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=model.device)
-    if not model.config.is_encoder_decoder:
+    if not follows_encoder(model):
         logits = model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
         return _FakePrompt(cache, logits[:, -1], None)
     width = source_width(model)
     states = torch.zeros(batch, _PROMPT, width, dtype=model.dtype, device=model.device)
-    encoder_outputs = EncoderOutput(last_hidden_state=states)
-    logits = model(
-        decoder_input_ids=ids,
-        encoder_outputs=encoder_outputs,
-        past_key_values=cache,
-        use_cache=True,
-    ).logits
+    outputs = EncoderOutput(last_hidden_state=states)
+    positions = torch.arange(_PROMPT, device=model.device).expand(batch, -1)
+    arguments = decoder_inputs(model, outputs, None, ids, None, positions)
+    logits = model(**arguments, past_key_values=cache, use_cache=True).logits
     return _FakePrompt(cache, logits[:, -1], Source(states, None))
 
 
