@@ -150,8 +150,12 @@ class StepLayer(_BlockLayer):
 
     def update_indexer(self, key_states: Tensor) -> Tensor:
         """Store an indexer's new key and return all slots."""
-        memory = self.block.indexer_keys[self.index][:, 0]
-        return memory.index_copy_(1, self.control.length, key_states)
+        memory, length = self.block.indexer_keys[self.index], self.control.length
+        if length.dim() == 1:
+            return memory[:, 0].index_copy_(1, length, key_states)
+        slots = length.view(self.block.batch, -1)
+        memory = torch.ops.mirage_hf.append_tokens(memory, 2, slots, key_states[:, None])
+        return for_each_token(memory, slots.shape[1])[:, 0]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of slots, and the offset of the first one."""

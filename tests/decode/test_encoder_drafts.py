@@ -14,7 +14,7 @@ from mirage_hf.api import optimize
 from mirage_hf.decode.sources import is_source
 from mirage_hf.trace.cached_attention import ATTENTION_OP
 from scripts.scripted_drafts import drafting
-from tests.decode.test_traced_drafts import scripts, taken
+from tests.helpers.drafted import scripts, taken
 from tests.helpers.encoder_decoders import (
     MODELS,
     OF_WHISPER,

@@ -20,6 +20,7 @@ from mirage_hf.trace.row_values import RowValues, UnknownRowsError
 from scripts.scripted_drafts import drafting
 from scripts.survey_images import image_inputs
 from tests.decode.test_traced_steps import built
+from tests.helpers.drafted import scripts, taken
 from tests.helpers.generate_comparison import our_numbers
 from tests.helpers.step_pairs import generated, stocks
 from tests.helpers.tiny_models import twin_of
@@ -48,25 +49,6 @@ def texts(model: Any, length: int = 9) -> list[dict[str, torch.Tensor]]:
     ids = torch.randint(3, min(vocab, 90), (3, length), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(length) >= torch.tensor([[0], [4], [2]])).long()
     return [{"input_ids": ids[:1]}, {"input_ids": ids * mask, "attention_mask": mask}]
-
-
-def scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return scripts of drafts for texts: good, often right, and adversarial ones."""
-    is_wrong = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1)) < 0.3
-    wrong = tokens.roll(1, 1) + 1
-    return {
-        "good": tokens,
-        "often right": torch.where(is_wrong, wrong, tokens),
-        "wrong": wrong,
-        "outside of the vocabulary": torch.full_like(tokens, -1),
-    }
-
-
-def taken(model: Any) -> int:
-    """Return how many drafts were taken in traced steps. No call may have run stock."""
-    assert not stocks(model), model.mirage.report
-    assert model.mirage.report.decode["step: traced"]
-    return int(model.mirage.report.decode["drafts: taken"])
 
 
 def assert_tokens(stock: Any, ours: Any, given: dict[str, Any]) -> None:
@@ -98,6 +80,13 @@ def test_each_row_has_its_own_number_of_cached_tokens(name: str) -> None:
     for given in texts(stock):
         assert_tokens(stock, ours, {**given, **GREEDY, "max_new_tokens": 60})
     assert taken(ours) > 200
+
+
+def test_keys_of_an_indexer_go_to_the_slots_of_their_text() -> None:
+    stock, ours = pair("deepseek_v32", batch_sizes=(1, 3))
+    for given in texts(stock):
+        assert_tokens(stock, ours, {**given, **GREEDY})
+    assert taken(ours) > 80
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", more("mamba2")])
