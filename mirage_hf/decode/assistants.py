@@ -16,6 +16,7 @@ from mirage_hf.decode.draft_sources import DraftSource, drafts_of
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
+from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import follows_encoder, new_cache
 from mirage_hf.decode.step_program import StepProgram
 from mirage_hf.decode.traced_step import TracedStep, TracedSteps
@@ -69,8 +70,6 @@ class Assistant:
         if runner is None or (steps := runner.model_kernels or runner.traced) is None:
             raise NotCoveredError("assisted decoding: the assistant has no steps by kernels")
         batch = StepShape(len(target.input_ids))
-        if isinstance(steps, TracedSteps) and steps.keeps_states:
-            raise NotCoveredError("assisted decoding: an assistant whose layers keep states")
         if isinstance(steps, TracedSteps) and steps.drafting_plan(batch) is None:
             raise NotCoveredError(
                 f"assisted decoding: the assistant's steps of {batch} take texts of one length; "
@@ -133,6 +132,10 @@ class Assistant:
         else:
             block.drop_graphs()
             block.assistant_step = step
+        if isinstance(step, TracedStep) and own.states:
+            if step.make_room(tokens):
+                block.drop_graphs()
+            step.keep(0)
         # the choice of the target's first token moves its own state on likewise
         own.control.length.add_(1)
         own.control.position.add_(1)
@@ -151,7 +154,7 @@ def _kwargs_for(model: Any, target: CallInputs) -> dict[str, Any]:
     kwargs = {name: target.kwargs[name] for name in _KWARGS if name in target.kwargs}
     if not model._supports_logits_to_keep():
         kwargs.pop("logits_to_keep", None)
-    kwargs["past_key_values"] = new_cache(model)
+    kwargs[cache_name(model)] = new_cache(model)
     encoder_outputs = target.kwargs.get("encoder_outputs")
     if model.config.is_encoder_decoder:
         kwargs["encoder_outputs"] = _encoded(model, target)
@@ -198,7 +201,8 @@ class AssistantDrafts(DraftSource):
     these places. If both have the same probabilities, they choose the same tokens.
 
     Its cache follows the accepted text, because each step writes from the row's own length on. The
-    token drafted last is fed, too, so that its keys are there if it is taken.
+    token drafted last is fed, too, so that its keys are there if it is taken. Recurrent states are
+    kept after each step, and those after the accepted tokens are put back.
 
     Attributes:
         step: A step of the assistant, for one token of each row.
@@ -228,13 +232,21 @@ class AssistantDrafts(DraftSource):
         cursor.tokens.copy_(drafts.tokens[:, :1])
         cursor.ahead.copy_(drafts.ahead)
         most = min(self.most, drafts.tokens.shape[1] - 1)
+        if isinstance(self.step, TracedStep):  # of what it was fed, the target took so many tokens
+            self.step.settle(drafts.report[:, -2])
         for number in range(1, most + 1):
-            self.step.feed()
+            self._feed(number - 1)
             token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
             token = token.masked_fill(token == NOTHING, 0)
             history.ids.scatter_(1, cursor.text_length(history), token)
             cursor.tokens.copy_(token)
             cursor.ahead.add_(1)
             drafts.tokens[:, number : number + 1].copy_(token)
-        self.step.feed()
+        self._feed(most)
         drafts.count.fill_(most)
+
+    def _feed(self, number: int) -> None:
+        """Feed the cursor's token, and keep the states after it."""
+        self.step.feed()
+        if isinstance(self.step, TracedStep):
+            self.step.keep(number)

@@ -286,6 +286,24 @@ class TracedStep(Step):
         for name, kept in self._kept.items():
             torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
 
+    def make_room(self, steps: int) -> bool:
+        """Make memory for the states after each of so many steps of one token.
+
+        Returns:
+            Whether there was less, so that graphs which use it are no longer right.
+        """
+        if len(next(iter(self._kept.values()), ())) >= steps:
+            return False
+        for (layer, name), state in self.block.states.items():
+            with torch.inference_mode(False):
+                self._kept[f"{name}.{layer}"] = state.new_zeros((steps, *state.shape))
+        return True
+
+    def keep(self, step: int) -> None:
+        """Keep the present states as those after a step. The first one has the number 0."""
+        for name, kept in self._kept.items():
+            kept[step].copy_(self._inputs[name])
+
     def _keep_states(self) -> None:
         """Make memory for the states after each token."""
         moves = self.plan.recording.moves

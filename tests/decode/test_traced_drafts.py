@@ -276,3 +276,28 @@ def test_states_of_a_cache_handed_back_are_those_of_the_text(quality: str) -> No
             torch.testing.assert_close(state, others[name], rtol=1e-4, atol=1e-4)
         if has_keys(layer):
             torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", more("lfm2"), more("falcon_h1")])
+def test_states_of_an_assistant_follow_the_accepted_text(name: str, rows: int) -> None:
+    """The same model drafts what the other chooses. Other weights draft something else."""
+    stock, ours = pair(name, batch_sizes=(rows,))
+    given = {**texts(stock)[rows > 1], **GREEDY, "max_new_tokens": 40}
+    want = stock.generate(**given).tolist()
+    for seed in (0, 1):
+        helper = twin_of(stock)
+        torch.manual_seed(seed)
+        if seed:
+            with torch.no_grad():
+                helper.get_input_embeddings().weight.normal_()
+        helper = optimize(helper, batch_sizes=(rows,), draft_tokens=(1,), verify=False)
+        helper.generation_config.num_assistant_tokens = 3
+        helper.generation_config.num_assistant_tokens_schedule = "constant"
+        for _ in range(2):
+            assert ours.generate(**given, assistant_model=helper).tolist() == want
+        if not seed:
+            counts = ours.mirage.report.decode
+            # all are taken, except for those after the last token
+            assert taken(ours) >= counts["drafts: drafted"] - 2 * 3 * rows > 0
+    assert not stocks(ours)
