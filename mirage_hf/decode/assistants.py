@@ -133,9 +133,9 @@ class Assistant:
             block.drop_graphs()
             block.assistant_step = step
         if isinstance(step, TracedStep) and own.states:
-            if step.make_room(tokens):
+            if step.allocate_kept(tokens + 1):
                 block.drop_graphs()
-            step.keep(0)
+            step.keep(1)  # as if the prompt were the one token that the target took
         # the choice of the target's first token moves its own state on likewise
         own.control.length.add_(1)
         own.control.position.add_(1)
@@ -232,21 +232,23 @@ class AssistantDrafts(DraftSource):
         cursor.tokens.copy_(drafts.tokens[:, :1])
         cursor.ahead.copy_(drafts.ahead)
         most = min(self.most, drafts.tokens.shape[1] - 1)
-        if isinstance(self.step, TracedStep):  # of what it was fed, the target took so many tokens
-            self.step.settle(drafts.report[:, -2])
+        if isinstance(self.step, TracedStep):
+            # of what it was fed, the target took so many tokens; a row that has ended goes back
+            self.step.settle(drafts.report[:, -2] + 1)
+            self.step.keep(0)
         for number in range(1, most + 1):
-            self._feed(number - 1)
+            self._feed(number)
             token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
             token = token.masked_fill(token == NOTHING, 0)
             history.ids.scatter_(1, cursor.text_length(history), token)
             cursor.tokens.copy_(token)
             cursor.ahead.add_(1)
             drafts.tokens[:, number : number + 1].copy_(token)
-        self._feed(most)
+        self._feed(most + 1)
         drafts.count.fill_(most)
 
     def _feed(self, number: int) -> None:
-        """Feed the cursor's token, and keep the states after it."""
+        """Feed the cursor's token, the `number`th since the target's step, and keep the states."""
         self.step.feed()
         if isinstance(self.step, TracedStep):
             self.step.keep(number)

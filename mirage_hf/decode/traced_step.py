@@ -286,23 +286,23 @@ class TracedStep(Step):
         for name, kept in self._kept.items():
             torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
 
-    def make_room(self, steps: int) -> bool:
-        """Make memory for the states after each of so many steps of one token.
+    def allocate_kept(self, count: int) -> bool:
+        """Make memory that keeps the states of a step of one token so many times.
 
         Returns:
             Whether there was less, so that graphs which use it are no longer right.
         """
-        if len(next(iter(self._kept.values()), ())) >= steps:
+        if self._kept and len(next(iter(self._kept.values()))) >= count:
             return False
         for (layer, name), state in self.block.states.items():
             with torch.inference_mode(False):
-                self._kept[f"{name}.{layer}"] = state.new_zeros((steps, *state.shape))
+                self._kept[f"{name}.{layer}"] = state.new_zeros((count, *state.shape))
         return True
 
-    def keep(self, step: int) -> None:
-        """Keep the present states as those after a step. The first one has the number 0."""
+    def keep(self, place: int) -> None:
+        """Keep the present states at a place, if there is memory for them."""
         for name, kept in self._kept.items():
-            kept[step].copy_(self._inputs[name])
+            kept[place].copy_(self._inputs[name])
 
     def _keep_states(self) -> None:
         """Make memory for the states after each token."""

@@ -301,3 +301,19 @@ def test_states_of_an_assistant_follow_the_accepted_text(name: str, rows: int) -
             # all are taken, except for those after the last token
             assert taken(ours) >= counts["drafts: drafted"] - 2 * 3 * rows > 0
     assert not stocks(ours)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_capturing_a_step_leaves_the_states_of_an_assistant(rows: int, captures: list[str]) -> None:
+    """A step is warmed up before it is captured, in the middle of a call."""
+    stock, ours = pair("qwen3_next", batch_sizes=(rows,))
+    given = {**texts(stock)[rows > 1], **GREEDY}
+    want = stock.generate(**given).tolist()
+    helper = optimize(twin_of(stock), batch_sizes=(rows,), draft_tokens=(1,), verify=False)
+    helper.generation_config.num_assistant_tokens = 3
+    helper.generation_config.num_assistant_tokens_schedule = "constant"
+    for _ in range(2):
+        assert ours.generate(**given, assistant_model=helper).tolist() == want
+    counts = ours.mirage.report.decode
+    assert "step" in captures and counts["captured"] == 2
+    assert taken(ours) >= counts["drafts: drafted"] - 2 * 3 * rows > 0
