@@ -167,6 +167,7 @@ def _kwargs_for(model: Any, target: CallInputs) -> dict[str, Any]:
             raise NotCoveredError(
                 "assisted decoding: an assistant for another encoder, or for none"
             )
+        kwargs.pop("decoder_position_ids", None)
         mask = kwargs.pop("decoder_attention_mask", None)
         kwargs["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask
         kwargs["encoder_outputs"] = encoder_outputs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -192,9 +193,7 @@ def follows_encoder(model: Any) -> bool:
 
     Whisper's decoder is also a model of its own, which is given what another model's encoder gave.
     """
-    if model.config.is_encoder_decoder:
-        return True
-    return "encoder_outputs" in inspect.signature(type(model).forward).parameters
+    return bool(model.config.is_encoder_decoder) or _takes(type(model).forward, "encoder_outputs")
 
 
 def decoder_config(model: Any) -> Any:
@@ -232,7 +231,13 @@ def source_width(model: Any) -> int:
 
 def takes_positions(model: Any) -> bool:
     """Return whether a model's forward takes the positions of a decoder's tokens."""
-    return "decoder_position_ids" in inspect.signature(type(model).forward).parameters
+    return _takes(type(model).forward, "decoder_position_ids")
+
+
+@cache
+def _takes(forward: Any, name: str) -> bool:
+    """Return whether a forward names an argument."""
+    return name in inspect.signature(forward).parameters
 
 
 def decoder_arguments(model: Any, kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
