@@ -1,11 +1,11 @@
-"""Multi-head latent attention of a decoding step: one new token of each sequence, over a cache.
+"""Multi-head latent attention of a decoding step: new tokens of each sequence, over a cache.
 
 The cache holds latents, and keys that RoPE has rotated. All heads share one latent and one rotated
 key for each slot. A head's other keys and its values are products of the latent with the head's
 rows of one weight. The program of attention (`build`) expands them, as the model does. The search
 moves the weight to the query and to the result, so that kernels read only the latents. A program
-before it (`build_append`) rotates q and the new key, normalises the new latent, and appends both in
-place.
+before it (`build_append`) rotates q and the new keys, normalises the new latents, and appends both
+in place. So each of several new tokens has bounds of its own: it sees the cache up to itself.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import torch
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.patterns.attention import LONG_SLOTS, REFERENCE_SLOTS
-from mirage_hf.patterns.schema import Pattern
+from mirage_hf.patterns.schema import Pattern, PatternBlock
 
 AXES = {
-    "q": "rows heads 1 nope",
-    "q_rope…": "rows heads 1 rope",
+    "q": "rows heads queries nope",
+    "q_rope…": "rows heads queries rope",
     "latents": "rows 1 slots latent",
     "keys…": "rows 1 slots rope",
-    "lo": "rows 1 1 1",
-    "end": "rows 1 1 1",
+    "lo": "rows 1 queries 1",
+    "end": "rows 1 queries 1",
     "w_k": "1 heads latent nope",
     "w_v": "1 heads latent value",
-    "y": "rows heads 1 value",
+    "y": "rows heads queries value",
 }
 
 #: With "parted pairs" there are two each of q_rope, k_rope, keys and rotated, of half the width.
 APPEND_AXES = {
-    "q_rope…": "rows heads 1 rope",
-    "k_rope…": "rows 1 1 rope",
-    "latent": "rows 1 1 latent",
+    "q_rope…": "rows heads queries rope",
+    "k_rope…": "rows 1 queries rope",
+    "latent": "rows 1 queries latent",
     "norm": "1 latent",
-    "cos": "rows 1 1 rope",
-    "sin": "rows 1 1 rope",
+    "cos": "rows 1 queries rope",
+    "sin": "rows 1 queries rope",
     "latents": "rows 1 slots latent",
     "keys…": "rows 1 slots rope",
     "slot": "rows 1 1 1",
-    "rotated…": "rows heads 1 rope",
+    "rotated…": "rows heads queries rope",
 }
 
 #: How RoPE pairs the elements of q and k. "halves": i with i + rope / 2. "pairs": 2 i with 2 i + 1
@@ -77,6 +77,18 @@ def _rotated_parts(ropes: str, rope: int) -> tuple[tuple[str, int], ...]:
     return (("", rope),)
 
 
+def _strides(queries: int, row: int, head: int, step: int = 1) -> tuple[int, int, int, int]:
+    """Return the strides of a part of packed rows (sequences, heads, queries, elements).
+
+    Args:
+        queries: The new tokens of a sequence. Each has a row.
+        row: The elements between rows.
+        head: The elements between heads.
+        step: The elements between those of a part.
+    """
+    return queries * row, head, row if queries > 1 else head, step
+
+
 def _caches(
     g: KernelGraph, rows: int, slots: int, latent: int, rope: int, ropes: str, dtype: torch.dtype
 ) -> tuple[DTensor, list[DTensor]]:
@@ -102,6 +114,8 @@ def build(
     ropes: str,
     dtype: torch.dtype,
     slots: int = REFERENCE_SLOTS,
+    *,
+    queries: int = 1,
 ) -> KernelGraph:
     """Return the program of attention over latents.
 
@@ -117,16 +131,18 @@ def build(
         ropes: One of ROPES.
         dtype: The dtype of everything except bounds.
         slots: The slots of the cache.
+        queries: The new tokens of a sequence.
     """
     g, head = new_kernel_graph(), nope + rope
     q_row, _ = strides_of(heads, latent, nope, rope, q_rank)
-    q = g.new_input((rows, heads, 1, nope), dtype, (q_row, head, head, 1), name="q")
+    q = g.new_input((rows, heads, queries, nope), dtype, _strides(queries, q_row, head), name="q")
     rotated = [
-        g.new_input((rows, heads, 1, width), dtype, name=f"q_rope{part}")
+        g.new_input((rows, heads, queries, width), dtype, name=f"q_rope{part}")
         for part, width in _rotated_parts(ropes, rope)
     ]
     latents, keys = _caches(g, rows, slots, latent, rope, ropes, dtype)
-    lo, end = (g.new_input((rows, 1, 1, 1), torch.int32, name=name) for name in ("lo", "end"))
+    bounds = (rows, 1, queries, 1)
+    lo, end = (g.new_input(bounds, torch.int32, name=name) for name in ("lo", "end"))
     of_head = (nope + value) * latent
 
     def expansion(name: str, width: int) -> DTensor:
@@ -155,6 +171,8 @@ def build_append(
     dtype: torch.dtype,
     rope_dtype: torch.dtype,
     slots: int = REFERENCE_SLOTS,
+    *,
+    queries: int = 1,
 ) -> KernelGraph:
     """Return the program that rotates q and appends the new latent and the new rotated key.
 
@@ -170,22 +188,33 @@ def build_append(
         dtype: The dtype of everything except cos, sin and bounds.
         rope_dtype: The dtype of cos and sin, in which RoPE is computed.
         slots: The slots of the cache.
+        queries: The new tokens of a sequence.
     """
     g, head = new_kernel_graph(), nope + rope
     q_row, row = strides_of(heads, latent, nope, rope, q_rank)
     parts = _rotated_parts(ropes, rope)
     step = len(parts)
     q = [
-        g.new_input((rows, heads, 1, width), dtype, (q_row, head, head, step), name=f"q_rope{part}")
+        g.new_input(
+            (rows, heads, queries, width),
+            dtype,
+            _strides(queries, q_row, head, step),
+            name=f"q_rope{part}",
+        )
         for part, width in parts
     ]
     k = [
-        g.new_input((rows, 1, 1, width), dtype, (row, row, row, step), name=f"k_rope{part}")
+        g.new_input(
+            (rows, 1, queries, width),
+            dtype,
+            _strides(queries, row, row, step),
+            name=f"k_rope{part}",
+        )
         for part, width in parts
     ]
-    new = g.new_input((rows, 1, 1, latent), dtype, (row, row, row, 1), name="latent")
+    new = g.new_input((rows, 1, queries, latent), dtype, _strides(queries, row, row), name="latent")
     norm = g.new_input((1, latent), dtype, name="norm", constant=True)
-    table = (rows, 1, 1, parts[0][1])
+    table = (rows, 1, queries, parts[0][1])
     cos, sin = (g.new_input(table, rope_dtype, name=name) for name in ("cos", "sin"))
     latents, keys = _caches(g, rows, slots, latent, rope, ropes, dtype)
     slot = g.new_input((rows, 1, 1, 1), torch.int32, name="slot")
@@ -239,3 +268,8 @@ MLA_APPEND = Pattern("mla_append", APPEND_AXES, build_append)
 MLA_QUERY = Pattern(
     "mla_query", {"x": "rows rank", "q_norm": "1 rank", "w": "rank n", "y": "rows n"}, build_query
 )
+
+
+def for_several_tokens(block: PatternBlock, tokens: int) -> PatternBlock:
+    """Return a block of `MLA` or `MLA_APPEND` for `tokens` new tokens of each sequence."""
+    return block.pattern.block(**{**dict(block.sizes), "queries": tokens})

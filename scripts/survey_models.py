@@ -304,7 +304,8 @@ def _drafted(model: Any, call: Call, text: Tensor, tokens: int, drafts: int) -> 
             ours = _generated(model, call, tokens, prompt_lookup_num_tokens=drafts)
     except Exception as error:  # stock, which serves what we do not cover, may refuse drafts
         with contextlib.suppress(type(error)):
-            type(model).generate(model, **call.inputs, prompt_lookup_num_tokens=drafts)
+            lookup = {"max_new_tokens": tokens, "prompt_lookup_num_tokens": drafts}
+            type(model).generate(model, **call.inputs, **lookup)
             raise
         decode = dict(_decode_counts(model) - before)
         return {"equal": True, "decode": decode, "error": _described(error)}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING, Chooser
@@ -14,11 +16,23 @@ from mirage_hf.decode.draft_sources import DraftSource, drafts_of
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
-from mirage_hf.decode.sources import new_cache
+from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.sources import follows_encoder, new_cache
 from mirage_hf.decode.step_program import StepProgram
 from mirage_hf.decode.traced_step import TracedStep, TracedSteps
+from mirage_hf.errors import described
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape
+
+#: What an assistant takes of the kwargs of the model that it drafts for.
+_KWARGS = (
+    "attention_mask",
+    "position_ids",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+    "logits_to_keep",
+    "use_cache",
+)
 
 #: Fills a block with the keys, values and logits of an assistant's prompt.
 Prefill = Callable[[Any, CallInputs, CallPlan, CacheBlock], None]
@@ -56,8 +70,6 @@ class Assistant:
         if runner is None or (steps := runner.model_kernels or runner.traced) is None:
             raise NotCoveredError("assisted decoding: the assistant has no steps by kernels")
         batch = StepShape(len(target.input_ids))
-        if isinstance(steps, TracedSteps) and steps.keeps_states:
-            raise NotCoveredError("assisted decoding: an assistant whose layers keep states")
         if isinstance(steps, TracedSteps) and steps.drafting_plan(batch) is None:
             raise NotCoveredError(
                 f"assisted decoding: the assistant's steps of {batch} take texts of one length; "
@@ -70,9 +82,7 @@ class Assistant:
         most = 20 if most is None else int(most)  # stock's own default
         if most < 1:
             raise NotCoveredError("assisted decoding without drafts")
-        names = ("attention_mask", "position_ids", "logits_to_keep", "use_cache")
-        kwargs = {name: target.kwargs[name] for name in names if name in target.kwargs}
-        kwargs["past_key_values"] = new_cache(model)
+        kwargs = _kwargs_for(model, target)
         inputs = CallInputs(model, target.input_ids, [], target.criteria, target.config, kwargs)
         options = {} if runner.traced is None else runner.traced.call_options
         plan = plan_call(
@@ -100,11 +110,14 @@ class Assistant:
         graph_key = runner.graph_key_of(plan)
         used = plan.most_slots + tokens  # its last step writes that far
         own: CacheBlock | None = block.assistant
-        wanted = graph_key, plan.windows
-        if own is None or own.capacity < used or (block.assistant_key, own.windows) != wanted:
+        wanted = graph_key, plan.windows, plan.source_slots
+        known = own and (block.assistant_key, own.windows, own.source_slots)
+        if own is None or own.capacity < used or known != wanted:
             block.drop_graphs()
             axes = 0 if plan.prompt.offsets is None else len(plan.prompt.offsets)
-            own = CacheBlock(block.batch, bucket(used), plan.windows, block.device, axes)
+            own = CacheBlock(
+                block.batch, bucket(used), plan.windows, block.device, axes, plan.source_slots
+            )
             block.assistant, block.assistant_key = own, graph_key
             block.assistant_step = None
         prefill(runner, self.inputs, plan, own)
@@ -113,16 +126,72 @@ class Assistant:
         step = runner.step_by_kernels(plan, own, graph_key, shape, cursor)
         if isinstance(step, str):
             raise NotCoveredError(f"assisted decoding: {step}")
-        known: StepProgram | TracedStep | None = block.assistant_step
-        if known is not None and known.drafts is cursor and type(known) is type(step):
-            step = known
+        last: StepProgram | TracedStep | None = block.assistant_step
+        if last is not None and last.drafts is cursor and type(last) is type(step):
+            step = last
         else:
             block.drop_graphs()
             block.assistant_step = step
+        if isinstance(step, TracedStep) and own.states:
+            if step.allocate_kept(tokens + 1):
+                block.drop_graphs()
+            step.keep(1)  # as if the prompt were the one token that the target took
         # the choice of the target's first token moves its own state on likewise
         own.control.length.add_(1)
         own.control.position.add_(1)
         return AssistantDrafts(step, cursor, self.most)
+
+
+def _kwargs_for(model: Any, target: CallInputs) -> dict[str, Any]:
+    """Return the kwargs of an assistant for a call of another model, as stock makes them.
+
+    An assistant with an encoder runs it on what the other model's encoder was given. A decoder
+    alone reads what the other model's encoder gave.
+
+    Raises:
+        NotCoveredError: Stock rejects the assistant.
+    """
+    kwargs = {name: target.kwargs[name] for name in _KWARGS if name in target.kwargs}
+    if not model._supports_logits_to_keep():
+        kwargs.pop("logits_to_keep", None)
+    kwargs[cache_name(model)] = new_cache(model)
+    encoder_outputs = target.kwargs.get("encoder_outputs")
+    if model.config.is_encoder_decoder:
+        kwargs["encoder_outputs"] = _encoded(model, target)
+    elif encoder_outputs is not None or follows_encoder(model):
+        names = ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers")
+        own, others = (
+            [getattr(m.config, name, None) for name in names] for m in (model, target.model)
+        )
+        if encoder_outputs is None or not follows_encoder(model) or own != others:
+            raise NotCoveredError(
+                "assisted decoding: an assistant for another encoder, or for none"
+            )
+        kwargs.pop("decoder_position_ids", None)
+        mask = kwargs.pop("decoder_attention_mask", None)
+        kwargs["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask
+        kwargs["encoder_outputs"] = encoder_outputs
+    return kwargs
+
+
+def _encoded(model: Any, target: CallInputs) -> Any:
+    """Return what an assistant's own encoder gives for a call of another model.
+
+    Raises:
+        NotCoveredError: The encoder cannot run on the other model's input.
+    """
+    left_out = ("encoder_outputs", "past_key_values", "logits_to_keep")
+    kwargs = {name: x for name, x in target.kwargs.items() if name not in left_out}
+    given, config = target.inputs_tensor, model.generation_config
+    if given is None or not target.model.config.is_encoder_decoder:
+        raise NotCoveredError("assisted decoding: an assistant with an encoder, for another kind")
+    try:
+        given, name, kwargs = model._prepare_model_inputs(given, config.bos_token_id, kwargs)
+        made = model._prepare_encoder_decoder_kwargs_for_generation(given, kwargs, name, config)
+    except Exception as error:  # stock's encoder may raise anything
+        why = f"the assistant's encoder raised {described(error)}"
+        raise NotCoveredError(f"assisted decoding: {why}") from None
+    return made["encoder_outputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +202,8 @@ class AssistantDrafts(DraftSource):
     these places. If both have the same probabilities, they choose the same tokens.
 
     Its cache follows the accepted text, because each step writes from the row's own length on. The
-    token drafted last is fed, too, so that its keys are there if it is taken.
+    token drafted last is fed, too, so that its keys are there if it is taken. Recurrent states are
+    kept after each step, and those after the accepted tokens are put back.
 
     Attributes:
         step: A step of the assistant, for one token of each row.
@@ -163,13 +233,23 @@ class AssistantDrafts(DraftSource):
         cursor.tokens.copy_(drafts.tokens[:, :1])
         cursor.ahead.copy_(drafts.ahead)
         most = min(self.most, drafts.tokens.shape[1] - 1)
+        if isinstance(self.step, TracedStep):
+            # of what it was fed, the target took so many tokens; a row that has ended goes back
+            self.step.settle(drafts.report[:, -2] + 1)
+            self.step.keep(0)
         for number in range(1, most + 1):
-            self.step.feed()
+            self._feed(number)
             token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
             token = token.masked_fill(token == NOTHING, 0)
             history.ids.scatter_(1, cursor.text_length(history), token)
             cursor.tokens.copy_(token)
             cursor.ahead.add_(1)
             drafts.tokens[:, number : number + 1].copy_(token)
-        self.step.feed()
+        self._feed(most + 1)
         drafts.count.fill_(most)
+
+    def _feed(self, number: int) -> None:
+        """Feed the cursor's token, the `number`th since the target's step, and keep the states."""
+        self.step.feed()
+        if isinstance(self.step, TracedStep):
+            self.step.keep(number)

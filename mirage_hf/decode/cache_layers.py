@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-import mirage_hf.trace.attention  # noqa: F401 (it defines the op that appends several tokens)
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.rings import Ring
 from mirage_hf.errors import MirageError
+from mirage_hf.trace.attention import for_each_token
 
 #: HF's layers that keep states of convolutions and recurrences, in versions that have them.
 LinearLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
@@ -121,8 +121,8 @@ class StepLayer(_BlockLayer):
     ):
         super().__init__(block, index, is_sliding)
         self.ring_slots, self.control = ring_slots, control
-        #: The number of tokens in the cache, as the model reads it.
-        self.seen: Any = control.length
+        #: The number of tokens in the cache, as the model reads it: one for all rows.
+        self.seen: Any = block.control.length
         #: The order in which the model gets slots (slots,), None if it gets them as they are.
         self.order: Tensor | None = None
 
@@ -134,22 +134,28 @@ class StepLayer(_BlockLayer):
         keys, values = block.keys[self.index], block.values[self.index]
         if length.dim() == 2:  # rows are tokens of fewer texts
             slots = length.view(block.batch, -1)
-            append = torch.ops.mirage_hf.append_tokens
-            return append(keys, 2, slots, key_states), append(values, 2, slots, value_states)
-        for memory, states in ((keys, key_states), (values, value_states)):
-            if ring is None:
-                memory.index_copy_(2, length, states)
-            else:
-                slots = self.ring_slots[ring][:, :, None, None]
-                memory.scatter_(2, slots.expand_as(states), states)
+            append, tokens = torch.ops.mirage_hf.append_tokens, slots.shape[1]
+            keys = for_each_token(append(keys, 2, slots, key_states), tokens)
+            values = for_each_token(append(values, 2, slots, value_states), tokens)
+        elif ring is None:
+            keys.index_copy_(2, length, key_states)
+            values.index_copy_(2, length, value_states)
+        else:
+            slots = self.ring_slots[ring][:, :, None, None]
+            keys.scatter_(2, slots.expand_as(key_states), key_states)
+            values.scatter_(2, slots.expand_as(value_states), value_states)
         if self.order is not None:
             return keys.index_select(2, self.order), values.index_select(2, self.order)
         return keys, values
 
     def update_indexer(self, key_states: Tensor) -> Tensor:
         """Store an indexer's new key and return all slots."""
-        memory = self.block.indexer_keys[self.index][:, 0]
-        return memory.index_copy_(1, self.control.length, key_states)
+        memory, length = self.block.indexer_keys[self.index], self.control.length
+        if length.dim() == 1:
+            return memory[:, 0].index_copy_(1, length, key_states)
+        slots = length.view(self.block.batch, -1)
+        memory = torch.ops.mirage_hf.append_tokens(memory, 2, slots, key_states[:, None])
+        return for_each_token(memory, slots.shape[1])[:, 0]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of slots, and the offset of the first one."""

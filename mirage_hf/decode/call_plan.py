@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from mirage_hf.decode.cache_exchange import held_tokens, of_self_attention, windows_of
@@ -29,7 +30,13 @@ from mirage_hf.decode.routing import (
     rejected_options,
 )
 from mirage_hf.decode.selection import Selection
-from mirage_hf.decode.sources import MaskUse, Source, decoder_arguments
+from mirage_hf.decode.sources import (
+    MaskUse,
+    Source,
+    decoder_arguments,
+    decoder_config,
+    follows_encoder,
+)
 
 #: New tokens for which a call reserves memory at first. Longer calls double their memory.
 FIRST_REACH = 1024
@@ -46,6 +53,7 @@ class CallInputs:
         criteria: HF's list of stopping criteria.
         config: The generation config in force.
         kwargs: The model's kwargs, with a cache.
+        inputs_tensor: What the model's encoder was given, if it has one.
     """
 
     model: Any
@@ -54,6 +62,7 @@ class CallInputs:
     criteria: Any
     config: Any
     kwargs: dict[str, Any]
+    inputs_tensor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ def plan_call(
     is_traced = axes is not None
     _check_options(inputs, is_traced=is_traced)
     model, kwargs, config = inputs.model, inputs.kwargs, inputs.config
-    text_config = model.config.get_text_config(decoder=True)
+    text_config = decoder_config(model)
     masks = covered(MaskPlan.of(text_config))
     cache = kwargs.get(cache_name(model))
     if masks.states and not is_traced:
@@ -176,8 +185,10 @@ def plan_call(
     mask_length = getattr(config, "_mask_length", tokens)
     past = covered(held_tokens(cache))
     source, of_prompt = None, kwargs
-    if model.config.is_encoder_decoder:
+    if follows_encoder(model):
         source = Source.of(kwargs, mask_use)
+        if not isinstance(cache, EncoderDecoderCache):
+            raise NotCoveredError("a cache without a part for what an encoder gave")
         of_prompt, mask_length = decoder_arguments(model, kwargs, tokens), past + tokens
     prompt = PromptPlan.of(inputs.input_ids, past, mask_length, of_prompt, counts_itself=is_traced)
     if (0 if prompt.offsets is None else len(prompt.offsets)) != (axes or 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class Control:
         report: (2, batch): the tokens chosen last, and which rows go on. The host reads it.
         slots: (1, capacity): 0, 1, 2, …
     """
+
+    #: What rows have in common, even if they are new tokens of a text.
+    FOR_ALL_ROWS: ClassVar = ("budget", "eos", "pad", "slots")
 
     ids: Tensor
     position: Tensor

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.sources import decoder_config
 from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.traced_step import record_step, rings_variants
 from mirage_hf.decode.tracing import axes_of_positions
@@ -79,7 +80,7 @@ def planned_step(model: Any, rows: int = 1) -> StepPlan:
 
     The arguments and errors are those of `explain_step`.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model)
     masks = MaskPlan.of(config)
     if isinstance(masks, str):
         raise MirageError(f"its steps cannot be traced: {masks}")

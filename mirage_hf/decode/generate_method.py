@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mirage_hf.decode.call_plan import CallInputs
@@ -22,7 +23,6 @@ from mirage_hf.decode.generate import generate
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.routing import (
-    COVERED_MODES,
     effective_options,
     rejected_arguments,
     rejected_model,
@@ -35,6 +35,12 @@ from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies
 
 _LOOKUP = "prompt_lookup_num_tokens"
+#: Stock's methods that may run one of several segments.
+_SEGMENTS = {
+    GenerationMode.GREEDY_SEARCH: "_sample",
+    GenerationMode.SAMPLE: "_sample",
+    GenerationMode.ASSISTED_GENERATION: "_assisted_decoding",
+}
 
 
 class DecodeError(MirageError, ValueError):
@@ -68,11 +74,18 @@ class CoveredCall:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Run the call, as stock's decoding method would."""
         inputs = CallInputs(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+            inputs_tensor,
         )
         try:
             return generate(
@@ -84,10 +97,16 @@ class CoveredCall:
             )
         except NotCoveredError as reason:
             # earlier segments stay as they are, so only this one runs stock
-            if not self.is_segment or generation_config.get_generation_mode() not in COVERED_MODES:
+            mode = generation_config.get_generation_mode(self.drafts.assistant)
+            if not self.is_segment or mode not in _SEGMENTS:
                 raise
             self.runner.count(f"stock: {reason}")
-        return type(model)._sample(
+        if mode is GenerationMode.ASSISTED_GENERATION:
+            given = {"assistant_model": self.drafts.assistant, "inputs_tensor": inputs_tensor}
+            # stock's generate did not see the assistant, as it gives none to a callable
+            model._validate_generation_mode(mode, generation_config, given)
+            model_kwargs |= given
+        return getattr(type(model), _SEGMENTS[mode])(
             model,
             input_ids,
             logits_processor=logits_processor,
@@ -246,9 +265,11 @@ class Generate:
             arguments["streamer"] = _PromptStreamer(streamer)
         cache_is_users = arguments.get("past_key_values") is not None
         is_own = type(model).generate is not GenerationMixin.generate
-        assistant = arguments.pop("assistant_model", None)
-        if assistant is not None and (is_own or (option("num_return_sequences") or 1) > 1):
+        assistant = arguments.get("assistant_model")
+        if assistant is not None and (option("num_return_sequences") or 1) > 1:
             return "assisted decoding with options that stock rejects"
+        if not is_own:  # a model's own generate may treat calls with an assistant in another way
+            arguments.pop("assistant_model", None)
         lookup = None
         if getattr(model, "_is_stateful", False) and (option(_LOOKUP) is not None):
             # stock's generate refuses drafts for such models, because it cannot put states back

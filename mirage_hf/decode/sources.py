@@ -7,8 +7,10 @@ slots for a bucket of lengths, so that a captured step serves many of them.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -18,8 +20,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import has_keys
+from mirage_hf.decode.control import Control
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
+from mirage_hf.trace.attention import for_each_token
 from mirage_hf.trace.record import Input, TraceError
 
 #: Names in `CacheBlock.sources`: the encoder's output (batch, slots, width), which slots each row
@@ -126,16 +130,20 @@ def source_keys(block: CacheBlock) -> list[Tensor]:
     return [x for name, x in block.sources.items() if name.startswith(f"{KEYS}.")]
 
 
-def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dict[str, Any]:
+def step_arguments(
+    model: Any, block: CacheBlock, rows: Control, cache: Any, masks: Any
+) -> dict[str, Any]:
     """Return what a decoder's step takes, beside its options.
 
     Args:
-        model: An encoder-decoder model.
+        model: A model whose decoder follows an encoder.
         block: The block, which holds what the encoder gave.
+        rows: The rows of the step: those of the block, or new tokens of them.
         cache: The cache of self-attention.
         masks: The masks of self-attention.
     """
-    sources = block.sources
+    tokens = len(rows.ids) // block.batch
+    sources = {name: for_each_token(x, tokens) for name, x in block.sources.items() if name != MASK}
     layers = []
     for n in range(len(block.rings)):
         layer = DynamicLayer()
@@ -146,22 +154,62 @@ def step_arguments(model: Any, block: CacheBlock, cache: Any, masks: Any) -> dic
         layers.append(layer)
     of_source = DynamicCache()
     of_source.layers = layers
-    arguments = {
-        "decoder_input_ids": block.control.ids,
-        "decoder_attention_mask": masks,
-        "encoder_outputs": EncoderOutput(last_hidden_state=sources[STATES]),
-        "attention_mask": sources[SEEN],
-        "past_key_values": EncoderDecoderCache(cache, of_source),
-    }
+    outputs = EncoderOutput(last_hidden_state=sources[STATES])
+    arguments = decoder_inputs(model, outputs, sources[SEEN], rows.ids, masks, rows.positions())
+    return {**arguments, "past_key_values": EncoderDecoderCache(cache, of_source)}
+
+
+def decoder_inputs(
+    model: Any,
+    outputs: EncoderOutput,
+    seen: Tensor | None,
+    ids: Tensor,
+    mask: Any,
+    positions: Tensor,
+) -> dict[str, Any]:
+    """Return what the forward of a decoder after an encoder takes, except for its cache.
+
+    Args:
+        model: The model.
+        outputs: What the encoder gave.
+        seen: Which slots of it each row sees, None if all.
+        ids: The decoder's tokens.
+        mask: Their mask, None if there is none.
+        positions: Their positions.
+    """
+    of_decoder = "decoder_" if model.config.is_encoder_decoder else ""
+    arguments: dict[str, Any] = {f"{of_decoder}input_ids": ids, "encoder_outputs": outputs}
+    if mask is not None:
+        arguments[f"{of_decoder}attention_mask"] = mask
+    if of_decoder and seen is not None:
+        arguments["attention_mask"] = seen
     if takes_positions(model):
-        arguments["decoder_position_ids"] = block.control.positions()
+        arguments["decoder_position_ids"] = positions
     return arguments
+
+
+def follows_encoder(model: Any) -> bool:
+    """Return whether a model's decoder reads what an encoder gave.
+
+    Whisper's decoder is also a model of its own, which is given what another model's encoder gave.
+    """
+    return bool(model.config.is_encoder_decoder) or _takes(type(model).forward, "encoder_outputs")
+
+
+def decoder_config(model: Any) -> Any:
+    """Return the config of a model's decoder."""
+    config = model.config
+    if follows_encoder(model) and not config.is_encoder_decoder:
+        # its config is that of the whole model, and says how many layers the encoder has
+        config = copy.copy(config)
+        config.is_encoder_decoder = True
+    return config.get_text_config(decoder=True)
 
 
 def new_cache(model: Any) -> Any:
     """Return an empty cache, as stock's generate makes it."""
-    config = model.config.get_text_config(decoder=True)
-    if not model.config.is_encoder_decoder:
+    config = decoder_config(model)
+    if not follows_encoder(model):
         return DynamicCache(config=config)
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
@@ -183,17 +231,25 @@ def source_width(model: Any) -> int:
 
 def takes_positions(model: Any) -> bool:
     """Return whether a model's forward takes the positions of a decoder's tokens."""
-    return "decoder_position_ids" in inspect.signature(type(model).forward).parameters
+    return _takes(type(model).forward, "decoder_position_ids")
+
+
+@cache
+def _takes(forward: Any, name: str) -> bool:
+    """Return whether a forward names an argument."""
+    return name in inspect.signature(forward).parameters
 
 
 def decoder_arguments(model: Any, kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return the mask and the positions of a decoder's tokens, by the names of causal models.
 
     Args:
-        model: An encoder-decoder model.
+        model: A model whose decoder follows an encoder.
         kwargs: Its kwargs.
         tokens: Tokens that are new.
     """
+    if not model.config.is_encoder_decoder:
+        return kwargs
     mask, positions = kwargs.get("decoder_attention_mask"), kwargs.get("decoder_position_ids")
     if positions is None and mask is not None and mask.ndim == 2 and takes_positions(model):
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]

@@ -161,7 +161,7 @@ class CapturedForward(Step):
 
     def _arguments(self, masks: Any) -> dict[str, Any]:
         if self.block.source_slots:
-            arguments = step_arguments(self.model, self.block, self.cache, masks)
+            arguments = step_arguments(self.model, self.block, self.rows, self.cache, masks)
             if self.mask_in_output:
                 arguments["encoder_outputs"].attention_mask = arguments["attention_mask"]
             if not self.gives_source_mask:

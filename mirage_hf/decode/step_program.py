@@ -154,6 +154,11 @@ class StepProgram(Step):
                 by_kernel=by_kernel,
                 drafts=self.drafts,
             )
+            for low, slot, bounds in zip(
+                embedded.lows, embedded.slots, buffers.bounds, strict=True
+            ):
+                if bounds is not None:
+                    model_kernels.layers[0].step.set_bounds(low, slot, bounds)
             model_kernels.run_step(buffers.kernels, embedded.x, layer_inputs, self.logits)
             turn_rings(block.control, block.ring_slabs, by_kernel=by_kernel)
 

@@ -20,9 +20,11 @@ from mirage_hf.decode.sources import (
     EncoderOutput,
     MaskUse,
     Source,
+    decoder_config,
+    decoder_inputs,
+    follows_encoder,
     new_cache,
     source_width,
-    takes_positions,
 )
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.decode.traced_step import TracedStep
@@ -82,7 +84,7 @@ class TraceCheck:
         self.model, self.masks, self.axes = model, masks, axes
         self.gives_positions = gives_positions
         self.mask_use: MaskUse = "hides"
-        if model.config.is_encoder_decoder:
+        if follows_encoder(model):
             self.mask_use = _mask_use(model)
         self.tolerance = tolerance_of(model)
 
@@ -95,7 +97,7 @@ class TraceCheck:
         try:
             self._run(plan, batch, windows, capacity)
         except TraceError:
-            has_mask = self.model.config.is_encoder_decoder
+            has_mask = follows_encoder(self.model)
             if not has_mask or (before := self.mask_use) not in ("hides", "output"):
                 raise
             self.mask_use = "other"
@@ -109,7 +111,7 @@ class TraceCheck:
         self, plan: StepPlan, batch: int, windows: Sequence[int | None], capacity: int
     ) -> None:
         device = self.model.device
-        vocab = self.model.config.get_text_config(decoder=True).vocab_size
+        vocab = decoder_config(self.model).vocab_size
         generator = torch.Generator().manual_seed(batch)
         for length in LENGTHS:
             ids = torch.randint(0, vocab, (batch, length + 1), generator=generator)
@@ -149,12 +151,13 @@ class TraceCheck:
             UnfitFormError: They differ.
         """
         batch, tokens, model = shape.batch, shape.tokens, self.model
-        vocab = model.config.get_text_config(decoder=True).vocab_size
+        vocab = decoder_config(model).vocab_size
         generator = torch.Generator().manual_seed(shape.rows)
         length = LENGTHS[1]
         ids = torch.randint(0, vocab, (batch, length + 2 * tokens), generator=generator)
         padding = torch.arange(1, batch + 1, device=model.device) % 3
-        texts = _Prompt(ids.to(model.device), padding, None)
+        source = _random_source(model, batch, length + 2, generator, self.mask_use)
+        texts = _Prompt(ids.to(model.device), padding, source)
         try:
             pairs = self._two_steps(plan, shape, texts, length, capacity)
         except Exception as error:  # stock's forward may raise anything
@@ -175,25 +178,15 @@ class TraceCheck:
             capacity: Slots of the block.
         """
         model, ids, tokens = self.model, texts.ids, shape.tokens
-        positions = (texts.mask.cumsum(-1) - 1).clamp_min(0)
-        cache = new_cache(model)
-
-        def stock(first: int, last: int) -> Tensor:
-            arguments = self._arguments(texts, positions, first, last)
-            logits = model(**arguments, **{cache_name(model): cache}, use_cache=True).logits
-            return logits[:, -1]  # type: ignore[no-any-return]
-
+        stock = _StockRun(self, texts)
         with torch.no_grad(), model._optimize_model_for_decode():
-            with SummedProducts():
-                logits = stock(0, length)
-            layers = cached_layers(model.config.get_text_config(decoder=True))
-            block = CacheBlock(shape.batch, capacity, (None,) * layers, ids.device, self.axes)
-            _start(block, texts, positions, cache, length, logits)
+            layers = cached_layers(decoder_config(model))
+            block = stock.prefill(length, (None,) * layers, capacity)
             drafts = Drafts.allocate(shape.batch, tokens, block.logits, None)
             by_place, choices = [], []
             for place in range(length, length + 2 * tokens):
                 with KeepChoices() as kept:
-                    by_place.append(stock(place, place + 1))
+                    by_place.append(stock.feed(place, place + 1))
                 choices.append(kept)
             step = TracedStep(plan, block, self.masks, drafts, graphs=False, graph_key=None)
 
@@ -209,7 +202,8 @@ class TraceCheck:
             # rows take 1, 2, … of the tokens that the first step feeds
             taken = 1 + torch.arange(shape.batch, device=ids.device)[:, None] % tokens
             right = ids[:, length : length + tokens]
-            drafts.tokens.copy_(torch.where(number < taken, right, (right + 1) % logits.shape[1]))
+            wrong = (right + 1) % block.logits.shape[1]
+            drafts.tokens.copy_(torch.where(number < taken, right, wrong))
             wanted, found = ours(nothing)
             is_right = (number < taken).flatten()
             first = wanted[is_right], found[is_right]
@@ -224,77 +218,89 @@ class TraceCheck:
 
         Ours takes stock's experts where their scores nearly tie.
         """
-        model, length, ids = self.model, prompt.length, prompt.ids
-        positions = (prompt.mask.cumsum(-1) - 1).clamp_min(0)
-        cache = new_cache(model)
-
-        def stock(first: int, last: int) -> Any:
-            arguments = self._arguments(prompt, positions, first, last)
-            name = cache_name(model)
-            return model(**arguments, **{name: cache}, use_cache=True).logits[:, -1]
-
-        with torch.no_grad(), model._optimize_model_for_decode():
-            with SummedProducts():
-                logits = stock(0, length)
-            if held_tokens(cache) == 1 < length:  # FSMT drops all tokens of a prompt but the last
-                cache = new_cache(model)
-                for first in range(length):
-                    logits = stock(first, first + 1)
-            source_slots = 0 if prompt.source is None else prompt.source.slots
-            block = CacheBlock(
-                len(ids), capacity, tuple(windows), ids.device, self.axes, source_slots
-            )
-            _start(block, prompt, positions, cache, length, logits)
-            block.control.ids.copy_(ids[:, length:])
+        stock = _StockRun(self, prompt)
+        with torch.no_grad(), self.model._optimize_model_for_decode():
+            block = stock.prefill(prompt.length, windows, capacity)
+            block.control.ids.copy_(prompt.ids[:, prompt.length :])
             with KeepChoices() as choices:
-                wanted = stock(length, length + 1)
+                wanted = stock.feed(prompt.length, prompt.length + 1)
             with TakeChoices(choices, self.tolerance):
                 TracedStep(plan, block, self.masks, graphs=False, graph_key=None)._forward()
         return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
 
-    def _arguments(
-        self, prompt: _Prompt, positions: Tensor, first: int, last: int
-    ) -> dict[str, Any]:
+
+class _StockRun:
+    """Stock's forward over the texts of a comparison, and over stock's own cache."""
+
+    def __init__(self, check: TraceCheck, prompt: _Prompt):
+        self.check, self.prompt = check, prompt
+        self.positions = (prompt.mask.cumsum(-1) - 1).clamp_min(0)
+        self.cache = new_cache(check.model)
+
+    def feed(self, first: int, last: int) -> Tensor:
+        """Feed the tokens from `first` to `last`, and return the last logits."""
+        model = self.check.model
+        cache = {cache_name(model): self.cache}
+        return model(**self._arguments(first, last), **cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+
+    def prefill(self, length: int, windows: Sequence[int | None], capacity: int) -> CacheBlock:
+        """Feed a prompt of so many tokens, and return a block that holds it, before the next step.
+
+        Args:
+            length: Tokens of the prompt.
+            windows: For each layer the window that its cache slides over.
+            capacity: Slots of the block.
+        """
+        prompt, check = self.prompt, self.check
+        with SummedProducts():
+            logits = self.feed(0, length)
+        if held_tokens(self.cache) == 1 < length:  # FSMT drops all tokens of a prompt but the last
+            self.cache = new_cache(check.model)
+            for first in range(length):
+                logits = self.feed(first, first + 1)
+        source_slots = 0 if prompt.source is None else prompt.source.slots
+        device = prompt.ids.device
+        block = CacheBlock(
+            len(prompt.ids), capacity, tuple(windows), device, check.axes, source_slots
+        )
+        lowest = prompt.padding[:, None] if bool(prompt.padding.any()) else None
+        block.begin(lowest)
+        read_cache(block, self.cache, length)
+        if prompt.source is not None:
+            prompt.source.store(block, self.cache)
+        block.set_logits(logits)
+        block.control.start(
+            length=length,
+            position=self.positions[:, length - 1 : length],
+            lowest=lowest,
+            budget=prompt.ids.shape[1],
+            eos=None,
+            pad=None,
+        )
+        block.control.length.add_(1)
+        block.control.position.add_(1)
+        return block
+
+    def _arguments(self, first: int, last: int) -> dict[str, Any]:
         """Return what stock's forward takes for the tokens from `first` to `last`."""
+        prompt, check = self.prompt, self.check
         ids = prompt.ids[:, first:last].contiguous()  # as stock's generate gives them
-        positions = positions[:, first:last].contiguous()
+        positions = self.positions[:, first:last].contiguous()
         is_padded = bool(prompt.padding.any())
         # steps of models that keep only states take no mask
-        takes_mask = is_padded and (bool(self.masks.windows) or not first)
+        takes_mask = is_padded and (bool(check.masks.windows) or not first)
         mask = prompt.mask[:, :last] if takes_mask else None
         if prompt.source is not None:
-            arguments = decoder_inputs(self.model, prompt.source, ids, mask, positions)
-            if self.mask_use == "output":
-                arguments["encoder_outputs"].attention_mask = prompt.source.seen
-            return arguments
-        if self.axes:
-            positions = positions.expand(self.axes, *positions.shape)
+            outputs = EncoderOutput(last_hidden_state=prompt.source.states)
+            if check.mask_use == "output":
+                outputs.attention_mask = prompt.source.seen
+            return decoder_inputs(check.model, outputs, prompt.source.seen, ids, mask, positions)
+        if check.axes:
+            positions = positions.expand(check.axes, *positions.shape)
         arguments = {"input_ids": ids}
-        if self.gives_positions:
+        if check.gives_positions:
             arguments["position_ids"] = positions
         return arguments if mask is None else {**arguments, "attention_mask": mask}
-
-
-def _start(
-    block: CacheBlock, prompt: _Prompt, positions: Tensor, cache: Any, length: int, logits: Tensor
-) -> None:
-    """Fill a block with what stock's prompt of `length` tokens left, before the next step."""
-    lowest = prompt.padding[:, None] if bool(prompt.padding.any()) else None
-    block.begin(lowest)
-    read_cache(block, cache, length)
-    if prompt.source is not None:
-        prompt.source.store(block, cache)
-    block.set_logits(logits)
-    block.control.start(
-        length=length,
-        position=positions[:, length - 1 : length],
-        lowest=lowest,
-        budget=prompt.ids.shape[1],
-        eos=None,
-        pad=None,
-    )
-    block.control.length.add_(1)
-    block.control.position.add_(1)
 
 
 def _at_places(by_place: Sequence[Tensor], places: Tensor) -> Tensor:
@@ -319,28 +325,11 @@ def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count} rows"
 
 
-def decoder_inputs(
-    model: Any, source: Source, ids: Tensor, mask: Tensor | None, positions: Tensor
-) -> dict[str, Any]:
-    """Return what the forward of an encoder-decoder model takes, except for its cache."""
-    arguments: dict[str, Any] = {
-        "decoder_input_ids": ids,
-        "encoder_outputs": EncoderOutput(last_hidden_state=source.states),
-    }
-    if mask is not None:
-        arguments["decoder_attention_mask"] = mask
-    if source.seen is not None:
-        arguments["attention_mask"] = source.seen
-    if takes_positions(model):
-        arguments["decoder_position_ids"] = positions
-    return arguments
-
-
 def _random_source(
     model: Any, batch: int, length: int, generator: torch.Generator, mask_use: MaskUse
 ) -> Source | None:
     """Return what an encoder may have given, with padding on the right if steps see it."""
-    if not model.config.is_encoder_decoder:
+    if not follows_encoder(model):
         return None
     states = torch.randn(batch, length, source_width(model), generator=generator)
     states = states.to(model.device, model.dtype)
@@ -357,14 +346,16 @@ def _mask_use(model: Any) -> MaskUse:
     Raises:
         TraceError: Its forward raised.
     """
+    if not model.config.is_encoder_decoder:
+        return "ignores"  # it takes no such mask
     ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     source = _random_source(model, 1, 6, torch.Generator().manual_seed(0), "hides")
     assert source is not None
 
     def logits(seen: Tensor | None, of_output: Tensor | None = None) -> Tensor:
-        arguments = decoder_inputs(model, Source(source.states, seen), ids, None, positions)
-        arguments["encoder_outputs"].attention_mask = of_output
+        outputs = EncoderOutput(last_hidden_state=source.states, attention_mask=of_output)
+        arguments = decoder_inputs(model, outputs, seen, ids, None, positions)
         with torch.no_grad():
             return model(**arguments, use_cache=False).logits  # type: ignore[no-any-return]
 

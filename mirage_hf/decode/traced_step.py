@@ -33,6 +33,8 @@ from mirage_hf.decode.sources import (
     EncoderOutput,
     MaskUse,
     Source,
+    decoder_inputs,
+    follows_encoder,
     new_cache,
     source_keys,
     source_width,
@@ -55,6 +57,7 @@ from mirage_hf.trace.record import (
     numbers_of,
     record,
 )
+from mirage_hf.trace.row_values import RowValues
 from mirage_hf.trace.sizes import Size, Sizes, generalized, has_mixed_sizes, shape_at
 from mirage_hf.trace.successive import kept_name
 from mirage_hf.trace.torch_functions import torch_functions_only
@@ -283,6 +286,24 @@ class TracedStep(Step):
         for name, kept in self._kept.items():
             torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
 
+    def allocate_kept(self, count: int) -> bool:
+        """Make memory that keeps the states of a step of one token so many times.
+
+        Returns:
+            Whether there was less, so that graphs which use it are no longer right.
+        """
+        if self._kept and len(next(iter(self._kept.values()))) >= count:
+            return False
+        for (layer, name), state in self.block.states.items():
+            with torch.inference_mode(False):
+                self._kept[f"{name}.{layer}"] = state.new_zeros((count, *state.shape))
+        return True
+
+    def keep(self, place: int) -> None:
+        """Keep the present states at a place, if there is memory for them."""
+        for name, kept in self._kept.items():
+            kept[place].copy_(self._inputs[name])
+
     def _keep_states(self) -> None:
         """Make memory for the states after each token."""
         moves = self.plan.recording.moves
@@ -475,8 +496,6 @@ def record_step(
         ):
             prompt = _fake_prompt(model, batch)
         with_source = prompt.source is not None
-        if tokens is not None:
-            _check_may_draft(prompt)
         smallest = sizes[0], GRAIN * with_source
         others = [(sizes[1], smallest[1])]
         # slots of the encoder's output must not be taken for slots of the cache
@@ -576,29 +595,16 @@ def _fake_prompt(model: Any, batch: int) -> _FakePrompt:
     """Run stock's prefill of a short prompt on fake tensors."""
     cache = new_cache(model)
     ids = torch.zeros(batch, _PROMPT, dtype=torch.long, device=model.device)
-    if not model.config.is_encoder_decoder:
+    if not follows_encoder(model):
         logits = model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
         return _FakePrompt(cache, logits[:, -1], None)
     width = source_width(model)
     states = torch.zeros(batch, _PROMPT, width, dtype=model.dtype, device=model.device)
-    encoder_outputs = EncoderOutput(last_hidden_state=states)
-    logits = model(
-        decoder_input_ids=ids,
-        encoder_outputs=encoder_outputs,
-        past_key_values=cache,
-        use_cache=True,
-    ).logits
+    outputs = EncoderOutput(last_hidden_state=states)
+    positions = torch.arange(_PROMPT, device=model.device).expand(batch, -1)
+    arguments = decoder_inputs(model, outputs, None, ids, None, positions)
+    logits = model(**arguments, past_key_values=cache, use_cache=True).logits
     return _FakePrompt(cache, logits[:, -1], Source(states, None))
-
-
-def _check_may_draft(prompt: _FakePrompt) -> None:
-    """Check that a step of several tokens of a text is known.
-
-    Raises:
-        TraceError: It is not.
-    """
-    if prompt.source is not None:
-        raise TraceError("each token of a text would need a copy of what the encoder gave")
 
 
 def _fill(block: CacheBlock, prompt: _FakePrompt) -> None:
@@ -623,10 +629,8 @@ def _record(step: CapturedForward, mode: Any, form: Form, only_inputs: bool) -> 
             masks = plain_mask(control)
         if form.bool_masks:
             masks = _of_each(masks, lambda mask: mask == 0)
-    if control.length.dim() == 2 and (form.host_length or form.newest_last):
-        raise TraceError("it takes one number of tokens in the cache for all rows")
     if form.host_length:
-        seen = host.symbol(control.length, _PROMPT)
+        seen = host.symbol(block.control.length, _PROMPT)
         for layer in of_self_attention(step.cache).layers:
             layer.seen = seen
     named = {PLAIN_MASK: masks} if form.plain_mask else masks
@@ -634,17 +638,26 @@ def _record(step: CapturedForward, mode: Any, form: Form, only_inputs: bool) -> 
     inputs = step_inputs(block) | of_rows | mask_inputs(named, step.ring_slots)
     hidden: dict[int, Callable[[], Tensor]] = {}
     if form.hides_unused:
-        length = control.length if control.length.dim() == 1 else control.length[:, None, None]
-        hidden[block.capacity] = lambda: control.slots > length
+        hidden[block.capacity] = lambda: control.slots > block.control.length
     if form.hides_source:  # rows of a call see the same slots, or the check finds a difference
         step.gives_source_mask = False
         hidden[block.source_slots] = lambda: block.sources[SEEN][:1] == 0
     run = partial(step.run, masks)
     if form.newest_last:
         run = partial(_run_newest_last, step, masks)
+    row_values = None
+    if control is not block.control:  # rows are of several lengths
+        with_rows = [x for name, x in inputs.items() if name not in Control.FOR_ALL_ROWS]
+        row_values = RowValues(block.control.length, control.length, with_rows)
     with masked_keys(source_keys(block), block.sources.get(MASK)):
         return record(
-            (lambda: None) if only_inputs else run, inputs, mode, control.length, host, hidden
+            (lambda: None) if only_inputs else run,
+            inputs,
+            mode,
+            block.control.length,
+            host,
+            hidden,
+            row_values,
         )
 
 

@@ -17,7 +17,7 @@ from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import GRAIN
 from mirage_hf.decode.routing import rejected_masks, rejected_model, takes_cache
-from mirage_hf.decode.sources import is_source, new_cache
+from mirage_hf.decode.sources import decoder_config, is_source, new_cache
 from mirage_hf.decode.step_inputs import gives_positions
 from mirage_hf.decode.trace_check import TraceCheck, UnfitFormError
 from mirage_hf.decode.traced_step import (
@@ -133,7 +133,7 @@ class _Tracer:
         progress: Callable[..., Any] | None,
     ):
         self.model, self.finder, self.progress = model, finder, progress
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = decoder_config(model)
         self.found: dict[str, Resolved | str] = {}
         self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
         self.over_cache = CacheKernels(model.device)

@@ -8,6 +8,8 @@ from typing import Any
 
 from mirage_hf.errors import Rejected
 from mirage_hf.patterns.attention import ATTENTION, for_several_tokens
+from mirage_hf.patterns.mla import MLA, MLA_APPEND
+from mirage_hf.patterns.mla import for_several_tokens as of_latents
 from mirage_hf.patterns.schema import PatternBlock
 
 #: The roles of the first half of an MLP, with a gate and without.
@@ -81,6 +83,8 @@ def block_at(block: PatternBlock, shape: StepShape) -> tuple[PatternBlock, int] 
     """
     if shape.tokens == 1 or not block.pattern.over_cache:
         return block, shape.rows
+    if block.pattern in (MLA, MLA_APPEND):
+        return of_latents(block, shape.tokens), shape.batch
     if block.pattern is not ATTENTION:
         return Rejected(f"{block.pattern.name} takes one new token of each sequence")
     return for_several_tokens(block, shape.tokens, window=shape.windowed), shape.batch

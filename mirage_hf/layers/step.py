@@ -147,6 +147,17 @@ class LayerStep(PartRunner):
         )
         return cos, sin
 
+    def set_bounds(self, lo: Tensor, slot: Tensor, bounds: TokenBounds) -> None:
+        """Write what depends on a step's slots in the bounds of several new tokens of a sequence.
+
+        Layers with equal windows share bounds, so this is called once a step for all of them.
+
+        Args:
+            lo: The first slot that a row sees (b,).
+            slot: The slot of its first new key (b,).
+            bounds: The bounds. What windows need is there already.
+        """
+
     def _attention(
         self, kernels: Mapping[str, Kernel], packed: Tensor, inputs: StepInputs
     ) -> Tensor:
@@ -197,25 +208,32 @@ class LatentStep(LayerStep):
         """The order in which kernels read RoPE's cos and sin."""
         return "once" if self.sizes["ropes"] == "parted pairs" else str(self.sizes["ropes"])
 
+    def set_bounds(self, lo: Tensor, slot: Tensor, bounds: TokenBounds) -> None:
+        """Write the slots that each token sees, from its sequence's first one up to its own."""
+        bounds.first.copy_(lo[:, None].expand_as(bounds.first))
+        torch.add(slot[:, None], bounds.new_last, out=bounds.last)
+
     def _attention(
         self, kernels: Mapping[str, Kernel], packed: Tensor, inputs: StepInputs
     ) -> Tensor:
-        """Run attention on packed projections (b, q or its low rank + latent + rope)."""
+        """Run attention on packed projections (tokens, q or its low rank + latent + rope)."""
         heads, latent, nope, rope, value = (
             int(self.sizes[name]) for name in ("heads", "latent", "nope", "rope", "value")
         )
-        batch = packed.shape[0]
+        batch = inputs.slot.numel()
         query, new_latent, k_rope = packed.split(
             [packed.shape[1] - latent - rope, latent, rope], -1
         )
         if "query" in self.parts:
             norm, expand = self.operands.parameters("query")
             query = kernels["query"]([query, norm[None], expand.t()])[0]
-        q, q_rope = query.view(batch, heads, 1, nope + rope).split([nope, rope], -1)
+        of_heads = query.view(batch, -1, heads, nope + rope).transpose(1, 2)
+        q, q_rope = of_heads.split([nope, rope], -1)
         parted = self.sizes["ropes"] == "parted pairs"
 
-        def per_row(x: Tensor) -> Tensor:
-            return x.view(batch, 1, 1, -1)
+        def by_token(x: Tensor) -> Tensor:
+            """Return rows (tokens, n) of all sequences as (batch, 1, tokens of one, n)."""
+            return x.view(batch, 1, -1, x.shape[-1])
 
         def evens_and_odds(x: Tensor) -> list[Tensor]:
             return [x[..., ::2], x[..., 1::2]] if parted else [x]
@@ -225,21 +243,26 @@ class LatentStep(LayerStep):
         rotated_q = kernels["append"](
             [
                 *evens_and_odds(q_rope),
-                *evens_and_odds(per_row(k_rope)),
-                per_row(new_latent),
+                *evens_and_odds(by_token(k_rope)),
+                by_token(new_latent),
                 latent_norm[None],
-                per_row(inputs.cos),
-                per_row(inputs.sin),
+                by_token(inputs.cos),
+                by_token(inputs.sin),
                 inputs.keys,
                 *keys,
-                per_row(inputs.slot),
+                inputs.slot.view(batch, 1, 1, 1),
             ]
         )[: len(keys)]
+        # if torch runs the program, results have the order of q in memory
+        rotated_q = [x.contiguous() for x in rotated_q]
         (expand,) = self.operands.parameters("attention")
         weight = expand.view(1, heads, nope + value, latent).transpose(2, 3)
-        bounds = [per_row(inputs.lo), per_row(inputs.end)]
+        of_tokens = inputs.bounds
+        seen = (inputs.lo, inputs.end) if of_tokens is None else (of_tokens.first, of_tokens.last)
+        bounds = [x.view(batch, 1, -1, 1) for x in seen]
         w_k, w_v = weight[..., :nope], weight[..., nope:]
-        return kernels["attention"]([q, *rotated_q, inputs.keys, *keys, *bounds, w_k, w_v])[0]
+        y = kernels["attention"]([q, *rotated_q, inputs.keys, *keys, *bounds, w_k, w_v])[0]
+        return y if of_tokens is None else y.transpose(1, 2).reshape(len(packed), -1)
 
 
 def layer_step(

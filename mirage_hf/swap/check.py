@@ -295,7 +295,10 @@ def _step_output(
     lo = torch.zeros(shape.batch, dtype=torch.int32, device=keys.device)
     lo[0] = PADDING
     slot, end = torch.full_like(lo, PAST), torch.full_like(lo, PAST + 1)
-    bounds = _causal_bounds(shape, keys.device) if shape.tokens > 1 else None
+    bounds = None
+    if shape.tokens > 1:
+        bounds = _causal_bounds(shape, keys.device)
+        layer.step.set_bounds(lo, slot, bounds)
     inputs = StepInputs(cos, sin, keys, values, lo, slot, end, bounds)
     return layer.step(kernels, call.x.flatten(0, 1).contiguous(), inputs)
 
@@ -304,8 +307,9 @@ def _causal_bounds(shape: StepShape, device: torch.device) -> TokenBounds:
     """Return the bounds of new tokens that see every cached key."""
     number = torch.arange(shape.tokens, dtype=torch.int32, device=device)
     number = number.repeat(shape.batch, 1)
-    none, all_cached = torch.zeros_like(number), torch.full_like(number, PAST)
-    return TokenBounds(none, all_cached, none, number + 1, shape.windowed)
+    first, new_first = torch.zeros_like(number), torch.zeros_like(number)
+    all_cached = torch.full_like(number, PAST)
+    return TokenBounds(first, all_cached, new_first, number + 1, shape.windowed)
 
 
 # -- running other modules -------------------------------------------------------------------------

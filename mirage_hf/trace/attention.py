@@ -4,7 +4,9 @@ While a step is recorded, transformers' "sdpa" attention calls the op `mirage_hf
 in place of repeating the keys of each group of heads. Calls of other threads run as before.
 
 In a step of several tokens of each text, each token is a row of its own. The op
-`mirage_hf::append_tokens` appends the keys of all rows of a text to its one memory.
+`mirage_hf::append_tokens` appends the keys of all rows of a text to its one memory. The op
+`mirage_hf::for_each_token` gives the model a row of that memory for each token, and likewise of
+what an encoder gave. The recorded attention reads the memory itself, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -31,15 +33,22 @@ library.define(
 def _attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return attention (b, heads, 1, d) of one query in each row.
+    """Return attention (rows, heads, 1, d) of one query in each row.
 
-    The heads that share keys are taken for the queries of one head, so no key is copied.
+    Keys and values have a row for each row, or for each text. The mask has one for either, or one
+    for all. The rows of a text's tokens follow each other. Its tokens, and the heads that share
+    keys, are taken for the queries of one head, so no key is copied.
     """
-    batch, heads, _, width = query.shape
-    kv_heads = keys.shape[1]
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    rows, heads, _, width = query.shape
+    texts, kv_heads = keys.shape[:2]
+    tokens, group = rows // texts, heads // kv_heads
+    grouped = query.reshape(texts, tokens, kv_heads, group, width).transpose(1, 2).flatten(2, 3)
+    if mask is not None and tokens > 1 and len(mask) == rows:
+        of_tokens = mask.unflatten(0, (texts, tokens)).transpose(1, 2)
+        mask = of_tokens.expand(-1, -1, -1, group, -1).flatten(2, 3)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(batch, heads, 1, values.shape[-1])
+    out = out.unflatten(2, (tokens, group)).transpose(1, 2)
+    return out.reshape(rows, heads, 1, values.shape[-1])
 
 
 library.impl("mirage_hf::cached_attention", "CompositeExplicitAutograd", _attention)
@@ -53,12 +62,13 @@ def _fake(
 
 
 library.define(
-    "mirage_hf::append_tokens", "(Tensor(a!) memory, int dim, Tensor slots, Tensor new) -> Tensor"
+    "mirage_hf::append_tokens",
+    "(Tensor(a!) memory, int dim, Tensor slots, Tensor new) -> Tensor(a!)",
 )
 
 
 def append_tokens(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tensor:
-    """Append the keys of several tokens of each text, and return the memory that each row sees.
+    """Append the keys of several tokens of each text, and return the memory.
 
     Args:
         memory: Keys of all texts (texts, heads, slots, d).
@@ -68,8 +78,7 @@ def append_tokens(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tenso
     """
     texts, tokens = slots.shape
     states = new.squeeze(dim).unflatten(0, (texts, tokens)).transpose(1, 2)
-    memory.scatter_(dim, slots[:, None, :, None].expand_as(states), states)
-    return memory.repeat_interleave(tokens, 0)
+    return memory.scatter_(dim, slots[:, None, :, None].expand_as(states), states)
 
 
 library.impl("mirage_hf::append_tokens", "CompositeExplicitAutograd", append_tokens)
@@ -77,7 +86,44 @@ library.impl("mirage_hf::append_tokens", "CompositeExplicitAutograd", append_tok
 
 @library.register_fake("mirage_hf::append_tokens")
 def _fake_append(memory: Tensor, dim: int, slots: Tensor, new: Tensor) -> Tensor:
-    return memory.new_empty((slots.numel(), *memory.shape[1:]))
+    return memory
+
+
+library.define("mirage_hf::for_each_token", "(Tensor x, int tokens) -> Tensor")
+library.impl(
+    "mirage_hf::for_each_token",
+    "CompositeExplicitAutograd",
+    lambda x, tokens: x.repeat_interleave(tokens, 0),
+)
+
+
+@library.register_fake("mirage_hf::for_each_token")
+def _fake_for_each_token(x: Tensor, tokens: int) -> Tensor:
+    return x.new_empty((len(x) * tokens, *x.shape[1:]))
+
+
+def for_each_token(x: Tensor, tokens: int) -> Tensor:
+    """Return a tensor (texts, …) with a row for each of so many tokens of a text.
+
+    While a step is recorded, attention finds what the rows of a text share.
+    """
+    if tokens == 1:
+        return x
+    rows: Tensor = torch.ops.mirage_hf.for_each_token(x, tokens)
+    if getattr(_recording, "active", False):
+        _recording.of_texts[id(rows)] = rows, x  # ids stay unique while the objects live
+        masks, storage = _recording.masks, x.untyped_storage()._cdata
+        if storage in masks:
+            mask = masks[storage]
+            if id(mask) not in _recording.of_rows:
+                _recording.of_rows[id(mask)] = mask, for_each_token(mask, tokens)
+            masks[rows.untyped_storage()._cdata] = _recording.of_rows[id(mask)][1]
+    return rows
+
+
+def _shared(x: Any) -> Any:
+    """Return what rows of a text share, if `x` has it for each of them, else `x`."""
+    return _recording.of_texts.get(id(x), (x, x))[1]
 
 
 def _traced_sdpa(stock: Any) -> Any:
@@ -101,6 +147,9 @@ def _traced_sdpa(stock: Any) -> Any:
         unknown = args or extra or not one_mask or by_heads or kwargs.get("dropout")
         if unknown or query.shape[2] != 1:
             return stock(module, query, key, value, given, *args, **kwargs)
+        shared = _shared(key), _shared(value)
+        if all(len(x) < len(query) for x in shared):
+            key, value, mask = *shared, _shared(mask)
         out = torch.ops.mirage_hf.cached_attention(query, key, value, mask, kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 
@@ -146,10 +195,12 @@ def attention_as_one_node() -> Iterator[None]:
         stock, was_own = ALL_ATTENTION_FUNCTIONS["sdpa"], "sdpa" in own
         own["sdpa"] = _traced_sdpa(stock)
         _recording.active, _recording.masks, _recording.with_bias = True, {}, {}
+        _recording.of_texts, _recording.of_rows = {}, {}
         try:
             yield
         finally:
             _recording.active, _recording.with_bias = False, {}
+            _recording.of_texts, _recording.of_rows = {}, {}
             if was_own:
                 own["sdpa"] = stock
             else:  # else it would hide what is registered later

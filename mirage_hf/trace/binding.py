@@ -151,8 +151,8 @@ class Binding:
             bounds = [inputs[f"{name}.{one.layer}"] for name in one.bounds]
             y = run(packed, of_rope, memory, bounds, norms)
             tensors[out] = y.reshape(rows, one.q.heads, 1, d)
-            for key, x in appended:  # as `append_tokens` gives them: a memory for each row
-                tensors[key] = x if one.tokens == 1 else x.repeat_interleave(one.tokens, 0)
+            for key, x in appended:
+                tensors[key] = x
 
         return action
 

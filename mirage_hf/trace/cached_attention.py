@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirage_hf.trace.order import needed_nodes
 from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.terms import Term, Terms
@@ -144,11 +145,14 @@ def find_attention(recording: Recording, rows: int) -> list[CachedAttention]:
     such as those of another layer, is left to torch.
     """
     finder = _Finder(recording, rows)
-    readers = readers_of(recording.nodes)
+    readers, needed = readers_of(recording.nodes), needed_nodes(recording)
     found: list[CachedAttention] = []
     for number in range(len(recording.nodes)):
         one = finder.read(number)
-        if one is not None and all(readers[Value(n)][0] == number for n in one.appends):
+        if one is None:
+            continue
+        of_keys = [[n for n in readers[Value(x)] if n in needed] for x in one.appends]
+        if all(numbers[:1] == [number] for numbers in of_keys):
             found.append(one)
     return found
 

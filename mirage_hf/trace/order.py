@@ -41,6 +41,18 @@ def effects(recording: Recording) -> list[set[int]]:
     return before
 
 
+def needed_nodes(recording: Recording) -> set[int]:
+    """Return the nodes that write into memory, and those whose results these need."""
+    nodes = recording.nodes
+    waiting = [number for number, node in enumerate(nodes) if node.written]
+    needed = set(waiting)
+    while waiting:
+        made = {x.node for x in nodes[waiting.pop()].operands if isinstance(x, Value)}
+        waiting += made - needed
+        needed |= made
+    return needed
+
+
 def ancestors(before: list[set[int]]) -> list[int]:
     """Return for each node the set of all nodes that must run before it, as the bits of an int."""
     closed: list[int] = []

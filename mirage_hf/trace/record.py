@@ -33,6 +33,7 @@ from mirage_hf.errors import MirageError
 from mirage_hf.trace.coded_linear import CodedLinear
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.questions import LengthQuestions
+from mirage_hf.trace.row_values import RowValues, UnknownRowsError
 
 #: Ops that return views. They launch nothing on a GPU.
 VIEWS = frozenset(
@@ -212,6 +213,7 @@ def record(
     length: Tensor | None = None,
     host: HostValues | None = None,
     hidden: Mapping[int, Callable[[], Tensor]] | None = None,
+    row_values: RowValues | None = None,
 ) -> Recording:
     """Record the ops that `function` runs.
 
@@ -223,12 +225,14 @@ def record(
         host: The integers that the function reads on the host.
         hidden: What each softmax over so many elements must hide. The functions make masks
             (1, elements) that are true there.
+        row_values: What is computed of a number that the model takes for all rows, if each row has
+            another one.
 
     Raises:
         TraceError: The function reads other values of tensors on the host, or runs what fake
             tensors do not support.
     """
-    recorder = _Recorder(inputs, length, host or HostValues(), hidden or {})
+    recorder = _Recorder(inputs, length, host or HostValues(), hidden or {}, row_values)
     with host_reads_named(), torch.no_grad(), mode, recorder:
         function()
     recorder.recording.reach = min(recorder.questions.reach, recorder.host.reach())
@@ -305,9 +309,10 @@ class _Recorder(TorchDispatchMode):
         length: Tensor | None,
         host: HostValues,
         hidden: Mapping[int, Callable[[], Tensor]],
+        row_values: RowValues | None,
     ):
         super().__init__()
-        self.host, self.hidden = host, hidden
+        self.host, self.hidden, self.row_values = host, hidden, row_values
         self._masks: dict[int, Tensor] = {}
         self.recording = Recording()
         self.questions = LengthQuestions(length)
@@ -332,6 +337,8 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(isinstance(x, SymInt) for x in leaves((args, kwargs))):
             return self._lowered(func, args, kwargs)
+        if self.row_values is not None and self.row_values.reads((args, kwargs)):
+            return self._of_each_row(self.row_values, func, args, kwargs)
         if func is torch.ops.aten._softmax.default:
             args = (self._scores_of_tokens(*args[:2]), *args[1:])
         named_args = _with_tensors(self._name, args)
@@ -354,6 +361,8 @@ class _Recorder(TorchDispatchMode):
             # an op that writes returns the tensor that it was given
             self._names[id(output)] = Value(number, position)
             self._kept.append(output)
+        if self.row_values is not None:
+            self.row_values.note((args, kwargs), outputs)
         self.recording.nodes.append(
             Node(func, named_args, named_kwargs, metas, _calling_line(), written)
         )
@@ -366,6 +375,20 @@ class _Recorder(TorchDispatchMode):
         if result is NotImplemented:
             raise TraceError(f"{_calling_line()} makes a shape of the number of tokens ({func})")
         return result
+
+    def _of_each_row(
+        self, row_values: RowValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op on a number that the model takes for all rows, for the number of each row."""
+        seen = func(*args, **kwargs)
+        self.questions.note(func, args, kwargs, seen)
+        try:
+            with self:
+                return row_values.run(func, args, kwargs, seen)
+        except (UnknownRowsError, RuntimeError) as error:
+            raise TraceError(
+                f"{_calling_line()} takes one number of tokens for all rows ({func}): {error}"
+            ) from None
 
     def _scores_of_tokens(self, scores: Tensor, dim: int) -> Tensor:
         """Return the scores of a softmax, with −inf for slots that hold no token."""

@@ -120,9 +120,15 @@ class _TileChoices:
             self._strided_axes = self._code_axes - contiguous - self._packed_axes.keys()
         self._summed = {c.over for c in block.contractions.values()}
         self._sides: list[set[str]] = []
+        #: The axes by which a result of another product is multiplied, such as added up parts.
+        self._beside_results: set[str] = set()
         for c in block.contractions.values():
             left, right = (set(block.carried[x]) - {c.over} for x in (c.a, c.b))
             self._sides += [left - right, right - left]
+            if c.a in block.contractions:
+                self._beside_results |= right - left
+            if c.b in block.contractions:
+                self._beside_results |= left - right
 
     def all(self) -> Iterator[dict[str, int]]:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
@@ -191,7 +197,7 @@ class _TileChoices:
         return _powers_of_two(32, min(longest, whole)) or (shortest,)
 
     def _grid_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
-        if a.name in self._largest_axes:
+        if a.name in self._largest_axes | self._beside_results:
             return _powers_of_two(1, min(128, whole))
         # Rows: one tile of the largest input serves all of them. Codes may have no products on
         # tensor cores, so they are decoded again for each tile of rows.

@@ -14,6 +14,8 @@ import transformers as tf
 from mirage_hf.api import optimize, restore
 from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
+from scripts.scripted_drafts import drafting
+from tests.helpers.drafted import scripts
 from tests.helpers.generate_comparison import assert_same, left_padded
 from tests.helpers.tiny_models import SIZES, parted_at_a_tie, prompt, same, snapshot, twin_of
 
@@ -123,16 +125,36 @@ def test_tokens_logits_and_cache_are_stocks(kind: str, resolved: list[Any]) -> N
 
 
 @slow
-def test_drafts_run_stock_and_the_report_says_why(resolved: list[Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_stocks_whatever_is_drafted(kind: str, resolved: list[Any]) -> None:
+    stock = tiny(kind)
+    ours = optimize(twin_of(stock), batch_sizes=(1, 3), draft_tokens=(3,))
+    rows = [r for r in ours.mirage.report.rows if r.pattern.startswith("mla") and r.tokens == 4]
+    assert rows and all(r.status == "swapped" and r.error < 1e-5 for r in rows), rows
+    for given in ({"inputs": prompt()}, left_padded((4, 9, 7))):
+        given = {**given, "do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+        want = stock.generate(**given)
+        for quality, script in scripts(want).items():
+            with drafting(script, quality):
+                got = ours.generate(**given, prompt_lookup_num_tokens=3)
+            assert got.tolist() == want.tolist(), quality
+    assert steps(ours) == {"step: all by kernels": 8}
+    assert ours.mirage.report.decode["drafts: taken"] > 200
+
+
+@slow
+def test_an_assistant_with_latent_attention_drafts(resolved: list[Any]) -> None:
     stock = tiny("V3")
-    ours = optimize(twin_of(stock), draft_tokens=(3,), verify=False)
-    note = "draft_tokens: calls with drafts run stock, because no step of several tokens has all"
-    assert any(text.startswith(note) for text in ours.mirage.report.notes), ours.mirage.report
-    given = {"inputs": prompt(), "do_sample": False, "max_new_tokens": 9}
-    given |= {"prompt_lookup_num_tokens": 3, "eos_token_id": 98, "pad_token_id": 0}
-    assert ours.generate(**given).tolist() == stock.generate(**given).tolist()
-    (reason,) = steps(ours)
-    assert reason.startswith("stock: prompt lookup: no kernels for steps of several tokens")
+    ours = optimize(twin_of(stock), batch_sizes=(3,), draft_tokens=(3,), verify=False)
+    helper = optimize(twin_of(stock), batch_sizes=(3,), verify=False)
+    helper.generation_config.num_assistant_tokens = 3
+    given = {**left_padded((4, 9, 7)), "do_sample": False, "max_new_tokens": 40}
+    given |= {"pad_token_id": 0}
+    want = stock.generate(**given).tolist()
+    assert ours.generate(**given, assistant_model=helper).tolist() == want
+    counts = ours.mirage.report.decode
+    assert steps(ours) == {"step: all by kernels": 1}
+    assert counts["drafts: taken"] > 0.8 * counts["drafts: drafted"]
 
 
 @slow

@@ -15,10 +15,12 @@ from mirage_hf.decode.draft_planning import COST_OF_ROW, step_costs
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.layers.part import StepShape
-from mirage_hf.trace.attention import append_tokens
+from mirage_hf.trace.attention import append_tokens, for_each_token
+from mirage_hf.trace.row_values import RowValues, UnknownRowsError
 from scripts.scripted_drafts import drafting
 from scripts.survey_images import image_inputs
 from tests.decode.test_traced_steps import built
+from tests.helpers.drafted import scripts, taken
 from tests.helpers.generate_comparison import our_numbers
 from tests.helpers.step_pairs import generated, stocks
 from tests.helpers.tiny_models import twin_of
@@ -49,25 +51,6 @@ def texts(model: Any, length: int = 9) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids[:1]}, {"input_ids": ids * mask, "attention_mask": mask}]
 
 
-def scripts(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return scripts of drafts for texts: good, often right, and adversarial ones."""
-    is_wrong = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1)) < 0.3
-    wrong = tokens.roll(1, 1) + 1
-    return {
-        "good": tokens,
-        "often right": torch.where(is_wrong, wrong, tokens),
-        "wrong": wrong,
-        "outside of the vocabulary": torch.full_like(tokens, -1),
-    }
-
-
-def taken(model: Any) -> int:
-    """Return how many drafts were taken in traced steps. No call may have run stock."""
-    assert not stocks(model), model.mirage.report
-    assert model.mirage.report.decode["step: traced"]
-    return int(model.mirage.report.decode["drafts: taken"])
-
-
 def assert_tokens(stock: Any, ours: Any, given: dict[str, Any]) -> None:
     """Compare the tokens of a call with stock's, for drafts of all qualities."""
     want = stock.generate(**given)
@@ -77,6 +60,8 @@ def assert_tokens(stock: Any, ours: Any, given: dict[str, Any]) -> None:
 
 
 PLAIN = ["gpt2", "qwen3_moe", more("opt"), more("gemma4")]
+#: These ask their cache for one number of tokens, for positions or biases of all rows.
+OF_ONE_LENGTH = ["llama4", "bloom", "xglm"]
 WITH_STATES = ["qwen3_next", "mamba2", more("lfm2"), more("falcon_h1"), more("jamba")]
 
 
@@ -87,6 +72,21 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(name: str) -> None:
     assert taken(ours) > 60
     by_kernels = {r.tokens for r in ours.mirage.report.swapped if r.pattern == "attention"}
     assert by_kernels == (set() if name == "mamba2" else {1, 4})
+
+
+@pytest.mark.parametrize("name", OF_ONE_LENGTH)
+def test_each_row_has_its_own_number_of_cached_tokens(name: str) -> None:
+    stock, ours = pair(name, batch_sizes=(1, 3))
+    for given in texts(stock):
+        assert_tokens(stock, ours, {**given, **GREEDY, "max_new_tokens": 60})
+    assert taken(ours) > 200
+
+
+def test_keys_of_an_indexer_go_to_the_slots_of_their_text() -> None:
+    stock, ours = pair("deepseek_v32", batch_sizes=(1, 3))
+    for given in texts(stock):
+        assert_tokens(stock, ours, {**given, **GREEDY})
+    assert taken(ours) > 80
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", more("mamba2")])
@@ -160,10 +160,17 @@ def test_samples_are_those_of_plain_decoding() -> None:
     assert taken(ours)
 
 
-def test_models_without_such_steps_run_stock_and_the_report_says_why() -> None:
+def test_models_without_such_steps_run_stock_and_the_report_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: Any) -> None:
+        raise UnknownRowsError("a reason")
+
+    monkeypatch.setattr(RowValues, "run", unknown)
     stock, ours = pair("llama4", batch_sizes=(1,))
     (note,) = [note for note in ours.mirage.report.notes if "draft" in note]
-    assert "batch of 1 run stock if they draft: over a cache with fixed slots its forward" in note
+    assert "batch of 1 run stock if they draft: modeling_llama4.py:" in note
+    assert "takes one number of tokens for all rows (aten." in note and "a reason" in note
     given = {**texts(stock)[0], **GREEDY}
     for options in ({}, LOOKUP):
         want = stock.generate(**given, **options)
@@ -222,9 +229,9 @@ def test_keys_of_several_tokens_go_to_the_slots_of_their_text() -> None:
     for text in range(texts_):
         for token in range(tokens):
             want[text, :, first[text, 0] + token] = new[text * tokens + token, :, 0]
-    seen = append_tokens(memory, 2, first + torch.arange(tokens), new)
+    assert append_tokens(memory, 2, first + torch.arange(tokens), new) is memory
     assert torch.equal(memory, want)
-    assert torch.equal(seen, want[[0, 0, 0, 1, 1, 1]])
+    assert torch.equal(for_each_token(memory, tokens), want[[0, 0, 0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -269,3 +276,44 @@ def test_states_of_a_cache_handed_back_are_those_of_the_text(quality: str) -> No
             torch.testing.assert_close(state, others[name], rtol=1e-4, atol=1e-4)
         if has_keys(layer):
             torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", more("lfm2"), more("falcon_h1")])
+def test_states_of_an_assistant_follow_the_accepted_text(name: str, rows: int) -> None:
+    """The same model drafts what the other chooses. Other weights draft something else."""
+    stock, ours = pair(name, batch_sizes=(rows,))
+    given = {**texts(stock)[rows > 1], **GREEDY, "max_new_tokens": 40}
+    want = stock.generate(**given).tolist()
+    for seed in (0, 1):
+        helper = twin_of(stock)
+        torch.manual_seed(seed)
+        if seed:
+            with torch.no_grad():
+                helper.get_input_embeddings().weight.normal_()
+        helper = optimize(helper, batch_sizes=(rows,), draft_tokens=(1,), verify=False)
+        helper.generation_config.num_assistant_tokens = 3
+        helper.generation_config.num_assistant_tokens_schedule = "constant"
+        for _ in range(2):
+            assert ours.generate(**given, assistant_model=helper).tolist() == want
+        if not seed:
+            counts = ours.mirage.report.decode
+            # all are taken, except for those after the last token
+            assert taken(ours) >= counts["drafts: drafted"] - 2 * 3 * rows > 0
+    assert not stocks(ours)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_capturing_a_step_leaves_the_states_of_an_assistant(rows: int, captures: list[str]) -> None:
+    """A step is warmed up before it is captured, in the middle of a call."""
+    stock, ours = pair("qwen3_next", batch_sizes=(rows,))
+    given = {**texts(stock)[rows > 1], **GREEDY}
+    want = stock.generate(**given).tolist()
+    helper = optimize(twin_of(stock), batch_sizes=(rows,), draft_tokens=(1,), verify=False)
+    helper.generation_config.num_assistant_tokens = 3
+    helper.generation_config.num_assistant_tokens_schedule = "constant"
+    for _ in range(2):
+        assert ours.generate(**given, assistant_model=helper).tolist() == want
+    counts = ours.mirage.report.decode
+    assert "step" in captures and counts["captured"] == 2
+    assert taken(ours) >= counts["drafts: drafted"] - 2 * 3 * rows > 0

@@ -240,15 +240,11 @@ class Recording(TorchDispatchMode):
         writes = any(
             a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments
         )
-        new = (
-            {}
-            if writes
-            else {
-                n: x
-                for n, x in enumerate(_tensors(made))
-                if x.numel() and x.untyped_storage().data_ptr() not in there
-            }
-        )
+        new = {
+            n: x
+            for n, x in enumerate(_tensors(made))
+            if x.numel() and x.untyped_storage().data_ptr() not in there
+        }
         if writes or new:
             self.ops.append((op, args, kwargs, new))
         return made
