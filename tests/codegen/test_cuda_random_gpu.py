@@ -13,7 +13,7 @@ from mirage_hf.codegen import cuda
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from tests.helpers.random_block_graphs import random_cases
-from tests.helpers.ugraphs import random_inputs
+from tests.helpers.ugraphs import is_written_as_cuda, random_inputs
 
 NVCC = shutil.which("nvcc")
 pytestmark = [
@@ -21,17 +21,6 @@ pytestmark = [
     pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH"),
 ]
 COUNT = 64
-
-
-def is_written(graph) -> bool:
-    """Return whether CUDA text is written for a graph.
-
-    It is not for graphs with splits, nor with sums that shift with a running maximum.
-    """
-    block = graph.ops[0].block
-    return not any(a.split_axis for a in block.axes) and not any(
-        a.shift for stage in block.stages for a in stage.accumulators
-    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +53,8 @@ def libraries(tmp_path_factory):
     with ThreadPoolExecutor() as pool:
         return list(
             pool.map(
-                build, [case for case in random_cases(6 * COUNT) if is_written(case[1])][:COUNT]
+                build,
+                [case for case in random_cases(6 * COUNT) if is_written_as_cuda(case[1])][:COUNT],
             )
         )
 
