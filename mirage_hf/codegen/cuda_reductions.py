@@ -71,6 +71,32 @@ class ReductionWriter(NestWriter):
             self.accumulate(op.out, arg, op.fn, nest, lanes)
             self.combine(op.out, op.fn, nest, lanes)
 
+    def exchange(self, op: BlockOp) -> None:
+        """Write a sum or maximum among the blocks of a cluster. Every block gets the result.
+
+        Each block reads what the others hold in their shared memory, in the order of their ranks.
+        So all of them get the same bits.
+        """
+        part, name = str(op.args[0]), _OPS[op.fn]
+        source = self.staged[part]
+        carried = ", ".join(self.block.carried[op.out])
+        self.put(f"// {op.out} [{carried}]: {op.fn} of {part} among the blocks of the cluster")
+        if part not in self.published:
+            self.put("cluster.sync();  // all of them hold their parts")
+            self.published |= set(self.staged)
+        array = self.keep(op.out, "float", self.block.carried[op.out])
+        nest = Nest(self.block.carried[op.out], None, 1)
+        with self.scope(f"for (int e = tid; e < {self.extent(nest.axes)}; e += threads)"):
+            self.coordinates(nest, "e", clamp=False)
+            self.put(f"float joined = {name}::zero();", "#pragma unroll")
+            with self.scope("for (int rank = 0; rank < cluster_blocks; ++rank)"):
+                element = source.at("cluster.map_shared_rank(&shared, rank)->")
+                value = element if source.ctype == "float" else f"to_float({element})"
+                self.put(f"joined = {name}::join(joined, {value});")
+            self.put(f"{array.at()} = joined;")
+        self.put("__syncthreads();")
+        self.staged[op.out] = array
+
     def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
         """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
@@ -78,7 +104,8 @@ class ReductionWriter(NestWriter):
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
         step = nest.vector if inner else 1
         is_all_staged = not inner and nest.fast is None
-        if is_all_staged and self.tile[over] % 4 == 0 and self.size[over] % 4 == 0:
+        lengths = (self.tile[over], self.size[over], self.block.split_size(over))
+        if is_all_staged and all(n % 4 == 0 for n in lengths):
             step = 4  # read 4 neighbours at once
         steps = max(1, self.tile[over] // step)
         if inner:
@@ -108,11 +135,7 @@ class ReductionWriter(NestWriter):
         over, name = str(nest.over), self.var(out)
         nest.known, nest.vectors = {}, []
         width = lanes.step
-        end = (
-            f"{over}_count"
-            if self.block.role(over) is Role.LOOP and self.has_partial_tile(over)
-            else str(self.tile[over])
-        )
+        end = f"{over}_count" if self.has_partial_tile(over) else str(self.tile[over])
         start = lanes.lane + (f" * {width}" if width > 1 else "")
         self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
         walker = f"{'j' if width > 1 else 'i'}_{over}"
@@ -137,7 +160,8 @@ class ReductionWriter(NestWriter):
 
     def global_coordinate_over(self, over: str) -> None:
         """Define the coordinate of the reduced axis in the tensor."""
-        base = f"{over}_0 + " if self.block.role(over) is Role.LOOP else ""
+        is_walked = self.block.role(over) is Role.LOOP
+        base = f"{over}_0 + " if is_walked or self.is_split(over) else ""
         self.put(f"const int at_{over} = {base}i_{over};")
 
     def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:

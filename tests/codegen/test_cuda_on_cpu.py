@@ -12,7 +12,14 @@ import torch
 from mirage_hf.codegen import cuda
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
-from tests.helpers import cuda_on_cpu, thorough, ugraphs
+from tests.helpers import (
+    cluster_ugraphs,
+    cuda_on_cpu,
+    multi_kernel_ugraphs,
+    random_clusters,
+    thorough,
+    ugraphs,
+)
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, Library
 from tests.helpers.random_block_graphs import random_cases
 
@@ -29,6 +36,19 @@ NAMED = {
     "rms_norm_linear float32": lambda: ugraphs.rms_norm_linear(2, 97, 80, "float32"),
     "attention odd": lambda: ugraphs.attention(3, 7, 45, 24, "bfloat16"),
     "softmax_rows long": lambda: ugraphs.softmax_rows(2, 5000),
+    "split_k": multi_kernel_ugraphs.split_k,
+    "split_k odd": lambda: multi_kernel_ugraphs.split_k(5, 131, 77, 7),
+    "split_maximum": multi_kernel_ugraphs.ALL["split_maximum"],
+    **{f"cluster {name}": make for name, make in cluster_ugraphs.WRITTEN.items()},
+    "cluster split_linear odd": lambda: cluster_ugraphs.split_linear(5, 70, 33, 8),
+    "cluster rms_norm_linear odd": lambda: cluster_ugraphs.rms_norm_linear(5, 131, 67, 8),
+    "cluster rms_norm_linear transposed": lambda: cluster_ugraphs.rms_norm_linear(
+        3, 200, 40, 2, transposed=True
+    ),
+    "cluster rms_norm odd": lambda: cluster_ugraphs.rms_norm(3, 101, 8, "float32"),
+    "cluster softmax_rows long": lambda: cluster_ugraphs.softmax_rows(2, 5001, 2),
+    "cluster small_mlp odd": lambda: cluster_ugraphs.small_mlp(3, 33, 45, 21, 8),
+    "cluster sum_over_heads odd": lambda: cluster_ugraphs.sum_over_heads(8, 3, 33, 21, "bfloat16"),
 }
 
 
@@ -58,23 +78,42 @@ def test_a_named_kernel_computes_what_its_graph_does(name, named):
         assert not wrong(library, n, u.kernels, inputs, order), f"order {order}"
 
 
+def library_of(cases, folder):
+    """Return the library of random block graphs, and their seeds and graphs."""
+    return Library([cuda.kernels_source(UGraph(graph, graph)) for _, graph in cases], folder), cases
+
+
+def check_random(kernels, case):
+    """Compare a random block graph with the cpu backend, in three orders of threads."""
+    library, cases = kernels
+    seed, graph = cases[case]
+    inputs = ugraphs.random_inputs(graph, seed)
+    for order in ORDERS[:3]:
+        assert not wrong(library, case, graph, inputs, order), f"seed {seed}, order {order}"
+
+
 @pytest.fixture(scope="module")
 def random_kernels(tmp_path_factory):
-    """Return the library of random block graphs, and their seeds and graphs."""
     written = [case for case in random_cases(6 * COUNT) if ugraphs.is_written_as_cuda(case[1])]
     cases = [(seed, graph) for seed, graph, _ in written[:COUNT]]
-    texts = [cuda.kernels_source(UGraph(graph, graph)) for _, graph in cases]
-    return Library(texts, tmp_path_factory.mktemp("cuda")), cases
+    return library_of(cases, tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(COUNT))
 def test_a_random_block_graph_computes_what_the_cpu_backend_does(case, random_kernels):
-    library, cases = random_kernels
-    seed, graph = cases[case]
-    inputs = ugraphs.random_inputs(graph, seed)
-    for order in ORDERS[:3]:
-        assert not wrong(library, case, graph, inputs, order), f"seed {seed}, order {order}"
+    check_random(random_kernels, case)
+
+
+@pytest.fixture(scope="module")
+def random_cluster_kernels(tmp_path_factory):
+    return library_of(random_clusters.graphs(COUNT), tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(COUNT))
+def test_a_random_cluster_computes_what_the_cpu_backend_does(case, random_cluster_kernels):
+    check_random(random_cluster_kernels, case)
 
 
 def without_each(text: str, what: str) -> list[str]:
@@ -94,6 +133,27 @@ def test_a_missing_barrier_is_found(tmp_path):
         for n in range(len(texts))
     ]
     assert found == [False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("name", cluster_ugraphs.WRITTEN)
+def test_a_missing_barrier_of_a_cluster_is_found(name, tmp_path):
+    """Blocks would read parts before they are there, or after their owner has ended."""
+    u = cluster_ugraphs.WRITTEN[name]()
+    text = cuda.kernels_source(u)
+    texts = without_each(text, "cluster.sync();")
+    texts += [t.replace("cluster.sync();", "__syncthreads();") for t in (text,)]
+    library = Library(texts, tmp_path)
+    inputs = ugraphs.random_inputs(u.program, 0)
+    for n in range(len(texts)):
+        assert any(wrong(library, n, u.kernels, inputs, order) for order in ORDERS), n
+
+
+def test_blocks_of_a_cluster_get_the_same_bits_in_every_order_of_threads(tmp_path):
+    u = cluster_ugraphs.rms_norm_linear(3, 512, 48, 8)
+    library = Library([cuda.kernels_source(u)], tmp_path)
+    inputs = ugraphs.random_inputs(u.program, 0)
+    results = [library.run(0, u.kernels, inputs, order)[0] for order in ORDERS]
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_threads_that_wait_at_different_lines_are_found(tmp_path):

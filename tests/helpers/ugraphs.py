@@ -415,9 +415,7 @@ def random_inputs(graph: KernelGraph, seed: int = 0) -> list[torch.Tensor]:
 def is_written_as_cuda(graph: KernelGraph) -> bool:
     """Return whether CUDA text is written for a kernel graph of one block graph.
 
-    It is not for graphs with splits, nor with sums that shift with a running maximum.
+    It is not for graphs with sums that shift with a running maximum.
     """
     block = graph.ops[0].block
-    return not any(a.split_axis for a in block.axes) and not any(
-        a.shift for stage in block.stages for a in stage.accumulators
-    )
+    return not any(a.shift for stage in block.stages for a in stage.accumulators)
