@@ -176,3 +176,94 @@ def test_the_search_does_not_look_into_kernels_that_add_up_splits_in_a_cluster()
     lowered = lower(cluster_ugraphs.split_linear().kernels)
     assert isinstance(lowered, Rejected)
     assert "adds up splits among the blocks of a cluster" in lowered.reason
+
+
+# -- written by hand -------------------------------------------------------------------------------
+
+
+def linear_of_norm(k: int = 512, n: int = 64):
+    """Return the program RMSNorm + Linear, and an empty kernel graph with its inputs."""
+    program, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
+    made = []
+    for g in (program, kernels):
+        made.append((g.new_input((8, k), name="x"), g.new_input((k, n), name="w")))
+    program.mark_output(program.matmul(program.rms_norm(made[0][0]), made[0][1]))
+    return program, kernels, *made[1]
+
+
+def test_a_cluster_is_written_by_hand():
+    program, kernels, X, W = linear_of_norm()
+    bg = mi.new_block_graph(grid_dim=(4, 8), forloop_range=2, cluster="y")
+    x, w = bg.new_input(X, {"y": 1}, fmap=1), bg.new_input(W, {"x": 1, "y": 0}, fmap=0)
+    assert (x.dims, w.dims) == ((8, 32), (32, 16))
+    y = bg.cluster_reduction(bg.accum(bg.matmul(x, w)))
+    s = bg.cluster_reduction(bg.accum(bg.reduction(bg.square(x), 1)))
+    bg.new_output(bg.mul(y, bg.rsqrt(bg.add(bg.mul(s, 1 / 512), 1e-6))), omap={"x": 1})
+    kernels.mark_output(*kernels.customized([X, W], bg))
+    block = kernels.ops[0].block
+    assert [(a.name, a.size, a.role.value, a.split_axis) for a in block.axes] == [
+        ("n", 64, "grid", None),
+        ("k_split", 8, "cluster", None),
+        ("m", 8, "tile", None),
+        ("k", 512, "loop", "k_split"),
+    ]
+    u = mi.ugraph(program, kernels)
+    inputs = [torch.randn(t.dims).half() for t in program.inputs]
+    want = reference_executor.run(program, inputs)[0]
+    torch.testing.assert_close(u(inputs)[0].double(), want, rtol=1e-2, atol=1e-2)
+    with pytest.raises(errors.GraphError, match="blocks form clusters, which Triton does not"):
+        bg.schedule()
+
+
+def test_each_block_of_a_cluster_stores_its_part_of_a_row():
+    program, kernels = mi.new_kernel_graph(), mi.new_kernel_graph()
+    program.mark_output(program.softmax(program.new_input((4, 96))))
+    X = kernels.new_input((4, 96))
+    bg = mi.new_block_graph(grid_dim=(4, 2), cluster="y")
+    x = bg.new_input(X, {"x": 0, "y": 1})
+    e = bg.exp(bg.sub(x, bg.cluster_reduction(bg.reduction(x, 1, "max"), "max")))
+    bg.new_output(bg.div(e, bg.cluster_reduction(bg.reduction(e, 1))), omap={"x": 0, "y": 1})
+    kernels.mark_output(*kernels.customized([X], bg))
+    assert isinstance(mi.verify(program, kernels), Accepted)
+
+
+def test_a_forgotten_cluster_reduction_leaves_partial_results():
+    program, kernels, X, W = linear_of_norm()
+    bg = mi.new_block_graph(grid_dim=(4, 8), cluster="y")
+    x, w = bg.new_input(X, {"y": 1}), bg.new_input(W, {"x": 1, "y": 0})
+    bg.new_output(bg.matmul(x, w), omap={"x": 1})
+    made = kernels.customized([X, W], bg)
+    assert made[0].dims == (8, 8, 64)  # one for each block of a cluster
+    kernels.mark_output(*made)
+    assert isinstance(mi.verify(program, kernels), Rejected)
+
+
+@pytest.mark.parametrize("cluster", ["z", "x", "y", 3])
+def test_the_cluster_is_a_grid_dim_of_two_to_eight_blocks(cluster):
+    with pytest.raises(errors.GraphError, match="must be one of the grid dims x, y, and have 2 to"):
+        mi.new_block_graph(grid_dim=(16, 1), cluster=cluster)
+
+
+def test_only_partial_results_of_a_cluster_are_reduced_among_its_blocks():
+    _, _, X, W = linear_of_norm()
+    plain = mi.new_block_graph(grid_dim=(4, 8))
+    x, w = plain.new_input(X, {"y": 1}), plain.new_input(W, {"x": 1, "y": 0})
+    with pytest.raises(errors.GraphError, match="no partial result of the blocks of a cluster"):
+        plain.cluster_reduction(plain.matmul(x, w))
+    bg = mi.new_block_graph(grid_dim=(4, 8), forloop_range=2, cluster="y")
+    x, w = bg.new_input(X, {"y": 1}, 1), bg.new_input(W, {"x": 1, "y": 0}, 0)
+    with pytest.raises(errors.GraphError, match="no partial result of the blocks of a cluster"):
+        bg.cluster_reduction(x)
+    with pytest.raises(errors.GraphError, match="is the sum over one trip of the loop only"):
+        bg.cluster_reduction(bg.matmul(x, w))
+    whole = mi.new_block_graph(grid_dim=(4, 8), cluster="y")
+    x_whole = whole.new_input(X, {"y": 1})
+    scaled = whole.mul(x_whole, whole.reduction(x_whole, 1))
+    with pytest.raises(errors.GraphError, match="still holds dim 1 of x; reduce or accumulate it"):
+        whole.cluster_reduction(scaled)
+    y = bg.accum(bg.matmul(x, w))
+    with pytest.raises(errors.GraphError, match="unknown kind 'mean'; use sum or max"):
+        bg.cluster_reduction(y, "mean")
+    total = bg.cluster_reduction(y)
+    with pytest.raises(errors.GraphError, match="no partial result of the blocks of a cluster"):
+        bg.cluster_reduction(total)
