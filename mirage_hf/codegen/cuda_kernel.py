@@ -1,20 +1,22 @@
 """Write one block graph as a CUDA kernel: a thread block per tile of the grid axes.
 
 Stages become nests of loops (cuda_nests.py). A value is staged in shared memory if it is read more
-than once per element, or by a later stage. cuda_reductions.py writes sums and maxima.
+than once per element, or by a later stage. cuda_reductions.py writes sums and maxima, and
+cuda_running.py maxima that a loop reads while they grow.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mirage_hf import errors
 from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Operand
-from mirage_hf.codegen.cuda_reductions import THREADS, ReductionWriter
+from mirage_hf.codegen.cuda_reductions import THREADS
+from mirage_hf.codegen.cuda_running import RunningMaximumWriter
 from mirage_hf.graph.block import BlockGraph, BlockInput, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
@@ -108,14 +110,6 @@ def _refuse(block: BlockGraph, name: str) -> None:
             raise errors.CodegenError(
                 f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}"
             )
-    for stage in block.stages:
-        read = {x for op in stage.body for x in op.args}
-        for acc in stage.accumulators:
-            if acc.out in read:
-                raise errors.CodegenError(
-                    f"{name}: {acc.out} is read while it is accumulated, a running maximum; "
-                    f"{way_out}"
-                )
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:
@@ -148,7 +142,7 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
     return tiles
 
 
-class _Writer(ReductionWriter):
+class _Writer(RunningMaximumWriter):
     """Writes the text of one kernel, top to bottom."""
 
     def kernel(self) -> CudaKernel:
@@ -293,24 +287,30 @@ class _Writer(ReductionWriter):
         """Write a stage: first the values that do not carry the loop axis, then the loop."""
         wanted = self.wanted(stage)
         self.planned = set(wanted)
-        loop = stage.loop
+        loop, moving = stage.loop, self.moving(stage)
 
         def walks(value: str) -> bool:
-            return loop is not None and loop in self.block.carried[value]
+            return loop is not None and (loop in self.block.carried[value] or value in moving)
 
-        self.prepare(stage, [v for v in wanted if not walks(v)], inside=False)
+        self.prepare(stage, [v for v in wanted if not walks(v)], walks, inside=False)
         if loop is None:
             return
-        plans = [self.reduce_plan(a.out, a.arg, loop) for a in stage.accumulators]
-        for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
+        running = self.running_maxima(stage)
+        accumulators = [a for a in stage.accumulators if a.out not in running]
+        plans = [self.reduce_plan(a.out, a.arg, loop) for a in accumulators]
+        for maximum in running:
+            self.start_maximum(maximum)
+        for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.declare(a.out, a.kind, nest, lanes)
         begin, end = f"{loop}_begin" if self.is_split(loop) else "0", self.end(loop)
         with self.scope(f"for (int {loop}_0 = {begin}; {loop}_0 < {end}; {loop}_0 += {loop}_tile)"):
             if self.has_partial_tile(loop):
                 self.put(f"const int {loop}_count = min({loop}_tile, {end} - {loop}_0);")
             before = len(self.lines)
-            self.prepare(stage, [v for v in wanted if walks(v)], inside=True)
-            for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
+            self.prepare(stage, [v for v in wanted if walks(v)], walks, inside=True)
+            for a, (nest, lanes) in zip(accumulators, plans, strict=True):
+                if a.shift is not None:
+                    self.rescale(a, nest, lanes)
                 self.accumulate(a.out, a.arg, a.kind, nest, lanes)
             here = {op.out for op in stage.body}
             for o in self.block.outputs:
@@ -319,17 +319,22 @@ class _Writer(ReductionWriter):
             if any("__syncthreads" in line for line in self.lines[before:]):
                 self.put("__syncthreads();")
         self.staged = {v: a for v, a in self.staged.items() if not walks(v)}
-        for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
+        self.staged |= {maximum: self.top(maximum) for maximum in running}
+        for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.combine(a.out, a.kind, nest, lanes)
 
-    def prepare(self, stage: Stage, wanted: Sequence[str], inside: bool) -> None:
+    def prepare(
+        self, stage: Stage, wanted: Sequence[str], walks: Callable[[str], bool], inside: bool
+    ) -> None:
         """Stage the wanted values and compute the reductions of the body, in the body's order.
 
         Args:
             stage: The stage.
             wanted: The values to stage.
+            walks: Says of a value whether it changes in the loop.
             inside: True for the ops inside the loop, False for those before it.
         """
+        growing = self.running_maxima(stage) if inside else {}
         fresh = [v for v in wanted if v in self.inputs and v not in self.staged]
         here = {op.out for op in stage.body}
         earlier = [v for v in self.ops if v in wanted and v not in here and v not in self.staged]
@@ -340,8 +345,13 @@ class _Writer(ReductionWriter):
             self.fill(value)
         dirty = bool(fresh or earlier)
         for op in stage.body:
-            if (stage.loop is not None and stage.loop in op.axes) is not inside:
+            if walks(op.out) is not inside:
                 continue
+            for maximum in [a for a in op.args if a in growing]:
+                if dirty:
+                    self.put("__syncthreads();")
+                self.grow(growing.pop(str(maximum)), str(stage.loop))
+                dirty = False
             if op.over is not None and self.block.role(op.over) is Role.CLUSTER:
                 self.exchange(op)
                 dirty = False

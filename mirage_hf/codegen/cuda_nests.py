@@ -25,14 +25,14 @@ _RESERVED = frozenset(
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
     run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
-    max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined
+    max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined old grown
     """.split()
 )
 
 
 #: Names that a kernel gives to coordinates, constants and pointers.
 _OURS = re.compile(
-    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_at|_ptr\d*|_out\d*|_acc|_v)$"
+    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v)$"
 )
 
 

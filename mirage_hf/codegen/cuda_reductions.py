@@ -19,7 +19,7 @@ _OPS = {"sum": "Sum", "max": "Max"}
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class Lanes:
     """How threads share a reduction.
 
     Attributes:
@@ -97,7 +97,7 @@ class ReductionWriter(NestWriter):
         self.put("__syncthreads();")
         self.staged[op.out] = array
 
-    def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
+    def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, Lanes]:
         """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
         inner = nest.fast == over
@@ -116,21 +116,21 @@ class ReductionWriter(NestWriter):
         else:
             across = THREADS // min(THREADS, _pow2(units))
         own = THREADS // across
-        return nest, _Lanes(own, across, -(-units // own), units, inner, step)
+        return nest, Lanes(own, across, -(-units // own), units, inner, step)
 
-    def declare(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+    def declare(self, out: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Declare and clear a thread's accumulators."""
         slots = lanes.rounds * (1 if lanes.inner else nest.vector)
         self.put(f"float {self.var(out)}_acc[{slots}];")
         with self.repeat("r", slots):
             self.put(f"{self.var(out)}_acc[{'r' if slots > 1 else 0}] = {_OPS[kind]}::zero();")
 
-    def owned(self, nest: Nest, lanes: _Lanes) -> str:
+    def owned(self, nest: Nest, lanes: Lanes) -> str:
         """Return the element that a thread owns in round r."""
         text = lanes.element + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
         return f"min({text}, {lanes.units - 1})" if lanes.rounds * lanes.own > lanes.units else text
 
-    def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+    def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Write the loop in which each lane reduces its part."""
         over, name = str(nest.over), self.var(out)
         nest.known, nest.vectors = {}, []
@@ -164,7 +164,7 @@ class ReductionWriter(NestWriter):
         base = f"{over}_0 + " if is_walked or self.is_split(over) else ""
         self.put(f"const int at_{over} = {base}i_{over};")
 
-    def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+    def combine(self, out: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Combine the lanes' partial results and keep the result in shared memory."""
         array = self.keep(out, "float", self.block.carried[out])
         shuffled = min(lanes.across, 32) if lanes.inner else 1
@@ -178,7 +178,7 @@ class ReductionWriter(NestWriter):
             self.put("__syncthreads();")
         self.staged[out] = array
 
-    def _join_lanes(self, out: str, kind: str, nest: Nest, lanes: _Lanes, array: Array) -> None:
+    def _join_lanes(self, out: str, kind: str, nest: Nest, lanes: Lanes, array: Array) -> None:
         """Join the results of neighbouring lanes by shuffles, and store what each group holds.
 
         A single group stores the result. Several groups store partial results.

@@ -21,6 +21,7 @@ from mirage_hf.graph.block import (
     BlockInput,
     BlockOp,
     BlockOutput,
+    Padding,
     Role,
     Rotation,
     Stage,
@@ -28,7 +29,7 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
-from tests.helpers import cluster_ugraphs, kernel_cases, multi_kernel_ugraphs, ugraphs
+from tests.helpers import cluster_ugraphs, multi_kernel_ugraphs, ugraphs
 
 NVCC = shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH")
@@ -109,14 +110,22 @@ def rotated() -> UGraph:
     return ugraphs.fuse(u.program, replace(block, inputs=(x, *block.inputs[1:])))
 
 
+def padded() -> UGraph:
+    u = ugraphs.rms_norm_linear()
+    block = u.block_ops[0].block
+    x = replace(block.inputs[0], padding=Padding("k", 60, 0.0))
+    kernels = KernelGraph()
+    sizes = [(3, 60), (1, 64), (64, 48)]
+    block = replace(block, inputs=(x, *block.inputs[1:]))
+    kernels.mark_output(*kernels.customized([kernels.new_input(d) for d in sizes], block))
+    return UGraph(kernels, kernels)
+
+
 @pytest.mark.parametrize(
     "ugraph, says",
     [
         (rotated(), "kernel_0: x is rotated along axis k"),
-        (
-            kernel_cases.online_attention(),
-            "kernel_0: top is read while it is accumulated, a running maximum",
-        ),
+        (padded(), "kernel_0: x is padded along axis k"),
     ],
 )
 def test_graphs_that_only_triton_supports_are_refused_with_the_way_out(ugraph, says):
@@ -195,7 +204,7 @@ COMPILED = {
     "rms_norm_linear": ugraphs.rms_norm_linear,
     "attention": ugraphs.attention,
     "every_op": ugraphs.every_op,
-    "split_k": multi_kernel_ugraphs.split_k,
+    "split_attention": multi_kernel_ugraphs.ALL["split_attention"],
 }
 
 
@@ -218,9 +227,15 @@ def test_compiles(name, arch, tmp_path):
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cluster_ugraphs.WRITTEN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "attention" else pytest.param(name, marks=pytest.mark.thorough)
+        for name in cluster_ugraphs.ALL
+    ],
+)
 def test_clusters_compile_without_warnings_for_sm_90(name, tmp_path):
-    done = compiled(cluster_ugraphs.WRITTEN[name](), "sm_90", tmp_path)
+    done = compiled(cluster_ugraphs.ALL[name](), "sm_90", tmp_path)
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr[:2000]
 
 

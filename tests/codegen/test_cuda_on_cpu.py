@@ -15,6 +15,7 @@ from mirage_hf.graph.ugraph import UGraph
 from tests.helpers import (
     cluster_ugraphs,
     cuda_on_cpu,
+    kernel_cases,
     multi_kernel_ugraphs,
     random_clusters,
     thorough,
@@ -39,7 +40,11 @@ NAMED = {
     "split_k": multi_kernel_ugraphs.split_k,
     "split_k odd": lambda: multi_kernel_ugraphs.split_k(5, 131, 77, 7),
     "split_maximum": multi_kernel_ugraphs.ALL["split_maximum"],
-    **{f"cluster {name}": make for name, make in cluster_ugraphs.WRITTEN.items()},
+    "flash": multi_kernel_ugraphs.flash,
+    "flash long": lambda: multi_kernel_ugraphs.flash(2, 5, 300, 24, "bfloat16"),
+    "split_attention": multi_kernel_ugraphs.ALL["split_attention"],
+    "online_attention": kernel_cases.online_attention,
+    **{f"cluster {name}": make for name, make in cluster_ugraphs.ALL.items()},
     "cluster split_linear odd": lambda: cluster_ugraphs.split_linear(5, 70, 33, 8),
     "cluster rms_norm_linear odd": lambda: cluster_ugraphs.rms_norm_linear(5, 131, 67, 8),
     "cluster rms_norm_linear transposed": lambda: cluster_ugraphs.rms_norm_linear(
@@ -48,6 +53,7 @@ NAMED = {
     "cluster rms_norm odd": lambda: cluster_ugraphs.rms_norm(3, 101, 8, "float32"),
     "cluster softmax_rows long": lambda: cluster_ugraphs.softmax_rows(2, 5001, 2),
     "cluster small_mlp odd": lambda: cluster_ugraphs.small_mlp(3, 33, 45, 21, 8),
+    "cluster attention odd": lambda: cluster_ugraphs.attention(3, 5, 77, 12, 8, "bfloat16"),
     "cluster sum_over_heads odd": lambda: cluster_ugraphs.sum_over_heads(8, 3, 33, 21, "bfloat16"),
 }
 
@@ -94,8 +100,7 @@ def check_random(kernels, case):
 
 @pytest.fixture(scope="module")
 def random_kernels(tmp_path_factory):
-    written = [case for case in random_cases(6 * COUNT) if ugraphs.is_written_as_cuda(case[1])]
-    cases = [(seed, graph) for seed, graph, _ in written[:COUNT]]
+    cases = [(seed, graph) for seed, graph, _ in random_cases(COUNT)]
     return library_of(cases, tmp_path_factory.mktemp("cuda"))
 
 
@@ -135,10 +140,10 @@ def test_a_missing_barrier_is_found(tmp_path):
     assert found == [False, True, False, False, True, False]
 
 
-@pytest.mark.parametrize("name", cluster_ugraphs.WRITTEN)
+@pytest.mark.parametrize("name", cluster_ugraphs.ALL)
 def test_a_missing_barrier_of_a_cluster_is_found(name, tmp_path):
     """Blocks would read parts before they are there, or after their owner has ended."""
-    u = cluster_ugraphs.WRITTEN[name]()
+    u = cluster_ugraphs.ALL[name]()
     text = cuda.kernels_source(u)
     texts = without_each(text, "cluster.sync();")
     texts += [t.replace("cluster.sync();", "__syncthreads();") for t in (text,)]

@@ -275,14 +275,12 @@ def attention(heads=2, rows=3, keys=50, d=8, blocks=4, dtype="float16") -> UGrap
     return fuse(g, block)
 
 
-#: Those that can be written as CUDA C++.
-WRITTEN = {
+ALL = {
     "split_linear": split_linear,
     "rms_norm_linear": rms_norm_linear,
     "rms_norm": rms_norm,
     "softmax_rows": softmax_rows,
     "sum_over_heads": sum_over_heads,
     "small_mlp": small_mlp,
+    "attention": attention,
 }
-
-ALL = WRITTEN | {"attention": attention}

@@ -10,11 +10,10 @@ from itertools import count, islice
 from mirage_hf.graph.block import BlockGraph, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.kernel import KernelGraph
 from tests.helpers.random_block_graphs import Unsuitable, random_graph
-from tests.helpers.ugraphs import is_written_as_cuda
 
 
 def graphs(number: int) -> list[tuple[int, KernelGraph]]:
-    """Return seeds and kernel graphs of one block graph each, which CUDA text is written for."""
+    """Return seeds and kernel graphs of one block graph each."""
     return list(islice(_graphs(), number))
 
 
@@ -26,7 +25,7 @@ def _graphs() -> Iterator[tuple[int, KernelGraph]]:
             continue
         block = graph.ops[0].block
         sizes = {a.name: a.size for a in block.axes}
-        if sizes.get("p") not in (2, 4) or not is_written_as_cuda(graph):
+        if sizes.get("p") not in (2, 4):
             continue
         clustered = _clustered(block, random.Random(seed))
         if clustered is not None:

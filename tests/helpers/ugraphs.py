@@ -410,12 +410,3 @@ def random_inputs(graph: KernelGraph, seed: int = 0) -> list[torch.Tensor]:
         stored = torch.randn(reach, generator=generator, dtype=torch.float64).to(t.dtype)
         found.append(stored.as_strided(t.dims, t.strides))
     return found
-
-
-def is_written_as_cuda(graph: KernelGraph) -> bool:
-    """Return whether CUDA text is written for a kernel graph of one block graph.
-
-    It is not for graphs with sums that shift with a running maximum.
-    """
-    block = graph.ops[0].block
-    return not any(a.shift for stage in block.stages for a in stage.accumulators)

@@ -10,14 +10,12 @@ import torch
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import cuda
-from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.verify.accept import examine
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import cuda_on_cpu, ugraphs
@@ -57,7 +55,7 @@ def mlp(rows=2, k=256, hidden=192, n=128) -> KernelGraph:
     return g
 
 
-def attention(heads=4, keys=2000, d=32) -> KernelGraph:
+def attention(heads=2, keys=600, d=32) -> KernelGraph:
     g = KernelGraph()
     q, k, v = (
         g.new_input((heads, size, d), name=name)
@@ -160,19 +158,13 @@ def test_axes_that_are_too_short_or_that_nothing_sums_are_not_split():
 @pytest.mark.skipif(cuda_on_cpu.CXX is None, reason="needs a C++ compiler, such as g++")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_found_runs_as_cuda_text(name, tmp_path):
-    """All that CUDA C++ is written for: not sums that shift with a running maximum."""
     program = PROGRAMS[name]()
-    written = []
-    for u in clustered(program):
-        if ugraphs.is_written_as_cuda(u.kernels) and not isinstance(examine(u), Rejected):
-            written.append(u)
-    if name != "attention":
-        assert written
-    library = cuda_on_cpu.Library([cuda.kernels_source(u) for u in written], tmp_path)
+    made = clustered(program)
+    library = cuda_on_cpu.Library([cuda.kernels_source(u) for u in made], tmp_path)
     inputs = ugraphs.random_inputs(program)
     exact = run_kernel_graph(program, inputs, torch.float64)
     plain = run_kernel_graph(program, inputs)
-    for n, u in enumerate(written):
+    for n, u in enumerate(made):
         for order in (0, 1):
             got = library.run(n, u.kernels, inputs, order)
             assert not isinstance(got, str), got
