@@ -154,11 +154,12 @@ class _Writer(RunningMaximumWriter):
                 self.store(o)
         if self.published:
             self.put("cluster.sync();  // no block ends while another one reads its memory")
+        self.lines = _used(self.lines)
         shared = sum(a.bytes for a in self.arrays.values()) + -(-self.partial * 4 // 16) * 16
         cut = self.block.named(Role.GRID, Role.CLUSTER)
         grid = math.prod(self.trips(a.name) for a in cut)
         return CudaKernel(
-            "\n".join([*self.head(), *_used(self.lines), "}", "", f"}}  // namespace {self.name}"]),
+            "\n".join([*self.head(), *self.lines, "}", "", f"}}  // namespace {self.name}"]),
             grid,
             shared,
             self.block.cluster is not None,

@@ -51,12 +51,7 @@ def libraries(tmp_path_factory):
         return seed, graph, ctypes.CDLL(str(library))
 
     with ThreadPoolExecutor() as pool:
-        return list(
-            pool.map(
-                build,
-                random_cases(COUNT),
-            )
-        )
+        return list(pool.map(build, random_cases(COUNT)))
 
 
 @pytest.mark.parametrize("case", range(COUNT))
