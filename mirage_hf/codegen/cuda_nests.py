@@ -192,8 +192,9 @@ class NestWriter:
 
     def has_partial_tile(self, axis: str) -> bool:
         """Return whether the last tile of an axis, or of one of its splits, is partial."""
-        split = self.block.split_size(axis)
-        return split % self.tile[axis] != 0 or self.size[axis] % split != 0
+        split, tile = self.block.split_size(axis), self.tile[axis]
+        last = self.size[axis] - (self.block.num_splits(axis) - 1) * split
+        return split % tile != 0 or last % tile != 0
 
     def is_split(self, axis: str) -> bool:
         """Return whether a block sees only one split of an axis."""

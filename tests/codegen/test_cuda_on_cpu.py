@@ -22,7 +22,7 @@ from tests.helpers import (
     ugraphs,
 )
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, Library
-from tests.helpers.random_block_graphs import random_cases
+from tests.helpers.random_block_graphs import random_cases, random_graph
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
 
@@ -39,6 +39,7 @@ NAMED = {
     "softmax_rows long": lambda: ugraphs.softmax_rows(2, 5000),
     "split_k": multi_kernel_ugraphs.split_k,
     "split_k odd": lambda: multi_kernel_ugraphs.split_k(5, 131, 77, 7),
+    "a short last split in steps of one": lambda: UGraph(random_graph(135), random_graph(135)),
     "split_maximum": multi_kernel_ugraphs.ALL["split_maximum"],
     "flash": multi_kernel_ugraphs.flash,
     "flash long": lambda: multi_kernel_ugraphs.flash(2, 5, 300, 24, "bfloat16"),
@@ -214,7 +215,7 @@ def test_numbers_of_16_bits_are_converted_as_by_torch(dtype, tmp_path):
 extern "C" void launch(const {kind}* x, const float* y, float* wide, {kind}* narrow, int n) {{
   for (int i = 0; i < n; ++i) {{ wide[i] = {to}(x[i]); narrow[i] = {of}(y[i]); }}
 }}"""
-    library = Library([text], tmp_path).library
+    library = Library([text], tmp_path).loaded
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     exact = x.float()
     following = torch.roll(exact, -1)

@@ -70,22 +70,22 @@ class Library:
         source = folder / f"{name}.cpp"
         source.write_text("\n".join(parts), encoding="utf-8")
         compile_cpp(source, folder / f"{name}.so", "-shared", "-fPIC")
-        self.library = ctypes.CDLL(str(folder / f"{name}.so"))
-        self.library.last_error.restype = ctypes.c_char_p
+        self.loaded = ctypes.CDLL(str(folder / f"{name}.so"))
+        self.loaded.last_error.restype = ctypes.c_char_p
 
     def run(
         self, n: int, graph: KernelGraph, inputs: Sequence[torch.Tensor], order: int
     ) -> list[torch.Tensor] | str:
         """Run the n-th file in an order of threads. Return its outputs, or what went wrong."""
         outputs = [torch.full(t.dims, math.nan, dtype=t.dtype) for t in graph.outputs]
-        size = getattr(self.library, f"workspace_bytes_{n}")
+        size = getattr(self.loaded, f"workspace_bytes_{n}")
         size.restype = ctypes.c_size_t
         workspace = torch.full((size() + 16,), 0xFF, dtype=torch.uint8)
         tensors = (*(_storage(x) for x in inputs), *outputs, workspace)
         pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
-        self.library.set_order(order)
-        if getattr(self.library, f"launch_{n}")(*pointers, None):
-            return str(self.library.last_error().decode())
+        self.loaded.set_order(order)
+        if getattr(self.loaded, f"launch_{n}")(*pointers, None):
+            return str(self.loaded.last_error().decode())
         return outputs
 
 
