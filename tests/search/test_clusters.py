@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
-from tests.helpers import cuda_on_cpu, ugraphs
+from tests.helpers import cuda_on_cpu, thorough, ugraphs
+from tests.search.test_fusable_dags import dag
+
+DAGS = thorough.count(80, 12)
 
 
 def rms_norm_linear(rows=1, k=1024, n=96) -> KernelGraph:
@@ -223,3 +227,37 @@ def test_no_axis_of_a_program_is_forced_to_be_a_cluster():
     options = SearchOptions(clusters=True, roles=(("k", Role.CLUSTER),))
     with pytest.raises(errors.SearchError, match="'k' cannot be forced to be a cluster axis"):
         search(rms_norm(), options)
+
+
+@pytest.fixture(scope="module")
+def of_random_dags() -> list[tuple[list[UGraph], list[UGraph]]]:
+    """Return what is found for each of `DAGS` random programs: clusters, and other kernels."""
+    options = SearchOptions(time_limit=2, threads=1, max_cuts=0, max_kernels=1, clusters=True)
+    made = []
+    for seed in range(DAGS):
+        ranked, _ = search(dag(random.Random(seed)), options)
+        sides = [[r.ugraph for r in ranked if r.ugraph.is_clustered is on] for on in (True, False)]
+        made.append((sides[0], sides[1]))
+    return made
+
+
+def test_clusters_of_random_dags_are_proven(of_random_dags):
+    """The proof refuses what holds at full sizes alone, such as Σ c / n = c, of any kernel."""
+    assert sum(bool(made) for made, _ in of_random_dags) > DAGS / 2
+    for made, plain in of_random_dags:
+        proven = [isinstance(prove(u), Accepted) for u in made]
+        if not all(proven):
+            assert not any(isinstance(prove(u), Accepted) for u in plain), str(made[0])
+
+
+@pytest.mark.skipif(cuda_on_cpu.CXX is None, reason="needs a C++ compiler, such as g++")
+def test_clusters_of_random_dags_run_as_cuda_text(of_random_dags, tmp_path):
+    best = [made[0] for made, _ in of_random_dags if made]
+    library = cuda_on_cpu.Library([cuda.kernels_source(u) for u in best], tmp_path)
+    for n, u in enumerate(best):
+        inputs = ugraphs.random_inputs(u.program, n)
+        exact = run_kernel_graph(u.kernels, inputs, torch.float64)
+        plain = run_kernel_graph(u.kernels, inputs)
+        got = library.run(n, u.kernels, inputs, order=n % 4)
+        assert not isinstance(got, str), got
+        assert not cuda_on_cpu.errors(got, exact, plain), str(u)
