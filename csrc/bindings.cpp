@@ -178,6 +178,7 @@ void bind_limits(py::module_& m) {
       .def_readwrite("max_variants", &Limits::max_variants)
       .def_readwrite("max_candidates", &Limits::max_candidates)
       .def_readwrite("max_block_ops", &Limits::max_block_ops)
+      .def_readwrite("clusters", &Limits::clusters)
       .def_readwrite("max_values", &Limits::max_values)
       .def_readwrite("max_forms", &Limits::max_forms)
       .def_readwrite("max_expansions", &Limits::max_expansions)
@@ -215,6 +216,7 @@ void bind_candidates(py::module_& m) {
       .def_readonly("axes", &FoundKernel::axes)
       .def_readonly("split", &FoundKernel::split)
       .def_readonly("num_splits", &FoundKernel::num_splits)
+      .def_readonly("clustered", &FoundKernel::clustered)
       .def_readonly("leaves", &FoundKernel::leaves)
       .def_readonly("stages", &FoundKernel::stages)
       .def_readonly("outputs", &FoundKernel::outputs);

@@ -54,6 +54,7 @@ struct FoundKernel {
   AxisSet axes;             // axes in use
   AxisId split;             // a loop or tile axis that is split among blocks
   std::int64_t num_splits = 1;
+  bool clustered = false;  // the blocks of the splits form a cluster, and add up what they hold
   std::vector<FoundLeaf> leaves;
   std::vector<FoundStage> stages;
   std::vector<FoundOutput> outputs;

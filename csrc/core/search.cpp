@@ -58,6 +58,7 @@ class Signature {
     for (const Role role : kernel.roles) put(role);
     put(kernel.split.index());
     put(kernel.num_splits);
+    put(kernel.clustered);
     put(kernel.stages.size());
     for (const FoundStage& stage : kernel.stages) {
       put(stage.loop.index());
@@ -110,16 +111,24 @@ std::vector<Candidate> without_duplicates(std::vector<std::vector<Candidate>> by
   return all;
 }
 
-// Returns the axis that a candidate of one kernel loops over; none if it has no loop.
-AxisId loop_of(const Candidate& candidate) {
-  AxisId loop;
-  for (const FoundStage& stage : candidate.kernels[0].stages)
-    if (stage.loop.valid()) loop = stage.loop;
-  return loop;
+// How a candidate of one kernel walks and splits its axes.
+struct Walk {
+  AxisId loop;     // none: it has no loop
+  AxisId cluster;  // the axis that the blocks of a cluster split; none: they form no clusters
+  auto operator<=>(const Walk&) const = default;
+};
+
+Walk walk_of(const Candidate& candidate) {
+  const FoundKernel& kernel = candidate.kernels[0];
+  Walk walk;
+  for (const FoundStage& stage : kernel.stages)
+    if (stage.loop.valid()) walk.loop = stage.loop;
+  if (kernel.clustered) walk.cluster = kernel.split;
+  return walk;
 }
 
 // Returns the cheapest, and the best few for each number of kernels whatever they cost: the Pareto
-// set of cost and launches. For each axis that a single kernel may loop over, the best is kept as
+// set of cost and launches. For each way of a single kernel to walk its axes, the best is kept as
 // well, beyond `most`: the schedule decides which loop suits tensor cores.
 std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
   const auto cheaper = [](const auto& a, const auto& b) { return a.cost_us < b.cost_us; };
@@ -129,19 +138,19 @@ std::vector<Candidate> best_of(std::vector<Candidate> all, std::size_t most) {
   for (const Candidate& candidate : all)
     if (counts[candidate.kernels.size()]++ < kKeptPerCount && room > 0) --room;
   counts.clear();
-  std::set<AxisId> loops;
+  std::set<Walk> walks;
   std::vector<Candidate> kept;
   std::size_t taken = 0;
   for (Candidate& candidate : all) {
     const bool is_among_best = counts[candidate.kernels.size()]++ < kKeptPerCount;
-    const bool is_new_loop = candidate.kernels.size() == 1 && !loops.contains(loop_of(candidate));
+    const bool is_new_walk = candidate.kernels.size() == 1 && !walks.contains(walk_of(candidate));
     if (taken < most && (is_among_best || room > 0)) {
       if (!is_among_best) --room;
       ++taken;
-    } else if (!is_new_loop) {
+    } else if (!is_new_walk) {
       continue;
     }
-    if (candidate.kernels.size() == 1) loops.insert(loop_of(candidate));
+    if (candidate.kernels.size() == 1) walks.insert(walk_of(candidate));
     kept.push_back(std::move(candidate));
   }
   return kept;

@@ -20,6 +20,7 @@ struct Limits {
   int max_variants = 64;  // algebraic variants that are cut into kernels
   int max_candidates = 24;
   int max_block_ops = 64;                // ops of one kernel
+  bool clusters = false;                 // also find single kernels whose blocks form clusters
   std::int64_t max_values = 20000;       // values of the e-graph
   std::int64_t max_forms = 4000000;      // normal forms and atoms in memory: about 0.4 KB each
   std::int64_t max_expansions = 100000;  // states of the search for variants

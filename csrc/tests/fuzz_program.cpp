@@ -52,6 +52,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   limits.max_forms = 20000;
   limits.max_candidates = 4;
   limits.threads = size % 8 == 0 ? 2 : 1;
+  limits.clusters = size % 2 == 0;
   const SearchResult result = search(program, limits, nullptr);
   require(!to_string(result.stop).empty(), "a search ended without a reason");
   require(result.stats.seconds < kPatience, "the search does not keep its time limit");

@@ -166,6 +166,56 @@ TEST(a_loop_is_walked_a_few_times) {
   CHECK(!is_walked(often.passes(often.axis("k")), often.axis("k")));
 }
 
+TEST(blocks_of_a_cluster_add_up_outside_of_the_loop) {
+  const auto adds_up = [](const Kernel& kernel, AxisId loop, AxisId split) {
+    KernelShape shape = kernel.shape(loop, split, 128);
+    shape.clustered = true;
+    return cluster_adds_up(kernel.nodes, shape);
+  };
+  const Kernel normalize(kNormalize), exp(kExp);
+  const AxisId k = normalize.axis("k");
+  CHECK(adds_up(normalize, k, k));             // after the first pass
+  CHECK(adds_up(normalize, kNone, k));         // each block holds its split
+  CHECK(!adds_up(exp, kNone, exp.axis("k")));  // there is nothing to add up
+  const Kernel batched(R"(axis m 16
+axis k 1024
+axis n 64
+x = input @0 2097152 m k n
+s = sum x k
+t = exp s
+y = sum t n
+output y
+)");
+  CHECK(!adds_up(batched, batched.axis("n"), batched.axis("k")));  // in each step of the loop
+  CHECK(adds_up(batched, batched.axis("k"), batched.axis("n")));
+}
+
+TEST(no_block_of_a_cluster_is_without_elements) {
+  CHECK(cluster_split_size(1024, 8) == 128 && cluster_split_size(100, 8) == 13);
+  CHECK(cluster_split_size(9, 8) == 0 && cluster_split_size(7, 4) == 2);
+}
+
+TEST(clusters_store_whole_results_and_take_an_exchange) {
+  const Kernel matmul(kMatmul);
+  Statistics stats;
+  const Limits limits;
+  const auto choices =
+      KernelSearch(matmul.program, matmul.variant, limits, stats).cluster_choices(matmul.task, 8);
+  CHECK(!choices.empty());
+  for (const KernelChoice& choice : choices) {
+    CHECK(choice.shape.clustered && choice.shape.split == matmul.axis("k"));
+    CHECK(choice.num_splits == 2 || choice.num_splits == 4 || choice.num_splits == 8);
+    CHECK(!is_partial(matmul.variant, matmul.variant.outputs[0], choice.shape));
+    const LoopPasses passes = matmul.passes(choice.shape.loop);
+    const KernelWork work = kernel_work(matmul.nodes, passes, choice.shape, choice.num_splits, {});
+    CHECK(work.exchanges == 1);
+    KernelShape partial = choice.shape;
+    partial.clustered = false;
+    const KernelWork apart = kernel_work(matmul.nodes, passes, partial, choice.num_splits, {});
+    CHECK(work.dram_bytes < apart.dram_bytes && apart.exchanges == 0);
+  }
+}
+
 TEST(tiles_hold_tile_axes_or_a_split_of_them) {
   const Kernel normalize(kNormalize);
   const AxisId k = normalize.axis("k");

@@ -154,7 +154,10 @@ class _CudaFile:
     def kernels(self) -> str:
         """Return the part of the file that runs."""
         kernels = "\n\n".join(k.source for _, k in self.launched)
-        return f"{self.header()}\n{_INCLUDES}\n{DEVICE_HELPERS}\n{kernels}\n\n{self.launcher()}"
+        includes = _INCLUDES
+        if any(k.is_clustered for _, k in self.launched):
+            includes += _CLUSTERS
+        return f"{self.header()}\n{includes}\n{DEVICE_HELPERS}\n{kernels}\n\n{self.launcher()}"
 
     def header(self) -> str:
         """Return the comment at the top of the file."""
@@ -265,6 +268,14 @@ _INCLUDES = """\
 #include <utility>
 #include <vector>
 #endif
+"""
+
+_CLUSTERS = """\
+#include <cooperative_groups.h>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "blocks of this file form clusters, which need sm_90 or later: compile with -arch=sm_90"
+#endif
+namespace cg = cooperative_groups;
 """
 
 _CHECK = """\

@@ -1,26 +1,31 @@
 """Write one block graph as a CUDA kernel: a thread block per tile of the grid axes.
 
 Stages become nests of loops (cuda_nests.py). A value is staged in shared memory if it is read more
-than once per element, or by a later stage. cuda_reductions.py writes sums and maxima.
+than once per element, or by a later stage. cuda_reductions.py writes sums and maxima, and
+cuda_running.py maxima that a loop reads while they grow.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mirage_hf import errors
 from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Operand
-from mirage_hf.codegen.cuda_reductions import THREADS, ReductionWriter
+from mirage_hf.codegen.cuda_reductions import THREADS
+from mirage_hf.codegen.cuda_running import RunningMaximumWriter
 from mirage_hf.graph.block import BlockGraph, BlockInput, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
 #: sm_100 (CUDA programming guide).
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
+
+#: Blocks of a cluster. All GPUs with clusters run these sizes.
+_CLUSTER_SIZES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,13 @@ class CudaKernel:
         source: The text.
         grid: Number of thread blocks.
         shared: Bytes of dynamic shared memory.
+        is_clustered: Whether its blocks form clusters.
     """
 
     source: str
     grid: int
     shared: int
+    is_clustered: bool
 
 
 def write_kernel(
@@ -51,14 +58,13 @@ def write_kernel(
     """
     _refuse(block, name)
     tiles = _grid_tiles(block)
-    most = max(
-        (min(4096, 1 << (a.size - 1).bit_length()) for a in block.named(Role.LOOP)), default=1
-    )
+    walks = {a.name: block.split_size(a.name) for a in block.named(Role.LOOP)}
+    most = max((min(4096, 1 << (n - 1).bit_length()) for n in walks.values()), default=1)
     while True:
         for limit in (SHARED_PLAIN, SHARED_MOST):
             loop_tile = most
             while loop_tile:
-                walked = {a.name: min(a.size, loop_tile) for a in block.named(Role.LOOP)}
+                walked = {a: min(n, loop_tile) for a, n in walks.items()}
                 kernel = _Writer(block, operands, outputs, tiles | walked, name).kernel()
                 if kernel.shared <= limit:
                     return kernel
@@ -82,11 +88,11 @@ def _refuse(block: BlockGraph, name: str) -> None:
         "the CUDA generator does not write that; generate a Triton program, or choose another "
         "candidate"
     )
-    for a in block.axes:
-        if a.split_axis is not None:
-            raise errors.CodegenError(
-                f"{name}: axis {a.name} is split by {a.split_axis}; {way_out}"
-            )
+    if block.cluster is not None and block.cluster.size not in _CLUSTER_SIZES:
+        raise errors.CodegenError(
+            f"{name}: cluster axis {block.cluster.name} has {block.cluster.size} elements; the CUDA "
+            f"generator writes clusters of {', '.join(map(str, _CLUSTER_SIZES))} blocks"
+        )
     for i in block.inputs:
         if i.bounds is not None:
             raise errors.CodegenError(
@@ -104,14 +110,6 @@ def _refuse(block: BlockGraph, name: str) -> None:
             raise errors.CodegenError(
                 f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}"
             )
-    for stage in block.stages:
-        read = {x for op in stage.body for x in op.args}
-        for acc in stage.accumulators:
-            if acc.out in read:
-                raise errors.CodegenError(
-                    f"{name}: {acc.out} is read while it is accumulated, a running maximum; "
-                    f"{way_out}"
-                )
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:
@@ -121,14 +119,14 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
         for c in block.contractions.values()
         for axis in set(block.carried[c.a]) ^ set(block.carried[c.b])
     }
-    grid = block.named(Role.GRID)
+    grid = [a for a in block.named(Role.GRID) if block.axis_split_by(a.name) is None]
     wide = sorted((a for a in grid if a.name in reused), key=lambda a: -a.size)
     if not wide:  # nothing is reused, so widen the last dim of an output for its stores
         wide = [a for a in grid if any(o.axes[-1] == a.name for o in block.outputs)][:1]
     tiles = {a.name: 1 for a in grid} | {
         a.name: 64 if i == 0 else min(a.size, 16) for i, a in enumerate(wide)
     }
-    rest = math.prod(a.size for a in block.named(Role.TILE))
+    rest = math.prod(block.split_size(a.name) for a in block.named(Role.TILE))
     if wide:
         first = wide[0]
 
@@ -144,7 +142,7 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
     return tiles
 
 
-class _Writer(ReductionWriter):
+class _Writer(RunningMaximumWriter):
     """Writes the text of one kernel, top to bottom."""
 
     def kernel(self) -> CudaKernel:
@@ -154,31 +152,41 @@ class _Writer(ReductionWriter):
         for o in self.block.outputs:
             if not any(a is not None and self.block.role(a) is Role.LOOP for a in o.axes):
                 self.store(o)
+        if self.published:
+            self.put("cluster.sync();  // no block ends while another one reads its memory")
+        self.lines = _used(self.lines)
         shared = sum(a.bytes for a in self.arrays.values()) + -(-self.partial * 4 // 16) * 16
-        grid = math.prod(self.trips(a.name) for a in self.block.named(Role.GRID))
+        cut = self.block.named(Role.GRID, Role.CLUSTER)
+        grid = math.prod(self.trips(a.name) for a in cut)
         return CudaKernel(
-            "\n".join([*self.head(), *_used(self.lines), "}", "", f"}}  // namespace {self.name}"]),
+            "\n".join([*self.head(), *self.lines, "}", "", f"}}  // namespace {self.name}"]),
             grid,
             shared,
+            self.block.cluster is not None,
         )
 
     def head(self) -> list[str]:
         """Return everything before the kernel's body. The body must have been written."""
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
-        arrays = self._shared_arrays()
+        arrays, cluster = self._shared_arrays(), self.block.cluster
         lines = [
             *(f"// {line}" for line in graph),
             f"namespace {self.name} {{",
             "",
             f"constexpr int threads = {THREADS};",
-            *self._sizes(),
         ]
+        lines += [f"constexpr int cluster_blocks = {cluster.size};"] if cluster else []
+        lines += self._sizes()
         lines += ["", "struct Shared {", *arrays, "};"] if arrays else []
+        bounds = "__cluster_dims__(cluster_blocks, 1, 1) " if cluster else ""
+        bounds += "__launch_bounds__(threads)"
         lines += [
             "",
-            f"__global__ void __launch_bounds__(threads) run({self._parameters()}) {{",
+            f"__global__ void {bounds} run({self._parameters()}) {{",
             "  const int tid = threadIdx.x;",
         ]
+        if cluster:
+            lines.append("  const cg::cluster_group cluster = cg::this_cluster();")
         if arrays:
             lines += [
                 "  extern __shared__ __align__(16) unsigned char memory[];",
@@ -190,7 +198,7 @@ class _Writer(ReductionWriter):
     def _sizes(self) -> list[str]:
         """Return definitions of the sizes and tiles of axes that the body reads."""
         read = set(re.findall(r"\w+", "\n".join(self.lines)))
-        read |= {f"{a.name}_tile" for a in self.block.axes if self.trips(a.name) > 1}
+        read |= {f"{a.name}_tile" for a in self.block.named(Role.GRID) if self.trips(a.name) > 1}
         sizes = {f"{a.name}_size": a.size for a in self.block.axes}
         sizes |= {f"{a}_tile": tile for a, tile in self.tile.items()}
         return [f"constexpr int {name} = {value};" for name, value in sizes.items() if name in read]
@@ -217,12 +225,35 @@ class _Writer(ReductionWriter):
         return ", ".join([*sources, *outputs])
 
     def _block_coordinates(self) -> list[str]:
-        """Return definitions of where the block's tile begins on each grid axis."""
+        """Return definitions of where the block's tile begins on each grid axis and split axis.
+
+        Blocks of a cluster have numbers that follow each other.
+        """
+        cluster = self.block.cluster
         cut = [a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1]
-        lines = ["  int block = blockIdx.x;"] if cut else []
+        first = "blockIdx.x / cluster_blocks" if cluster else "blockIdx.x"
+        lines = [f"  int block = {first};"] if cut else []
         for a in reversed(cut):
             lines.append(f"  const int {a}_0 = block % {self.trips(a)} * {a}_tile;")
             lines += [f"  block /= {self.trips(a)};"] if a != cut[0] else []
+        if cluster:
+            lines.append(f"  const int {cluster.name}_0 = cluster.block_rank();")
+        for axis in self.block.axes:
+            if axis.split_axis is not None:
+                lines += self._split(axis.name, axis.split_axis)
+        return lines
+
+    def _split(self, axis: str, number: str) -> list[str]:
+        """Return definitions of where the block's split of an axis begins and ends."""
+        size, part = self.size[axis], self.block.split_size(axis)
+        begin = f"{axis}_begin" if self.block.role(axis) is Role.LOOP else f"{axis}_0"
+        end = f"{begin} + {part}" if size % part == 0 else f"min({begin} + {part}, {size})"
+        index = f"{number}_0" if self.trips(number) > 1 else "0"
+        lines = [f"  const int {begin} = {index} * {part};"]
+        if self.block.role(axis) is Role.LOOP:
+            return [*lines, f"  const int {axis}_end = {end};"]
+        if self.has_partial_tile(axis):
+            lines.append(f"  const int {axis}_end = {end}, {axis}_count = {axis}_end - {begin};")
         return lines
 
     def address(self, i: BlockInput) -> str:
@@ -257,23 +288,30 @@ class _Writer(ReductionWriter):
         """Write a stage: first the values that do not carry the loop axis, then the loop."""
         wanted = self.wanted(stage)
         self.planned = set(wanted)
-        loop = stage.loop
+        loop, moving = stage.loop, self.moving(stage)
 
         def walks(value: str) -> bool:
-            return loop is not None and loop in self.block.carried[value]
+            return loop is not None and (loop in self.block.carried[value] or value in moving)
 
-        self.prepare(stage, [v for v in wanted if not walks(v)], inside=False)
+        self.prepare(stage, [v for v in wanted if not walks(v)], walks, inside=False)
         if loop is None:
             return
-        plans = [self.reduce_plan(a.out, a.arg, loop) for a in stage.accumulators]
-        for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
+        running = self.running_maxima(stage)
+        accumulators = [a for a in stage.accumulators if a.out not in running]
+        plans = [self.reduce_plan(a.out, a.arg, loop) for a in accumulators]
+        for maximum in running:
+            self.start_maximum(maximum)
+        for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.declare(a.out, a.kind, nest, lanes)
-        with self.scope(f"for (int {loop}_0 = 0; {loop}_0 < {loop}_size; {loop}_0 += {loop}_tile)"):
+        begin, end = f"{loop}_begin" if self.is_split(loop) else "0", self.end(loop)
+        with self.scope(f"for (int {loop}_0 = {begin}; {loop}_0 < {end}; {loop}_0 += {loop}_tile)"):
             if self.has_partial_tile(loop):
-                self.put(f"const int {loop}_count = min({loop}_tile, {loop}_size - {loop}_0);")
+                self.put(f"const int {loop}_count = min({loop}_tile, {end} - {loop}_0);")
             before = len(self.lines)
-            self.prepare(stage, [v for v in wanted if walks(v)], inside=True)
-            for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
+            self.prepare(stage, [v for v in wanted if walks(v)], walks, inside=True)
+            for a, (nest, lanes) in zip(accumulators, plans, strict=True):
+                if a.shift is not None:
+                    self.rescale(a, nest, lanes)
                 self.accumulate(a.out, a.arg, a.kind, nest, lanes)
             here = {op.out for op in stage.body}
             for o in self.block.outputs:
@@ -282,17 +320,22 @@ class _Writer(ReductionWriter):
             if any("__syncthreads" in line for line in self.lines[before:]):
                 self.put("__syncthreads();")
         self.staged = {v: a for v, a in self.staged.items() if not walks(v)}
-        for a, (nest, lanes) in zip(stage.accumulators, plans, strict=True):
+        self.staged |= {maximum: self.top(maximum) for maximum in running}
+        for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.combine(a.out, a.kind, nest, lanes)
 
-    def prepare(self, stage: Stage, wanted: Sequence[str], inside: bool) -> None:
+    def prepare(
+        self, stage: Stage, wanted: Sequence[str], walks: Callable[[str], bool], inside: bool
+    ) -> None:
         """Stage the wanted values and compute the reductions of the body, in the body's order.
 
         Args:
             stage: The stage.
             wanted: The values to stage.
+            walks: Says of a value whether it changes in the loop.
             inside: True for the ops inside the loop, False for those before it.
         """
+        growing = self.running_maxima(stage) if inside else {}
         fresh = [v for v in wanted if v in self.inputs and v not in self.staged]
         here = {op.out for op in stage.body}
         earlier = [v for v in self.ops if v in wanted and v not in here and v not in self.staged]
@@ -303,9 +346,17 @@ class _Writer(ReductionWriter):
             self.fill(value)
         dirty = bool(fresh or earlier)
         for op in stage.body:
-            if (stage.loop is not None and stage.loop in op.axes) is not inside:
+            if walks(op.out) is not inside:
                 continue
-            if op.over is not None:
+            for maximum in [a for a in op.args if a in growing]:
+                if dirty:
+                    self.put("__syncthreads();")
+                self.grow(growing.pop(str(maximum)), str(stage.loop))
+                dirty = False
+            if op.over is not None and self.block.role(op.over) is Role.CLUSTER:
+                self.exchange(op)
+                dirty = False
+            elif op.over is not None:
                 if dirty:
                     self.put("__syncthreads();")
                 self.reduce(op)
@@ -319,10 +370,18 @@ class _Writer(ReductionWriter):
             self.put("__syncthreads();")
 
     def wanted(self, stage: Stage) -> list[str]:
-        """Return the values to stage: those that reductions read more than once per element."""
+        """Return the values to stage: those that reductions read more than once per element.
+
+        What the blocks of a cluster exchange is staged too.
+        """
         sums = [op.args[0] for op in stage.body if op.over is not None] + [
             a.arg for a in stage.accumulators
         ]
+        exchanged = {
+            op.args[0]
+            for op in stage.body
+            if op.over is not None and self.block.role(op.over) is Role.CLUSTER
+        }
         found: list[str] = []
 
         def visit(value: str, axes: Sequence[str]) -> None:
@@ -330,7 +389,7 @@ class _Writer(ReductionWriter):
             if self.is_reduced(value) or value in found:
                 return
             missing = self.extent([a for a in axes if a not in carried])
-            if missing > 1 and self.extent(carried) > 1:
+            if value in exchanged or (missing > 1 and self.extent(carried) > 1):
                 found.append(value)
             elif value in self.ops:
                 for a in self.ops[value].args:

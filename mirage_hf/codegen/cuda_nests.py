@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mirage_hf.codegen.cuda_math import FLOAT, TYPES
-from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOutput, Role
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOutput, Role
 
 _RESERVED = frozenset(
     """
@@ -25,13 +25,15 @@ _RESERVED = frozenset(
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
     run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
-    max exp sqrt tanh erf log1p pow
+    max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined old grown
     """.split()
 )
 
 
 #: Names that a kernel gives to coordinates, constants and pointers.
-_OURS = re.compile(r"(i_|at_|j_)|.*(_size|_tile|_0|_count|_at|_ptr\d*|_out\d*|_acc|_v)$")
+_OURS = re.compile(
+    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v)$"
+)
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,14 @@ class Array:
         itemsize = {"half": 2, "__nv_bfloat16": 2, "long long": 8}.get(self.ctype, 4)
         return -(-self.elements * itemsize // 16) * 16
 
-    def at(self, axes: Sequence[str] | None = None) -> str:
-        """Return the text of the current element."""
+    def at(self, memory: str = "shared.") -> str:
+        """Return the text of the current element, in the block's own shared memory or another."""
         terms, step = [], 1
         for d in reversed(range(len(self.axes))):
             if self.extents[d] > 1:
                 terms.append(f"i_{self.axes[d]}" + (f" * {step}" if step > 1 else ""))
             step = self.pitch if d == len(self.axes) - 1 else step * self.extents[d]
-        return f"shared.{self.name}[{' + '.join(reversed(terms)) or '0'}]"
+        return f"{memory}{self.name}[{' + '.join(reversed(terms)) or '0'}]"
 
 
 @dataclass
@@ -127,7 +129,7 @@ class NestWriter:
             name: The kernel's namespace.
         """
         self.block, self.operands, self.outputs, self.name = block, operands, outputs, name
-        self.tile = {a.name: tiles.get(a.name, a.size) for a in block.axes}
+        self.tile = {a.name: tiles.get(a.name, self._whole_tile(a)) for a in block.axes}
         self.size = {a.name: a.size for a in block.axes}
         self.inputs = {i.name: i for i in block.inputs}
         self.ops = {op.out: op for op in block.ops()}
@@ -137,11 +139,18 @@ class NestWriter:
         self.planned: set[str] = set()
         #: All arrays of the kernel in shared memory, by value.
         self.arrays: dict[str, Array] = {}
+        #: Values that the other blocks of the cluster may read.
+        self.published: set[str] = set()
         #: Floats of shared scratch memory for reductions.
         self.partial = 0
         #: Indentation of the next line.
         self.depth = 1
         self.lines: list[str] = []
+
+    def _whole_tile(self, a: Axis) -> int:
+        """Return how many elements of an axis a block sees: one of the numbers of splits."""
+        numbers = a.role is Role.CLUSTER or self.block.axis_split_by(a.name) is not None
+        return 1 if numbers else self.block.split_size(a.name)
 
     # -- text -------------------------------------------------------------------------------------
 
@@ -178,12 +187,26 @@ class NestWriter:
         return f"{self.var(i.name)}_ptr{k if len(i.sources) > 1 else ''}"
 
     def trips(self, axis: str) -> int:
-        """Return how many tiles an axis has."""
-        return -(-self.size[axis] // self.tile[axis])
+        """Return how many tiles an axis has, or one split of it."""
+        return -(-self.block.split_size(axis) // self.tile[axis])
 
     def has_partial_tile(self, axis: str) -> bool:
-        """Return whether the last tile of an axis is partial."""
-        return self.size[axis] % self.tile[axis] != 0
+        """Return whether the last tile of an axis, or of one of its splits, is partial."""
+        split, tile = self.block.split_size(axis), self.tile[axis]
+        last = self.size[axis] - (self.block.num_splits(axis) - 1) * split
+        return split % tile != 0 or last % tile != 0
+
+    def is_split(self, axis: str) -> bool:
+        """Return whether a block sees only one split of an axis."""
+        return self.block.axis(axis).split_axis is not None
+
+    def begins_elsewhere(self, axis: str) -> bool:
+        """Return whether tiles of an axis begin at different elements, named `axis`_0."""
+        return self.is_split(axis) or self.trips(axis) > 1
+
+    def end(self, axis: str) -> str:
+        """Return the name of the end of an axis, or of the block's split of it."""
+        return f"{axis}_end" if self.is_split(axis) else f"{axis}_size"
 
     def extent(self, axes: Sequence[str]) -> int:
         """Return the elements of a tile over some axes."""
@@ -244,6 +267,7 @@ class NestWriter:
             if a and a != axis and self.size[a] > 1
         ]
         steps += [self.operands[k].offset for k in i.sources] + [self.size[axis], self.tile[axis]]
+        steps += [self.block.split_size(axis)]
         steps += list(i.sizes) if i.joined == axis else []
         return n if self.contiguous(value) == axis and all(s % n == 0 for s in steps) else 1
 
@@ -292,10 +316,10 @@ class NestWriter:
 
     def global_coordinate(self, a: str, local: str, clamp: bool, width: int) -> None:
         """Define the coordinate of an axis in the tensor."""
-        base = f"{a}_0" if self.block.role(a) is not Role.TILE and self.trips(a) > 1 else ""
+        base = f"{a}_0" if self.begins_elsewhere(a) else ""
         inner = f"{local}_{a}" if self.tile[a] > 1 else ""
         text = " + ".join(t for t in (base, inner) if t) or "0"
-        if clamp and self.block.role(a) is not Role.TILE and self.has_partial_tile(a):
+        if clamp and self.has_partial_tile(a):
             text = f"min({text}, {a}_size - {width})"
         self.put(f"const int at_{a} = {text};")
 
@@ -348,15 +372,24 @@ class NestWriter:
         return name
 
     @contextmanager
-    def elements(self, nest: Nest, value: str) -> Iterator[None]:
-        """Write a loop over every element of a nest, without those beyond the end of an axis."""
+    def elements(self, nest: Nest, shares: bool = False) -> Iterator[None]:
+        """Write a loop over every element of a nest, without those beyond the end of an axis.
+
+        Args:
+            nest: The nest.
+            shares: Whether the blocks of a cluster share the elements.
+        """
         count = self.extent(nest.axes) // nest.vector
-        with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
+        head = f"for (int e = tid; e < {count}; e += threads)"
+        if shares:
+            first = "tid + threads * cluster.block_rank()"
+            head = f"for (int e = {first}; e < {count}; e += threads * cluster_blocks)"
+        with self.scope(head):
             self.coordinates(nest, "e", clamp=False)
             beyond = [
-                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {a}_size - {a}_0"
+                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {self.end(a)} - {a}_0"
                 for a in nest.axes
-                if self.block.role(a) is not Role.TILE and self.has_partial_tile(a)
+                if self.has_partial_tile(a)
             ]
             if beyond:
                 self.put(f"if ({' || '.join(beyond)}) continue;")
@@ -382,7 +415,7 @@ class NestWriter:
             f"// {value} [{', '.join(axes)}]"
             + (" from device memory" if value in self.inputs else "")
         )
-        with self.elements(nest, value):
+        with self.elements(nest):
             if nest.vector > 1 and array.pitch % nest.vector == 0:
                 self.put(f"const int i_{last} = j_{last};")
                 self.global_coordinate(str(last), "i", False, 1)
@@ -417,21 +450,21 @@ class NestWriter:
     def store(self, o: BlockOutput) -> None:
         """Store an output.
 
-        If blocks differ along an axis that the output lacks, the first block stores it.
+        If blocks differ along an axis that the output lacks, the first block stores it. The blocks
+        of a cluster share the elements, unless each holds a part of the output.
         """
         n = self.block.outputs.index(o)
         t = self.outputs[n]
         axes = tuple(a for a in o.axes if a is not None)
         nest = Nest(axes, axes[-1] if axes else None, 1)
+        replicas = [a for a in self.block.named(Role.GRID, Role.CLUSTER) if not self.cuts(a, axes)]
         alone = [
-            f"{a.name}_0 == 0"
-            for a in self.block.named(Role.GRID)
-            if a.name not in axes and self.trips(a.name) > 1
+            f"{a.name}_0 == 0" for a in replicas if a.role is Role.GRID and self.trips(a.name) > 1
         ]
         self.put(f"// {o.value} [{', '.join(a or '1' for a in o.axes)}] to device memory")
         with (
             self.scope(f"if ({' && '.join(alone)})") if alone else nullcontext(),
-            self.elements(nest, o.value),
+            self.elements(nest, shares=self.block.cluster in replicas),
         ):
             reach = sum((self.size[a] - 1) * s for a, s in zip(o.axes, t.strides, strict=True) if a)
             wide = "LL" if reach >= 1 << 31 else ""
@@ -445,3 +478,7 @@ class NestWriter:
             )
             value = self.ref(nest, o.value)
             self.put(f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({value});")
+
+    def cuts(self, a: Axis, axes: Sequence[str]) -> bool:
+        """Return whether blocks that differ along an axis see different elements of `axes`."""
+        return a.name in axes or self.block.axis_split_by(a.name) in axes

@@ -19,7 +19,7 @@ _OPS = {"sum": "Sum", "max": "Max"}
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class Lanes:
     """How threads share a reduction.
 
     Attributes:
@@ -71,14 +71,41 @@ class ReductionWriter(NestWriter):
             self.accumulate(op.out, arg, op.fn, nest, lanes)
             self.combine(op.out, op.fn, nest, lanes)
 
-    def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, _Lanes]:
+    def exchange(self, op: BlockOp) -> None:
+        """Write a sum or maximum among the blocks of a cluster. Every block gets the result.
+
+        Each block reads what the others hold in their shared memory, in the order of their ranks.
+        So all of them get the same bits.
+        """
+        part, name = str(op.args[0]), _OPS[op.fn]
+        source = self.staged[part]
+        carried = ", ".join(self.block.carried[op.out])
+        self.put(f"// {op.out} [{carried}]: {op.fn} of {part} among the blocks of the cluster")
+        if part not in self.published:
+            self.put("cluster.sync();  // all of them hold their parts")
+            self.published |= set(self.staged)
+        array = self.keep(op.out, "float", self.block.carried[op.out])
+        nest = Nest(self.block.carried[op.out], None, 1)
+        with self.scope(f"for (int e = tid; e < {self.extent(nest.axes)}; e += threads)"):
+            self.coordinates(nest, "e", clamp=False)
+            self.put(f"float joined = {name}::zero();", "#pragma unroll")
+            with self.scope("for (int rank = 0; rank < cluster_blocks; ++rank)"):
+                element = source.at("cluster.map_shared_rank(&shared, rank)->")
+                value = element if source.ctype == "float" else f"to_float({element})"
+                self.put(f"joined = {name}::join(joined, {value});")
+            self.put(f"{array.at()} = joined;")
+        self.put("__syncthreads();")
+        self.staged[op.out] = array
+
+    def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, Lanes]:
         """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
         inner = nest.fast == over
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
         step = nest.vector if inner else 1
         is_all_staged = not inner and nest.fast is None
-        if is_all_staged and self.tile[over] % 4 == 0 and self.size[over] % 4 == 0:
+        lengths = (self.tile[over], self.size[over], self.block.split_size(over))
+        if is_all_staged and all(n % 4 == 0 for n in lengths):
             step = 4  # read 4 neighbours at once
         steps = max(1, self.tile[over] // step)
         if inner:
@@ -89,30 +116,26 @@ class ReductionWriter(NestWriter):
         else:
             across = THREADS // min(THREADS, _pow2(units))
         own = THREADS // across
-        return nest, _Lanes(own, across, -(-units // own), units, inner, step)
+        return nest, Lanes(own, across, -(-units // own), units, inner, step)
 
-    def declare(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+    def declare(self, out: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Declare and clear a thread's accumulators."""
         slots = lanes.rounds * (1 if lanes.inner else nest.vector)
         self.put(f"float {self.var(out)}_acc[{slots}];")
         with self.repeat("r", slots):
             self.put(f"{self.var(out)}_acc[{'r' if slots > 1 else 0}] = {_OPS[kind]}::zero();")
 
-    def owned(self, nest: Nest, lanes: _Lanes) -> str:
+    def owned(self, nest: Nest, lanes: Lanes) -> str:
         """Return the element that a thread owns in round r."""
         text = lanes.element + (f" + r * {lanes.own}" if lanes.rounds > 1 else "")
         return f"min({text}, {lanes.units - 1})" if lanes.rounds * lanes.own > lanes.units else text
 
-    def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+    def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Write the loop in which each lane reduces its part."""
         over, name = str(nest.over), self.var(out)
         nest.known, nest.vectors = {}, []
         width = lanes.step
-        end = (
-            f"{over}_count"
-            if self.block.role(over) is Role.LOOP and self.has_partial_tile(over)
-            else str(self.tile[over])
-        )
+        end = f"{over}_count" if self.has_partial_tile(over) else str(self.tile[over])
         start = lanes.lane + (f" * {width}" if width > 1 else "")
         self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
         walker = f"{'j' if width > 1 else 'i'}_{over}"
@@ -137,10 +160,11 @@ class ReductionWriter(NestWriter):
 
     def global_coordinate_over(self, over: str) -> None:
         """Define the coordinate of the reduced axis in the tensor."""
-        base = f"{over}_0 + " if self.block.role(over) is Role.LOOP else ""
+        is_walked = self.block.role(over) is Role.LOOP
+        base = f"{over}_0 + " if is_walked or self.is_split(over) else ""
         self.put(f"const int at_{over} = {base}i_{over};")
 
-    def combine(self, out: str, kind: str, nest: Nest, lanes: _Lanes) -> None:
+    def combine(self, out: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Combine the lanes' partial results and keep the result in shared memory."""
         array = self.keep(out, "float", self.block.carried[out])
         shuffled = min(lanes.across, 32) if lanes.inner else 1
@@ -154,7 +178,7 @@ class ReductionWriter(NestWriter):
             self.put("__syncthreads();")
         self.staged[out] = array
 
-    def _join_lanes(self, out: str, kind: str, nest: Nest, lanes: _Lanes, array: Array) -> None:
+    def _join_lanes(self, out: str, kind: str, nest: Nest, lanes: Lanes, array: Array) -> None:
         """Join the results of neighbouring lanes by shuffles, and store what each group holds.
 
         A single group stores the result. Several groups store partial results.

@@ -5,6 +5,10 @@ stages that name it. TILE axes are held whole by a block. A LOOP or TILE axis ma
 split-KV). Then a GRID axis numbers its splits, and a block sees one split. If a block reduces over
 a split axis, the result is partial: it carries the axis of split numbers instead.
 
+The CLUSTER axis is cut among the blocks of one thread-block cluster. It may number splits, too.
+Only a reduction over it lets a block see what the others hold. So partial results of a cluster are
+added up in the same kernel.
+
 A value carries a set of axes. A tensor has one dim per axis that it carries. Sizes of tiles are not
 part of a block graph, because the schedule chooses them. The imap, fmap and omap of the Mirage
 paper follow from the roles, see `graph/maps.py`.
@@ -103,9 +107,14 @@ class BlockGraph:
         """Return the role of the axis called `name`."""
         return self._table.axis(name).role
 
-    def named(self, role: Role) -> tuple[Axis, ...]:
-        """Return the axes that have a role."""
-        return tuple(a for a in self.axes if a.role is role)
+    def named(self, *roles: Role) -> tuple[Axis, ...]:
+        """Return the axes that have a role, or one of several."""
+        return tuple(a for a in self.axes if a.role in roles)
+
+    @cached_property
+    def cluster(self) -> Axis | None:
+        """The CLUSTER axis, None if there is none."""
+        return next(iter(self.named(Role.CLUSTER)), None)
 
     def reduced(self, axes: Iterable[str], over: str) -> set[str]:
         """Return the axes left after a reduction: `over` gives way to its split axis, if any."""
@@ -194,10 +203,10 @@ class BlockGraph:
         return reads
 
     def _sums(self) -> Iterator[tuple[Stage, str, str, str]]:
-        """Iterate over all sums: the stage, the sum, the value that it sums, and the axis."""
+        """Iterate over all sums in a block: the stage, the sum, the value it sums, and the axis."""
         for stage in self.stages:
             for op in stage.body:
-                if op.fn == "sum" and op.over:
+                if op.fn == "sum" and op.over and self.role(op.over) is Role.TILE:
                     yield stage, op.out, str(op.args[0]), op.over
         for stage in self.stages:
             for acc in stage.accumulators:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mirage_hf import errors
 from mirage_hf.graph.block_parts import (
+    MAX_CLUSTER,
     Accumulator,
     Axis,
     AxisTable,
@@ -16,6 +17,9 @@ from mirage_hf.graph.block_parts import (
     Stage,
 )
 from mirage_hf.ops import table
+
+#: Roles of axes that are cut among blocks.
+_CUT = (Role.GRID, Role.CLUSTER)
 
 
 def check_block(
@@ -84,6 +88,7 @@ class _BlockCheck:
     def _check_axes(self) -> None:
         if len({a.name for a in self.axes}) != len(self.axes) or len(self.loops) > 1:
             raise _error("axis names must be unique and at most one axis loops")
+        self._check_cluster([a for a in self.axes if a.role is Role.CLUSTER])
         for a in self.axes:
             if not a.name.isidentifier() or a.size < 1:
                 raise _error(
@@ -93,13 +98,26 @@ class _BlockCheck:
             if a.split_axis is not None:
                 self._check_split(a, a.split_axis)
 
+    def _check_cluster(self, axes: Sequence[Axis]) -> None:
+        if len(axes) > 1:
+            raise _error(
+                f"axes {' and '.join(a.name for a in axes)} are both cut among the blocks of a "
+                "cluster; at most one axis is"
+            )
+        for a in axes:
+            if not 2 <= a.size <= MAX_CLUSTER:
+                raise _error(
+                    f"cluster axis {a.name} has {a.size} elements, one for each block; "
+                    f"a cluster has 2 to {MAX_CLUSTER} blocks"
+                )
+
     def _check_split(self, a: Axis, name: str) -> None:
         numbers = self.table.get(name)
-        is_grid = numbers is not None and numbers.role is Role.GRID and numbers.split_axis is None
-        if a.role is Role.GRID or not is_grid:
+        is_cut = numbers is not None and numbers.role in _CUT and numbers.split_axis is None
+        if a.role in _CUT or not is_cut:
             raise _error(
                 f"axis {a.name}: only a loop or tile axis is split, "
-                "and a grid axis of its own numbers the splits"
+                "and a grid or cluster axis of its own numbers the splits"
             )
         shared = [b.split_axis for b in self.axes].count(name) > 1
         if shared or any(name in i.carried for i in self.inputs):
@@ -239,12 +257,29 @@ class _StageCheck:
         if self.stage.loop is None and any(x in self.check.loops for x in op.axes):
             raise _error(f"{op.out} carries the loop axis outside a loop")
         if op.over is not None:
-            carries = op.over in self.carried[used[0]]
-            if not carries or self.table.axis(op.over).role is not Role.TILE:
+            axis = self.table.get(op.over)
+            reducible = axis is not None and axis.role in (Role.TILE, Role.CLUSTER)
+            if not reducible or op.over not in self.carried[used[0]]:
                 raise _error(
                     f"{op.out} reduces over {op.over}, "
-                    f"which must be a tile axis that {used[0]} carries"
+                    f"which must be a tile or cluster axis that {used[0]} carries"
                 )
+            if axis is not None and axis.role is Role.CLUSTER:
+                self._check_exchange(op, used[0])
+
+    def _check_exchange(self, op: BlockOp, arg: str) -> None:
+        """Check a reduction among the blocks of a cluster. All blocks take part at once."""
+        if self.stage.loop is not None:
+            raise _error(
+                f"{op.out} is reduced among the blocks of a cluster inside the loop over "
+                f"{self.stage.loop}; reduce it in a stage without a loop"
+            )
+        split = self.table.axis_split_by(str(op.over))
+        if split in self.carried[arg]:
+            raise _error(
+                f"{op.out} reduces over {op.over}, but {arg} still carries {split}, of which each "
+                f"block of the cluster holds another part; reduce over {split} first"
+            )
 
     def _check_accumulator(self, acc: Accumulator) -> None:
         loop = self.stage.loop

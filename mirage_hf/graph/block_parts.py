@@ -18,10 +18,17 @@ class Role(str, Enum):
 
     #: Cut among thread blocks.
     GRID = "grid"
+    #: Cut among the blocks of one thread-block cluster, one element each. The blocks can reduce
+    #: values over it, through distributed shared memory.
+    CLUSTER = "cluster"
     #: Walked by the stages that name it.
     LOOP = "loop"
     #: Held whole by a block.
     TILE = "tile"
+
+
+#: The most blocks of a cluster that every GPU with clusters can run. More is not portable.
+MAX_CLUSTER = 8
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,9 @@ class Axis:
     size: int
     role: Role
 
-    #: The GRID axis that numbers the splits of this LOOP or TILE axis (split-K, split-KV). None: it
-    #: is not split. The size of the GRID axis is the number of splits. Split s holds the elements
-    #: [s·n, (s+1)·n) with n = ceil(size / number of splits). No split is empty.
+    #: The GRID or CLUSTER axis that numbers the splits of this LOOP or TILE axis (split-K,
+    #: split-KV). None: it is not split. The size of the other axis is the number of splits. Split s
+    #: holds the elements [s·n, (s+1)·n) with n = ceil(size / number of splits). No split is empty.
     split_axis: str | None = None
 
 
@@ -259,7 +266,11 @@ class BlockInput:
 
 @dataclass(frozen=True)
 class BlockOp:
-    """An op `out = fn(args)`: elementwise by axis name, or a reduction over a TILE axis."""
+    """An op `out = fn(args)`: elementwise by axis name, or a reduction.
+
+    A reduction over a TILE axis stays in the block. A reduction over the CLUSTER axis adds up what
+    the blocks of a cluster hold. Every block of the cluster then has the total.
+    """
 
     out: str
 
@@ -274,7 +285,7 @@ class BlockOp:
 
     attrs: tuple[tuple[str, float], ...] = ()
 
-    #: The TILE axis that is reduced. None: the op is elementwise.
+    #: The TILE or CLUSTER axis that is reduced. None: the op is elementwise.
     over: str | None = None
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.graph.block import Axis, BlockGraph, Role
+from mirage_hf.graph.block_parts import MAX_CLUSTER
 from mirage_hf.graph.emission import Emission, axis_names
 from mirage_hf.graph.operands import number, several
 from mirage_hf.graph.tensors import DTensor
@@ -70,6 +71,9 @@ class BlockGraphBuilder:
 
     #: Trips of the loop.
     forloop_range: int = 1
+
+    #: The grid dim whose blocks form a cluster. None: there are no clusters.
+    cluster: str | None = None
 
     #: The tiles that are loaded, each with its tensor.
     inputs: list[tuple[STensor, DTensor]] = field(default_factory=list)
@@ -274,6 +278,33 @@ class BlockGraphBuilder:
         node = Node("max" if kind == "max" else "sum", (x,), over=over)
         out = replace(reduced, name=self._name("v"), node=node)
         return self._elementwise("mul", out, 1.0 / over.size) if kind == "mean" else out
+
+    def cluster_reduction(self, x: STensor, kind: str = "sum") -> STensor:
+        """Reduce a partial result among the blocks of a cluster by "sum" or "max".
+
+        Every block of the cluster gets the total. Blocks can reduce only after the loop.
+        """
+        self._own(x, "cluster_reduction")
+        if kind not in ("sum", "max"):
+            raise errors.GraphError(f"cluster_reduction: unknown kind {kind!r}; use sum or max")
+        if x.pending or x.unreduced:
+            raise unfinished(x, "cluster_reduction")
+        among = next((p.root for p in x.splits if p.root.grid == self.cluster), None)
+        if self.cluster is None or among is None:
+            raise errors.GraphError(
+                f"cluster_reduction: {x} is no partial result of the blocks of a cluster; reduce "
+                "over a dim that the cluster's grid dim cuts: new_block_graph(…, cluster='x')"
+            )
+        held = next((a.root for a in x.axes if a is not None and a.root.grid == self.cluster), None)
+        if held is not None or x.time == "loop":
+            why = "changes from trip to trip" if held is None else f"still holds {held.first}"
+            raise errors.GraphError(f"cluster_reduction: {x} {why}; reduce or accumulate it first")
+        return replace(
+            x,
+            name=self._name("v"),
+            node=Node(kind, (x,), among=among),
+            splits=tuple(p for p in x.splits if p.root is not among),
+        )
 
     def permute(self, x: STensor, order: Sequence[int]) -> STensor:
         """Return the tile with its dims in another order. No data moves."""
@@ -497,7 +528,7 @@ class BlockGraphBuilder:
         return Emission(self._tiled(), self._positions(operands)).block_graph()
 
     def _tiled(self) -> TiledBlock:
-        return TiledBlock(self.grid_dim, tuple(self.inputs), tuple(self.outputs))
+        return TiledBlock(self.grid_dim, tuple(self.inputs), tuple(self.outputs), self.cluster)
 
     def _positions(self, operands: Sequence[DTensor] | None) -> list[int]:
         """Return the position among `operands` of each tensor given to new_input."""
@@ -522,8 +553,14 @@ class BlockGraphBuilder:
         A tile size is the number of elements that a block holds at a time.
 
         Raises:
-            GraphError: If a tile is not a power of two, because kernels have only such tiles.
+            GraphError: If a tile is not a power of two, because kernels have only such tiles. Or if
+                blocks form clusters, whose tiles `generate_cuda_program` chooses.
         """
+        if self.cluster is not None:
+            raise errors.GraphError(
+                "schedule: blocks form clusters, which Triton does not have; "
+                "generate_cuda_program chooses the tiles of their kernels"
+            )
         block = self.build()
         tiles = {}
         for a in block.named(Role.GRID):
@@ -556,7 +593,7 @@ def _same(a: DTensor, b: DTensor) -> bool:
 
 
 def new_block_graph(
-    grid_dim: int | Sequence[int] = (1,), forloop_range: int = 1
+    grid_dim: int | Sequence[int] = (1,), forloop_range: int = 1, cluster: str | None = None
 ) -> BlockGraphBuilder:
     """Return an empty block graph.
 
@@ -565,9 +602,12 @@ def new_block_graph(
     Args:
         grid_dim: Blocks along each of one to three grid dims x, y, z.
         forloop_range: Trips of the loop.
+        cluster: The grid dim whose blocks form a thread-block cluster. They can add up what each of
+            them holds, see `BlockGraphBuilder.cluster_reduction`.
 
     Raises:
-        GraphError: If a number is not a positive integer.
+        GraphError: If a number is not a positive integer, or if the cluster is none of the grid
+            dims or has a number of blocks that is not possible.
     """
     dims = tuple(grid_dim) if isinstance(grid_dim, Sequence) else (grid_dim,)
     if not 1 <= len(dims) <= len(GRID_DIMS) or not all(map(_is_count, dims)):
@@ -578,7 +618,15 @@ def new_block_graph(
         raise errors.GraphError(
             f"new_block_graph: forloop_range {forloop_range!r} is not a positive integer"
         )
-    return BlockGraphBuilder(dims, forloop_range)
+    if cluster is not None:
+        names = GRID_DIMS[: len(dims)]
+        blocks = dims[names.index(cluster)] if cluster in names else 0
+        if not 2 <= blocks <= MAX_CLUSTER:
+            raise errors.GraphError(
+                f"new_block_graph: cluster {cluster!r} must be one of the grid dims "
+                f"{', '.join(names)}, and have 2 to {MAX_CLUSTER} blocks"
+            )
+    return BlockGraphBuilder(dims, forloop_range, cluster)
 
 
 def _is_count(n: Any) -> bool:

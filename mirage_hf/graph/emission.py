@@ -18,7 +18,7 @@ from mirage_hf.graph.tiles import GRID_DIMS, Node, Span, STensor, TiledBlock
 from mirage_hf.ops import table
 
 #: The order of roles among a block graph's axes.
-_ROLES = (Role.GRID, Role.TILE, Role.LOOP)
+_ROLES = (Role.GRID, Role.CLUSTER, Role.TILE, Role.LOOP)
 
 
 def axis_names(block: TiledBlock) -> dict[Span, str]:
@@ -82,7 +82,7 @@ class Emission:
         self.split_axes = {
             span: _unused(f"{name}_split", self.axis_of.values())
             for span, name in self.axis_of.items()
-            if span.grid and span.reduced
+            if span.grid and (span.reduced or span.grid == block.cluster)
         }
         self.axes = self._axes()
         self.order = [a.name for a in self.axes]
@@ -118,7 +118,8 @@ class Emission:
             split_axis = self.split_axes.get(span)
             role = Role.TILE
             if split_axis is not None:
-                axes.append(Axis(split_axis, size[str(span.grid)], Role.GRID))
+                numbers = Role.CLUSTER if span.grid == self.block.cluster else Role.GRID
+                axes.append(Axis(split_axis, size[str(span.grid)], numbers))
             elif span.grid:
                 role = Role.GRID
             if span.walked:
@@ -201,6 +202,9 @@ class Emission:
         if node.over is not None:
             axes = self._reduced(axes, node.over.root)
             over = self.axis_of[node.over.root]
+        elif node.among is not None:
+            over = self.split_axes[node.among.root]
+            axes = tuple(a for a in axes if a != over)
         out = self._define(f"v{sum(map(len, self.bodies.values())) + 1}", axes)
         self.bodies[phase].append(BlockOp(out, node.op, args, axes, node.attrs, over))
         return out

@@ -1,17 +1,27 @@
 """Run a block graph under an algebra.
 
 One interpreter walks a block graph exactly as a kernel does: block by block, stage by stage, tile
-by tile of the loop.
+by tile of the loop. The blocks of a cluster run in turns. Each stops where it needs the values of
+the others, until all of them are there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mirage_hf.graph.algebra import Algebra, TorchAlgebra
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Rotation, Stage
+from mirage_hf.graph.block import (
+    Accumulator,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    Role,
+    Rotation,
+    Stage,
+)
 
 
 def run_block_graph(
@@ -27,7 +37,8 @@ def run_block_graph(
         operands: The operands of its kernel.
         algebra: The algebra that computes with arrays.
         pieces: The number of pieces that grid and loop axes are cut into, by name, or one number
-            for all. The splits of an axis are always taken one by one.
+            for all. The splits of an axis are always taken one by one. So are the elements of a
+            cluster axis, unless there is one piece of everything.
 
     Returns:
         The outputs as arrays of the algebra, in the outputs' dims.
@@ -62,6 +73,18 @@ def rotate_along(
         order = (*range(dim), dim + 1, dim, *range(dim + 2, rank + 1))
         joined = algebra.arrange(halves, order, (*before, width, *after))
     return joined if width == shape[dim] else algebra.join([joined, part(width, shape[dim])], dim)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a block holds of a reduction among the blocks of its cluster."""
+
+    op: BlockOp
+    value: Any
+
+
+#: A block that runs. It yields what it offers to its cluster, and is sent the total.
+_RunningBlock = Generator[_Offer, Any, None]
 
 
 class _BlockRun:
@@ -103,8 +126,8 @@ class _BlockRun:
         ]
         grid = graph.named(Role.GRID)
         for slices in itertools.product(*(self._cuts(a.name, slice(0, a.size)) for a in grid)):
-            block = {a.name: s for a, s in zip(grid, slices, strict=True)}
-            self._run_block(block, loaded, raw)
+            at = {a.name: s for a, s in zip(grid, slices, strict=True)}
+            self._run_cluster(at, loaded, raw)
         results = []
         for o, array in zip(graph.outputs, raw, strict=True):
             carried = [self.index[a] for a in o.axes if a is not None]
@@ -125,10 +148,12 @@ class _BlockRun:
 
     def _cuts(self, name: str, within: slice) -> list[slice]:
         """Return the slices of an axis that blocks, or the trips of a loop, take one by one."""
-        size = self.graph.axis(name).size
+        axis = self.graph.axis(name)
+        size = axis.size
         if name in self.batched_splits.values():
             return [slice(0, size)]
-        if self.graph.axis_split_by(name) is not None:
+        one_by_one = axis.role is Role.CLUSTER and self.pieces != 1
+        if one_by_one or self.graph.axis_split_by(name) is not None:
             return _cut(0, size, size)
         pieces = self.pieces if isinstance(self.pieces, int) else self.pieces.get(name, 1)
         return _cut(within.start, within.stop, pieces)
@@ -194,10 +219,33 @@ class _BlockRun:
 
     # -- blocks ------------------------------------------------------------------------------------
 
-    def _run_block(
+    def _run_cluster(
         self, at: dict[str, slice], loaded: Mapping[str, Any], raw: Sequence[Any]
     ) -> None:
-        """Run the block at the slices `at` of the grid axes, and store its outputs into `raw`."""
+        """Run the blocks of the cluster at the slices `at` of the grid axes, together."""
+        axis = self.graph.cluster
+        if axis is None:
+            blocks = [self._run_block(at, loaded, raw)]
+        else:
+            ranks = self._cuts(axis.name, slice(0, axis.size))
+            blocks = [self._run_block(at | {axis.name: rank}, loaded, raw) for rank in ranks]
+        offers = [next(block, None) for block in blocks]
+        while offers[0] is not None:  # all blocks run the same ops, so they end together
+            total = self._reduced_among([offer for offer in offers if offer is not None])
+            offers = [_resumed(block, total) for block in blocks]
+
+    def _reduced_among(self, offers: Sequence[_Offer]) -> Any:
+        """Return the total of what the blocks of a cluster offer."""
+        op = offers[0].op
+        dim = self.index[str(op.over)]
+        values = [offer.value for offer in offers]
+        joined = values[0] if len(values) == 1 else self.algebra.join(values, dim)
+        return self.algebra.reduce(op.fn, joined, dim)
+
+    def _run_block(
+        self, at: dict[str, slice], loaded: Mapping[str, Any], raw: Sequence[Any]
+    ) -> _RunningBlock:
+        """Run the block at the slices `at`, and store its outputs into `raw`."""
         graph = self.graph
         splits = self._splits(at)
         at |= {name: s for name, s in splits.items() if graph.role(name) is Role.TILE}
@@ -206,12 +254,12 @@ class _BlockRun:
             totals: dict[str, Any] = {}
             if stage.loop is None:
                 inputs = [i for i in graph.inputs if i.name not in values]
-                self._run_trip(stage, at, inputs, loaded, values, totals, raw)
+                yield from self._run_trip(stage, at, inputs, loaded, values, totals, raw)
             else:
                 whole = slice(0, graph.axis(stage.loop).size)
                 for trip in self._cuts(stage.loop, splits.get(stage.loop, whole)):
                     at[stage.loop] = trip
-                    self._run_trip(stage, at, graph.inputs, loaded, values, totals, raw)
+                    yield from self._run_trip(stage, at, graph.inputs, loaded, values, totals, raw)
                 at.pop(stage.loop, None)
                 for i in graph.inputs:  # a later stage loads its own tile
                     if stage.loop in i.carried:
@@ -230,19 +278,21 @@ class _BlockRun:
         values: dict[str, Any],
         totals: dict[str, Any],
         raw: Sequence[Any],
-    ) -> None:
+    ) -> _RunningBlock:
         """Load tiles of `inputs`, run a stage once, and store its outputs along the loop axis."""
         graph = self.graph
         for i in inputs:
             window = self._window(graph.carried[i.name], at)
             values[i.name] = self.algebra.cut(loaded[i.name], window)
-        self._run_body(stage, values, totals)
+        yield from self._run_body(stage, values, totals)
         computed = {op.out for op in stage.body}
         for o, array in zip(graph.outputs, raw, strict=True):
             if stage.loop is not None and stage.loop in o.axes and o.value in computed:
                 self.algebra.put(array, self._window(o.axes, at), values[o.value])
 
-    def _run_body(self, stage: Stage, values: dict[str, Any], totals: dict[str, Any]) -> None:
+    def _run_body(
+        self, stage: Stage, values: dict[str, Any], totals: dict[str, Any]
+    ) -> _RunningBlock:
         """Run the body of a stage once.
 
         The values that the body computes are added to `values`. The new totals of the accumulators
@@ -271,6 +321,8 @@ class _BlockRun:
             elif op.over is None:
                 args = [values[a] if isinstance(a, str) else a for a in op.args]
                 values[op.out] = algebra.elementwise(op.fn, args, dict(op.attrs))
+            elif self.graph.role(op.over) is Role.CLUSTER:
+                values[op.out] = yield _Offer(op, values[str(op.args[0])])
             elif op.args[0] in contracted:
                 values[op.out] = contracted[str(op.args[0])]
             else:
@@ -289,6 +341,14 @@ class _BlockRun:
             if acc.shift is not None and total is not None:
                 total = algebra.rescale(total, before[acc.shift], totals[acc.shift])
             totals[acc.out] = algebra.accumulate(acc.kind, total, tile_sum)
+
+
+def _resumed(block: _RunningBlock, total: Any) -> _Offer | None:
+    """Send a block the total it waits for. Return its next offer, None if it has ended."""
+    try:
+        return block.send(total)
+    except StopIteration:
+        return None
 
 
 def _cut(start: int, stop: int, pieces: int) -> list[slice]:

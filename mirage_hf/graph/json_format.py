@@ -68,7 +68,8 @@ Any other node is an op:
 A block graph has `axes`, `inputs`, `stages` and `outputs`, which are lists of objects. Their fields
 are those of the classes in `graph/block_parts.py`, with these forms:
 
-- An axis has `name`, `size`, `role` ("grid", "loop" or "tile"), and `split_axis` if it is split.
+- An axis has `name`, `size`, `role` ("grid", "cluster", "loop" or "tile"), and `split_axis` if it
+  is split.
 - An input has `name`, `sources`, `axes` (null: the dim has size 1), `joined` and `sizes`. It may
   have `bounds`, `rotation`, `padding` and `taken`. A rotation has `axis` and `how`, and may have
   `width`. A padding has `axis`, `size` and `value`. If an index chooses the elements of a dim,

@@ -2,9 +2,9 @@
 
 The maps follow from the roles of axes. An imap sends each grid axis to the tensor dim that it cuts.
 It sends the axis to φ (a replica) if every block reads the same. An fmap does the same for the loop
-axis. An omap says which dim of an output each grid axis fills. A grid axis that numbers the splits
-of another axis cuts the dim of that other axis. If an index chooses the elements of a dim, the axes
-of the index cut that dim.
+axis. An omap says which dim of an output each grid axis fills. The cluster axis is treated as a
+grid axis. An axis that numbers the splits of another axis cuts the dim of that other axis. If an
+index chooses the elements of a dim, the axes of the index cut that dim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorMap:
     #: "imap" for inputs, "omap" for outputs.
     kind: str
 
-    #: The dim that each grid axis cuts or fills.
+    #: The dim that each grid axis, and the cluster axis, cuts or fills.
     grid: AxisMap
 
     #: The dim that the loop axis walks: the fmap. Empty for outputs that are stored after the loop.
@@ -50,7 +50,7 @@ class Maps:
 
 def maps_of(block: BlockGraph) -> Maps:
     """Return the maps of every input and output of `block`."""
-    grid = [a.name for a in block.named(Role.GRID)]
+    grid = [a.name for a in block.named(Role.GRID, Role.CLUSTER)]
     loop = [a.name for a in block.named(Role.LOOP)]
     inputs = [
         TensorMap(i.name, "imap", _read(block, grid, i), _read(block, loop, i))

@@ -7,7 +7,8 @@ A graph has one line per tensor. Block graphs are indented stages:
     %y = matmul(%x, %w) : float16 (16, 4096)
     return %y
 
-A block graph has a line for each tile that it loads, such as
+The first line of a block graph lists its axes with their roles, such as `m=16 grid`, `c=4 cluster`
+and `k=4096 loop split by c`. It has a line for each tile that it loads, such as
 `%x_swapped = load 0 [m, k] rotated k swap halves`. In `%w = load 1 [1, n, k] taken 0 of 8 by 2 [m]`
 operand 2 is an index that chooses among the 8 elements of dim 0.
 

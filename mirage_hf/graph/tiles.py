@@ -64,6 +64,9 @@ class Node:
     #: For "sum" and "max": the span that is reduced.
     over: Span | None = None
 
+    #: For "sum" and "max" among the blocks of a cluster: the span whose splits they hold.
+    among: Span | None = None
+
     #: For "input": the number of the operand.
     source: int = -1
 
@@ -145,3 +148,6 @@ class TiledBlock:
     inputs: tuple[tuple[STensor, DTensor], ...]
 
     outputs: tuple[TiledOutput, ...]
+
+    #: The grid dim whose blocks form a cluster. None: there are no clusters.
+    cluster: str | None = None

@@ -86,6 +86,11 @@ class UGraph:
         """True if a block graph is among the kernels, False for the library path."""
         return bool(self.block_ops)
 
+    @property
+    def is_clustered(self) -> bool:
+        """True if blocks of a kernel form clusters. Only CUDA C++ is generated for it."""
+        return any(op.block is not None and op.block.cluster is not None for op in self.block_ops)
+
     def __str__(self) -> str:
         return str(self.kernels)
 

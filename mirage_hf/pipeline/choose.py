@@ -54,7 +54,9 @@ def schedule_candidates(
         verified = _only(verified, restricted)
         return Outcome(request, verified, (*restricted, library))
     if request.all_candidates:
-        scheduled = [_scheduled(c) for c in verified.candidates]
+        scheduled = [
+            _scheduled(c) if _has_schedules(c, request) else c.ugraph for c in verified.candidates
+        ]
         return Outcome(request, verified, (*scheduled, library))
     ranked = promising(verified.candidates, request.key.next_may_launch_early)
     best = first_scheduled(ranked[0], request.runs_generated, request.key.next_may_launch_early)
@@ -100,13 +102,16 @@ def _without_obstacles(
 ) -> tuple[VerifiedCandidates, str]:
     """Return the candidates that have a kernel, and the first reason why one has none.
 
-    If every accepted µGraph is wanted, those of many kernels are not looked at.
+    If every accepted µGraph is wanted, those without schedules are not looked at.
     """
     early, unseen = request.key.next_may_launch_early, request.all_candidates
-    obstacles = {
-        id(c): "" if unseen and _has_many(c) else space.obstacle(place_kernels(c.ugraph, early))
-        for c in verified.candidates
-    }
+
+    def obstacle(c: Candidate) -> str:
+        if unseen and not _has_schedules(c, request):
+            return ""
+        return space.obstacle(place_kernels(c.ugraph, early))
+
+    obstacles = {id(c): obstacle(c) for c in verified.candidates}
     usable = tuple(c for c in verified.candidates if not obstacles[id(c)])
     notes = [
         f"a µGraph of {c.ugraph.num_kernels} kernels was left out: {obstacles[id(c)]}"
@@ -125,9 +130,14 @@ def _only(verified: VerifiedCandidates, ugraphs: Sequence[UGraph]) -> VerifiedCa
     return replace(verified, candidates=tuple(kept))
 
 
-def _has_many(candidate: Candidate) -> bool:
-    """Return whether a candidate's schedules are left to when its code is generated."""
-    return len(candidate.ugraph.block_ops) > _MOST_SCHEDULED
+def _has_schedules(candidate: Candidate, request: Request) -> bool:
+    """Return whether a result of `superoptimize()` gets schedules.
+
+    Those of many kernels are scheduled when their code is generated. Clusters that were asked for
+    are written as CUDA C++, which has no schedules.
+    """
+    is_clustered = request.options.clusters and candidate.ugraph.is_clustered
+    return not is_clustered and len(candidate.ugraph.block_ops) <= _MOST_SCHEDULED
 
 
 def _scheduled(candidate: Candidate) -> UGraph:
@@ -135,8 +145,6 @@ def _scheduled(candidate: Candidate) -> UGraph:
 
     Without a GPU nothing is compiled and checked, so the rounding must have been accepted before.
     """
-    if _has_many(candidate):
-        return candidate.ugraph
     kinds = kinds_of_product(candidate)
     schedules = tuple(space.chosen(op, kinds) for op in place_kernels(candidate.ugraph))
     if None in schedules:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mirage_hf import errors
 from mirage_hf.graph import conveniences, json_format, symbolic
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline import checkpoint as checkpoints
@@ -46,6 +47,7 @@ def superoptimize(
     max_kernels: int | None = None,
     max_block_ops: int | None = None,
     time_limit: float | None = None,
+    clusters: bool = False,
     checkpoint: str | Path | None = None,
     seed: int = 0,
     verbose: bool = False,
@@ -72,6 +74,9 @@ def superoptimize(
         max_kernels: The most kernels of a result.
         max_block_ops: The most ops in one kernel.
         time_limit: The most seconds of the search. Default: MIRAGE_HF_SEARCH_SECONDS, else 60.
+        clusters: Also find kernels whose blocks form thread-block clusters (sm_90) and add up
+            splits of an axis among each other. They are generated as CUDA C++ and not launched, so
+            `backend` must be "cpu".
         checkpoint: A file to load the result from, or to keep it in. It is used instead of the
             cache.
         seed: The seed of the proofs' random inputs.
@@ -95,6 +100,7 @@ def superoptimize(
     superoptimizer_options.check_types(
         seed=seed,
         verbose=verbose,
+        clusters=clusters,
         cache=cache,
         checkpoint=checkpoint,
         save_codes=save_codes,
@@ -111,7 +117,13 @@ def superoptimize(
         max_kernels=max_kernels,
         max_block_ops=max_block_ops,
         time_limit=time_limit,
+        clusters=clusters,
     )
+    if clusters and (save_codes or symbolic.dims_of(graph)):
+        what = (
+            "save_codes writes Triton programs" if save_codes else "the program has symbolic dims"
+        )
+        raise errors.SearchError(f"superoptimize: {what}, which clusters=True does not support")
     if checkpoint is not None:
         superoptimizer_options.check_checkpoint(Path(checkpoint))
     folder = superoptimizer_options.codes_folder(save_codes)

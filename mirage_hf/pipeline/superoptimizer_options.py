@@ -54,6 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _TYPES: dict[str, tuple[str, Any]] = {
     "seed": ("an integer", int),
     "verbose": ("True or False", bool),
+    "clusters": ("True or False", bool),
     "cache": ("True or False", bool),
     "checkpoint": ("a path", (str, Path, type(None))),
     "save_codes": ("True, False or a folder", (bool, str, Path)),
@@ -74,6 +75,7 @@ def search_options(
     max_kernels: int | None = None,
     max_block_ops: int | None = None,
     time_limit: float | None = None,
+    clusters: bool = False,
 ) -> tuple[SearchOptions, LaunchRestriction | None]:
     """Return the options of the search, and the restriction of launches if there is one.
 
@@ -97,6 +99,9 @@ def search_options(
     restriction = None
     if any(x is not None for x in (griddims, blockdims, franges)):
         restriction = LaunchRestriction.of(griddims, blockdims, franges)
+    if clusters:
+        _check_clusters(backend, restricted=restriction is not None or preset["maps"] is not None)
+        preset["clusters"] = True
     limit = time_limit or settings().search_seconds
     options = SearchOptions(time_limit=limit, gpu=current_gpu(), **preset)
     return options, restriction
@@ -119,6 +124,19 @@ def _check_backend(backend: object) -> None:
     if backend not in BACKENDS:
         raise errors.SearchError(
             f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}"
+        )
+
+
+def _check_clusters(backend: str, restricted: bool) -> None:
+    if backend != "cpu":
+        raise errors.SearchError(
+            "superoptimize: kernels whose blocks form clusters are generated as CUDA C++, which "
+            "this version does not launch; pass backend='cpu' with clusters=True"
+        )
+    if restricted:
+        raise errors.SearchError(
+            "superoptimize: allowed maps, blocks, threads and trips do not hold for clusters; "
+            "leave them out with clusters=True"
         )
 
 

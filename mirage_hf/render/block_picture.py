@@ -27,6 +27,9 @@ _INFIX = {"add": "+", "sub": "−", "mul": "×", "div": "÷"}
 #: Second lines of an accumulator's box.
 _RUNNING, _RESCALED = "running maximum", "rescaled as {} grows"
 
+#: The second line of the box of a reduction over the cluster axis.
+_AMONG_BLOCKS = "among the blocks of a cluster"
+
 
 def block_panel(number: int, op: KernelOp, schedule: Any = None) -> Panel:
     """Return a panel with the drawing of a kernel's block graph.
@@ -141,9 +144,13 @@ class _StageBoxes:
         if op.over is not None:
             product = self.contractions.get(op.out)
             text = _reduction_text(op.out, op.fn, op.over, str(op.args[0]), product)
+            texts = [(text, "plain")]
             reads = [product.a, product.b] if product else values
             style = "product" if product else "sum"
-            self._put(f"sum {self.number} {op.out}", reads, [(text, "plain")], style, op)
+            if self.picture.block.role(op.over) is Role.CLUSTER:
+                style = "exchange"
+                texts.append((_AMONG_BLOCKS, "small"))
+            self._put(f"sum {self.number} {op.out}", reads, texts, style, op)
             return
         chained = [
             self.node[v]
@@ -242,8 +249,11 @@ def _facts(b: BlockGraph, schedule: Any) -> list[str]:
             text += f" (split of {whole})"
         return text
 
+    widest = max((len(a.role.value) for a in b.axes), default=0) + 1
     facts = [
-        f"{role.value:<5} " + ",  ".join(map(axis, b.named(role))) for role in Role if b.named(role)
+        f"{role.value:<{widest}} " + ",  ".join(map(axis, b.named(role)))
+        for role in Role
+        if b.named(role)
     ]
     return facts if schedule is None else [*facts, repr(schedule)]
 

@@ -36,6 +36,7 @@ STYLES = {
     "thread": ("#ffffff", "#5f6b78", "elementwise, in registers"),
     "sum": ("#d9f2e9", "#009e73", "sum or maximum"),
     "product": ("#f7e6f0", "#b3568a", "sum of products"),
+    "exchange": ("#e9e4f7", "#6a51a3", "sum or maximum among the blocks of a cluster"),
     "rescaled": ("#fbe3d6", "#d55e00", "sum rescaled while the maximum grows"),
 }
 _DASHED = ("view",)

@@ -20,7 +20,7 @@ from mirage_hf.render.drawing import Panel, page
 from mirage_hf.render.labels import number_text, tensor_type
 
 #: Roles whose axes are named in the box of a kernel.
-_SHOWN_ROLES = (Role.GRID, Role.LOOP)
+_SHOWN_ROLES = (Role.GRID, Role.CLUSTER, Role.LOOP)
 
 #: Library ops that move no data.
 _VIEWS = ("permute", "reshape", "slice")

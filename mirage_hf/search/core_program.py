@@ -37,6 +37,7 @@ _LIMITS = (
     "max_variants",
     "max_candidates",
     "max_block_ops",
+    "clusters",
     "max_forms",
 )
 
@@ -128,7 +129,7 @@ def core_limits(
         seconds: The wall time that is left.
 
     Raises:
-        SearchError: If `roles` names an axis that the program does not have.
+        SearchError: If `roles` names an axis that the program does not have, or the role CLUSTER.
     """
     limits = _core.Limits()
     limits.seconds, limits.width = seconds, width
@@ -164,6 +165,11 @@ def _axis_sets(roles: Iterable[tuple[str, Role]], axes: Sequence[str]) -> list[i
         if name not in axes:
             raise errors.SearchError(
                 f"axis {name!r} is not an axis of this program; it has {', '.join(axes)}"
+            )
+        if role not in CORE_ROLES:
+            raise errors.SearchError(
+                f"axis {name!r} cannot be forced to be a {role.value} axis; "
+                "clusters number splits, which the search chooses"
             )
         sets[list(CORE_ROLES).index(role)] |= 1 << axes.index(name)
     return sets if any(sets) else []

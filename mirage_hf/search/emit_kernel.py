@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mirage_hf import _core
 from mirage_hf.graph.block import Axis, BlockOutput, Padding, Role, Rotation, Taken
@@ -16,7 +17,7 @@ from mirage_hf.search.scaled_value import ScaledArithmetic, ScaledValue, Shift
 
 OP_NAMES = {core: name for name, core in CORE_OPS.items()}
 _ROLES = {core: role for role, core in CORE_ROLES.items()}
-_ROLE_ORDER = {Role.GRID: 0, Role.TILE: 1, Role.LOOP: 2}
+_ROLE_ORDER = {Role.GRID: 0, Role.CLUSTER: 1, Role.TILE: 2, Role.LOOP: 3}
 
 
 class EmissionError(Exception):
@@ -72,20 +73,43 @@ class KernelEmitter:
 
     def _write_stages(self) -> None:
         whole = self._whole_outputs()
-        for stage in self.kernel.stages:
+        for stage, following in pairwise((*self.kernel.stages, None)):
+            loops = stage.loop >= 0
             for op in stage.body:
-                x = self.values[op.out] = self._compute(op)
-                if op.out in whole and not x.is_plain:
+                x = self._made(op, self._compute(op))
+                if op.out in whole and not x.is_plain and op.out not in self.partial_results:
                     # A value that changes along the loop must be stored in this stage.
                     self.values[op.out] = ScaledValue(self.scaled.plain(x))
             for op in stage.accumulators:
                 value = self.value(op.args[0])
-                self.values[op.out] = self.scaled.accumulate(OP_NAMES[op.op], value)
+                self._made(op, self.scaled.accumulate(OP_NAMES[op.op], value))
                 if node_of(op.args[0]) in self.plan.of_exponential:
                     self.plan.of_exponential.add(node_of(op.out))
-            if stage.loop >= 0:
+            if loops:
                 self._combine_for_outputs(whole)
-            self.writer.end_stage(loops=stage.loop >= 0)
+                self.writer.end_stage(loops=True)
+            self._add_up_in_cluster()
+            if not loops or (following is not None and following.loop >= 0):
+                self.writer.end_stage(loops=False)
+
+    def _made(self, op: _core.FoundOp, x: ScaledValue) -> ScaledValue:
+        """Note the value of an op: the block's part of it, if a cluster splits what it reduces."""
+        reduces = OP_NAMES[op.op] in ("sum", "max")
+        if self.kernel.clustered and reduces and op.axis == self.kernel.split:
+            axis = str(self.axes.split_axis)
+            self.partial_results[op.out] = _PartialResults(x, axis, OP_NAMES[op.op])
+        else:
+            self.values[op.out] = x
+        return x
+
+    def _add_up_in_cluster(self) -> None:
+        """Combine what the blocks of a cluster hold, in a stage that runs once."""
+        for name, waiting in list(self.partial_results.items()):
+            if self._is_of_cluster(waiting):
+                self.value(name)
+
+    def _is_of_cluster(self, results: _PartialResults) -> bool:
+        return self.kernel.clustered and results.axis == self.axes.split_axis
 
     def _whole_outputs(self) -> set[ValueName]:
         """Return the values that are outputs of the program."""
@@ -93,7 +117,8 @@ class KernelEmitter:
 
     def _combine_for_outputs(self, whole: set[ValueName]) -> None:
         """Combine partial results that change along the loop and are stored in its first pass."""
-        for name in sorted(whole & self.partial_results.keys() - self.in_first_pass.keys()):
+        waiting = {name for name, p in self.partial_results.items() if not self._is_of_cluster(p)}
+        for name in sorted(whole & waiting - self.in_first_pass.keys()):
             x = self.value(name)
             if self.writer.loop in self.scaled.axes_of(x):
                 self.in_first_pass[name] = ScaledValue(self.scaled.plain(x))
@@ -252,7 +277,8 @@ class _KernelAxes:
         if kernel.split >= 0:
             whole = plan.axes[kernel.split]
             self.split_axis = _fresh_axis(f"{whole}_split", axes)
-            axes[self.split_axis] = Axis(self.split_axis, kernel.num_splits, Role.GRID)
+            role = Role.CLUSTER if kernel.clustered else Role.GRID
+            axes[self.split_axis] = Axis(self.split_axis, kernel.num_splits, role)
             axes[whole] = replace(axes[whole], split_axis=self.split_axis)
         #: This kernel's names for the split axes of stored partial results, by the stored name and
         #: size.

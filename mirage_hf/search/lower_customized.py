@@ -63,6 +63,11 @@ class _StoredValue:
         self.made = definitions(op.block)
         #: The axis that numbers the splits of another axis, by that other axis.
         self.splits = {a.name: a.split_axis for a in op.block.axes if a.split_axis is not None}
+        if op.block.cluster is not None and op.block.cluster.name in self.splits.values():
+            raise NotLowerableError(
+                "a kernel of the program adds up splits among the blocks of a cluster: "
+                "the search does not look into that"
+            )
         #: The program's axis for each axis of the block graph, None for one of size 1.
         self.names = self._axis_names(index)
         self._terms: dict[str, int] = {}

@@ -38,6 +38,9 @@ class SearchOptions:
     max_candidates: int = 24
     #: The number of ops in one block graph.
     max_block_ops: int = 64
+    #: True: also find kernels whose blocks form clusters and add up splits of an axis. They are
+    #: written as CUDA C++ only.
+    clusters: bool = False
     #: The number of normal forms held in memory, at about 0.4 KB each.
     max_forms: int = 4_000_000
     #: The number of threads. 0 takes `MIRAGE_HF_THREADS`, or all cores.

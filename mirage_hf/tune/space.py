@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mirage_hf import errors
 from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.placement import PlacedOp
-from mirage_hf.codegen.plan import KernelPlan, plan_kernel
+from mirage_hf.codegen.plan import KernelPlan, check_roles, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
@@ -116,6 +116,8 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     known = _known.get((op, device))
     if known is not None:
         return known
+    assert op.block is not None
+    check_roles(op.block)
     costs, reason = _costs(op, device)
     order = _order(costs) if costs else (_last_resort(op, device, reason),)
     remember_ranked({(op, device): order})

@@ -81,11 +81,14 @@ def kind_of(ugraph: UGraph) -> tuple[object, ...]:
 
     Axes that number splits are left out, so a value and its partial results are one kind. A single
     kernel stores nothing for others. Its kind is the axis that it loops over, because some loops
-    suit tensor cores only, and others multiply-adds only.
+    suit tensor cores only, and others multiply-adds only. If its blocks form clusters, the axis
+    that they split is part of the kind.
     """
     if ugraph.num_kernels == 1:
         blocks = [op.block for op in ugraph.block_ops if op.block]
-        return tuple(a.name for block in blocks for a in block.named(Role.LOOP))
+        loops = [a.name for block in blocks for a in block.named(Role.LOOP)]
+        clusters = [block.axis_split_by(block.cluster.name) for block in blocks if block.cluster]
+        return (*loops, *(("cluster", axis) for axis in clusters))
     return tuple(
         tuple(a for a in output.axes if a is not None and op.block.axis_split_by(a) is None)
         for op in ugraph.block_ops[:-1]

@@ -3,7 +3,8 @@
 **What is done.** Program and kernels are shrunk to a few elements per axis. Both are evaluated on
 random elements of Z_P × Z_Q (see `field`), and every output is compared exactly. The kernels are
 executed as they would run. Every grid and loop axis has two pieces, and every split axis two
-splits, so accumulators, rescaling and partial results are exercised.
+splits, so accumulators, rescaling and partial results are exercised. Each block of a cluster sees
+its own part, and the others' only through reductions over the cluster axis.
 
 **What follows.** Suppose an output of the shrunk kernels is another function than the program's.
 Then all trials find it equal with a probability of at most `Accepted.bound`. `error_bound` states

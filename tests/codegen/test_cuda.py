@@ -6,6 +6,7 @@ tests/codegen/test_cuda_gpu.py runs it.
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -13,11 +14,22 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import cuda
 from mirage_hf.codegen.cuda_math import DOUBLE, FLOAT
-from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
+from mirage_hf.graph.block import (
+    SWAP_HALVES,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Padding,
+    Role,
+    Rotation,
+    Stage,
+)
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.ops import table
-from tests.helpers import kernel_cases, ugraphs
+from tests.helpers import cluster_ugraphs, multi_kernel_ugraphs, ugraphs
 
 NVCC = shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc, which is not on PATH")
@@ -91,14 +103,29 @@ def test_intermediates_lie_in_the_workspace():
     )
 
 
+def rotated() -> UGraph:
+    u = ugraphs.rms_norm_linear()
+    block = u.block_ops[0].block
+    x = replace(block.inputs[0], rotation=Rotation("k", SWAP_HALVES))
+    return ugraphs.fuse(u.program, replace(block, inputs=(x, *block.inputs[1:])))
+
+
+def padded() -> UGraph:
+    u = ugraphs.rms_norm_linear()
+    block = u.block_ops[0].block
+    x = replace(block.inputs[0], padding=Padding("k", 60, 0.0))
+    kernels = KernelGraph()
+    sizes = [(3, 60), (1, 64), (64, 48)]
+    block = replace(block, inputs=(x, *block.inputs[1:]))
+    kernels.mark_output(*kernels.customized([kernels.new_input(d) for d in sizes], block))
+    return UGraph(kernels, kernels)
+
+
 @pytest.mark.parametrize(
     "ugraph, says",
     [
-        (kernel_cases.split_matmul(), "kernel_0: axis k is split by p"),
-        (
-            kernel_cases.online_attention(),
-            "kernel_0: top is read while it is accumulated, a running maximum",
-        ),
+        (rotated(), "kernel_0: x is rotated along axis k"),
+        (padded(), "kernel_0: x is padded along axis k"),
     ],
 )
 def test_graphs_that_only_triton_supports_are_refused_with_the_way_out(ugraph, says):
@@ -107,6 +134,24 @@ def test_graphs_that_only_triton_supports_are_refused_with_the_way_out(ugraph, s
         match=f"{says}; .*generate a Triton program, or choose another candidate",
     ):
         cuda.program_source(ugraph)
+
+
+def test_blocks_of_a_cluster_add_up_in_the_order_of_their_ranks():
+    text = cuda.program_source(cluster_ugraphs.rms_norm_linear())
+    assert "__cluster_dims__(cluster_blocks, 1, 1)" in text
+    assert text.count("cluster.sync();  // all of them hold their parts") == 1
+    assert text.count("cluster.sync();  // no block ends") == 1
+    assert "for (int rank = 0; rank < cluster_blocks; ++rank)" in text
+    assert "Sum::join(joined, cluster.map_shared_rank(&shared, rank)->s_part[i_m])" in text
+    assert "kernel_0::run<<<12, " in text  # 3 tiles of n, 4 blocks each
+    assert "e = tid + threads * cluster.block_rank()" in text  # the blocks share the store
+    assert "cluster" not in cuda.program_source(ugraphs.rms_norm_linear())
+
+
+@pytest.mark.parametrize("blocks", [3, 5])
+def test_clusters_of_odd_sizes_are_refused(blocks):
+    with pytest.raises(errors.CodegenError, match=f"c has {blocks} elements.*of 2, 4, 8 blocks"):
+        cuda.program_source(cluster_ugraphs.split_linear(blocks=blocks))
 
 
 def test_library_calls_are_refused_with_the_way_out():
@@ -159,7 +204,16 @@ COMPILED = {
     "rms_norm_linear": ugraphs.rms_norm_linear,
     "attention": ugraphs.attention,
     "every_op": ugraphs.every_op,
+    "split_attention": multi_kernel_ugraphs.ALL["split_attention"],
 }
+
+
+def compiled(ugraph: UGraph, arch: str, folder) -> subprocess.CompletedProcess:
+    """Compile the file of a µGraph with its check."""
+    path = cuda.write_program(ugraph, folder / "kernel.cu")
+    options = ["-std=c++17", "-O1", f"-arch={arch}", "-DMIRAGE_CHECK", "-c"]
+    command = [str(NVCC), *options, str(path), "-o", str(folder / "kernel.o")]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @needs_nvcc
@@ -167,20 +221,26 @@ COMPILED = {
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.thorough), "sm_90"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles(name, arch, tmp_path):
-    path = cuda.write_program(COMPILED[name](), tmp_path / "kernel.cu")
-    done = subprocess.run(
-        [
-            NVCC,
-            "-std=c++17",
-            "-O1",
-            f"-arch={arch}",
-            "-DMIRAGE_CHECK",
-            "-c",
-            str(path),
-            "-o",
-            str(tmp_path / "kernel.o"),
-        ],
-        capture_output=True,
-        text=True,
-    )
+    done = compiled(COMPILED[name](), arch, tmp_path)
     assert done.returncode == 0 and "error" not in done.stderr, done.stderr[:2000]
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "attention" else pytest.param(name, marks=pytest.mark.thorough)
+        for name in cluster_ugraphs.ALL
+    ],
+)
+def test_clusters_compile_without_warnings_for_sm_90(name, tmp_path):
+    done = compiled(cluster_ugraphs.ALL[name](), "sm_90", tmp_path)
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr[:2000]
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_clusters_say_that_they_need_sm_90(tmp_path):
+    done = compiled(cluster_ugraphs.split_linear(), "sm_80", tmp_path)
+    assert done.returncode and "form clusters, which need sm_90 or later" in done.stderr

@@ -4,8 +4,10 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from mirage_hf.codegen import cuda
+from tests.helpers import cluster_ugraphs, multi_kernel_ugraphs
 from tests.helpers import ugraphs as u
 
 NVCC = shutil.which("nvcc")
@@ -37,11 +39,23 @@ CASES = {
     "softmax_rows 8 x 100000": lambda: u.softmax_rows(8, 100_000),
     "ntrans 8 x 4096": lambda: u.ntrans(8, 4096),
     "split_k_linear 4096": lambda: u.split_k_linear(1, 4096, 4096, 8),
+    "split_k 4096": lambda: multi_kernel_ugraphs.split_k(8, 4096, 512, 8),
+    **{f"cluster {name}": make for name, make in cluster_ugraphs.ALL.items()},
+    "cluster split_linear 4096": lambda: cluster_ugraphs.split_linear(1, 4096, 512, 8),
+    "cluster rms_norm_linear 4096": lambda: cluster_ugraphs.rms_norm_linear(8, 4096, 512, 8),
+    "cluster rms_norm_linear odd": lambda: cluster_ugraphs.rms_norm_linear(5, 131, 67, 8),
+    "cluster rms_norm 4 x 8192": lambda: cluster_ugraphs.rms_norm(4, 8192, 8),
+    "cluster softmax_rows 4 x 100000": lambda: cluster_ugraphs.softmax_rows(4, 100_000, 8),
+    "flash": lambda: multi_kernel_ugraphs.flash(8, 16, 1000, 64),
+    "cluster attention 4096 keys": lambda: cluster_ugraphs.attention(8, 1, 4096, 64, 8),
+    "cluster small_mlp bfloat16": lambda: cluster_ugraphs.small_mlp(3, 33, 45, 21, 8, "bfloat16"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_file_passes_its_own_check(name, tmp_path):
+    if name.startswith("cluster") and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need sm_90")
     path = cuda.write_program(CASES[name](), tmp_path / "kernel.cu")
     subprocess.run(
         [

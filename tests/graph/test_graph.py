@@ -198,12 +198,12 @@ def _mutations():
         (
             "over a grid axis",
             stage(1, body=(op("o", "sum", ("y",), ("n",), over="m"),)),
-            "must be a tile axis",
+            "must be a tile or cluster axis",
         ),
         (
             "over nothing",
             stage(1, body=(op("o", "sum", ("y",), ("m", "n"), over="zz"),)),
-            "must be a tile axis",
+            "must be a tile or cluster axis",
         ),
         (
             "accumulator",

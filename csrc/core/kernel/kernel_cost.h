@@ -14,6 +14,7 @@ struct KernelWork {
   double dram_bytes = 0;   // between device memory and the chip
   double cache_bytes = 0;  // read again from the L2
   double ops_us = 0;       // arithmetic, on all SMs
+  double exchanges = 0;    // among the blocks of a cluster, one after the other
 };
 
 KernelWork kernel_work(const KernelNodes& nodes, const LoopPasses& passes, const KernelShape& shape,

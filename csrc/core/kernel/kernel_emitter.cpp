@@ -23,6 +23,7 @@ class Emitter {
   FoundKernel run(const KernelShape& shape, const IdVector<NodeId, AxisId>& partial_over) {
     kernel_.axes = nodes_.axes();
     kernel_.split = shape.split;
+    kernel_.clustered = shape.clustered;
     for (const AxisId axis : nodes_.program().axes.ids()) kernel_.roles.push_back(shape.role(axis));
     add_leaves(partial_over);
     for (int pass = 0; pass < passes_.count(); ++pass) {

@@ -10,7 +10,7 @@ namespace mirage {
 
 // True if a kernel of this shape stores a node as partial results.
 inline bool is_partial(const Variant& variant, NodeId node, const KernelShape& shape) {
-  return shape.split.valid() && variant.nodes[node].reduces(shape.split);
+  return shape.split.valid() && !shape.clustered && variant.nodes[node].reduces(shape.split);
 }
 
 // `partial_over`: of each node that another kernel stores as partial results, the split axis.

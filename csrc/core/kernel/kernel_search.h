@@ -22,9 +22,14 @@ class KernelSearch {
   // Returns the legal shapes of a kernel, cheapest first, at most `most` of them.
   std::vector<KernelChoice> choices(const KernelTask& task, std::size_t most) const;
 
+  // The same for shapes whose blocks form clusters. Each splits an axis and adds up the results.
+  std::vector<KernelChoice> cluster_choices(const KernelTask& task, std::size_t most) const;
+
  private:
   std::optional<KernelChoice> best_split(const KernelNodes& nodes, const LoopPasses& passes,
                                          const LoopPasses& walked, KernelShape shape) const;
+  std::optional<KernelChoice> best_cluster(const KernelNodes& nodes, const LoopPasses& passes,
+                                           KernelShape shape) const;
   std::optional<KernelChoice> evaluate(const KernelNodes& nodes, const LoopPasses& passes,
                                        const KernelShape& shape) const;
 

@@ -60,6 +60,8 @@ struct KernelShape {
   AxisId split;
   // Elements of the split axis in one split; 0: as many splits as fill the GPU.
   std::int64_t split_size = 0;
+  // The blocks of the splits form a cluster, so they add up their partial results themselves.
+  bool clustered = false;
 
   Role role(AxisId axis) const {
     if (axis == loop) return Role::loop;

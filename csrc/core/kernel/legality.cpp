@@ -23,6 +23,16 @@ bool splits_are_independent(const KernelNodes& nodes, AxisId split) {
   });
 }
 
+bool cluster_adds_up(const KernelNodes& nodes, const KernelShape& shape) {
+  bool any = false;
+  for (const NodeId id : nodes.all()) {
+    if (!nodes.reduces(id, shape.split)) continue;
+    if (nodes[id].axes.has(shape.loop)) return false;
+    any = true;
+  }
+  return any;
+}
+
 bool is_walked(const LoopPasses& passes, AxisId loop) {
   return !loop.valid() || (passes.count() > 0 && passes.count() <= kMaxPasses);
 }

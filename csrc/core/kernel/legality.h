@@ -18,6 +18,10 @@ bool keeps_forced_roles(const KernelNodes& nodes, const KernelShape& shape,
 // must carry the axis.
 bool splits_are_independent(const KernelNodes& nodes, AxisId split);
 
+// True if the blocks of a cluster that splits an axis have something to add up, and can: all of them
+// take part in it outside of the loop.
+bool cluster_adds_up(const KernelNodes& nodes, const KernelShape& shape);
+
 // True if a loop is walked at least once, and not too often.
 bool is_walked(const LoopPasses& passes, AxisId loop);
 

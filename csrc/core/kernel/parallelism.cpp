@@ -79,4 +79,9 @@ std::int64_t num_splits(const Program& program, const KernelShape& shape, double
   return splits;
 }
 
+std::int64_t cluster_split_size(std::int64_t size, std::int64_t blocks) {
+  const std::int64_t each = ceil_div(size, blocks);
+  return (blocks - 1) * each < size ? each : 0;
+}
+
 }  // namespace mirage

@@ -16,4 +16,7 @@ double grid_blocks(const KernelNodes& nodes, const KernelShape& shape);
 std::int64_t num_splits(const Program& program, const KernelShape& shape, double blocks,
                         const GpuRates& gpu);
 
+// Returns the elements of an axis that each block of a cluster holds; 0 if one would hold none.
+std::int64_t cluster_split_size(std::int64_t size, std::int64_t blocks);
+
 }  // namespace mirage

@@ -64,6 +64,7 @@ class Planner {
     std::vector<Candidate> found;
     for (const auto& [kernels, list] : best_)
       for (const Plan& plan : list) found.push_back(candidate(plan));
+    for (const Plan& plan : clusters_) found.push_back(candidate(plan));
     return found;
   }
 
@@ -102,6 +103,11 @@ class Planner {
       if (kept++ == kSingleKernels) break;
       ++stats_.plans;
       keep({{task}, {choice}, choice.cost_us}, kSingleKernels);
+    }
+    if (!limits_.clusters) return;
+    for (const KernelChoice& choice : search_.cluster_choices(task, kSingleKernels)) {
+      ++stats_.plans;
+      clusters_.push_back({{task}, {choice}, choice.cost_us});
     }
   }
 
@@ -295,6 +301,7 @@ class Planner {
   std::vector<NodeId> cuts_, chosen_, outputs_;
   std::vector<std::vector<NodeId>> output_units_;
   std::map<int, std::vector<Plan>> best_;  // by number of kernels, cheapest first
+  std::vector<Plan> clusters_;             // of one kernel whose blocks form clusters
   std::unordered_map<KernelTask, std::vector<KernelChoice>, KernelTaskHash> choices_;
   std::unordered_map<KernelTask, NodeSet, KernelTaskHash> needs_;
   bool stopped_ = false;

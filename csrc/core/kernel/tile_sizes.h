@@ -12,6 +12,9 @@ constexpr std::int64_t kLoopTile = 16;   // elements of a loop axis in one step,
 constexpr std::int64_t kLoopSplit = 64;  // elements of a loop axis in one split, at least
 constexpr std::int64_t kTileSplits[] = {128, 64, 32, 16};  // elements of a tile axis in one split
 constexpr std::int64_t kMaxSplits = 128;
+constexpr std::int64_t kClusterBlocks[] = {2, 4, 8};  // that all GPUs with clusters run
+constexpr std::int64_t kClusterSplit =
+    16;                        // elements of an axis in one block of a cluster, at least
 constexpr int kMaxPasses = 4;  // over the loop axis
 
 }  // namespace mirage

@@ -12,6 +12,6 @@ The modules, in the order in which they build on each other:
 - `kernel_plan`: all of that for one placed op and one schedule.
 """
 
-from mirage_hf.codegen.plan.kernel_plan import KernelPlan, plan_kernel
+from mirage_hf.codegen.plan.kernel_plan import KernelPlan, check_roles, plan_kernel
 
-__all__ = ["KernelPlan", "plan_kernel"]
+__all__ = ["KernelPlan", "check_roles", "plan_kernel"]

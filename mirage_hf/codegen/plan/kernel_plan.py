@@ -15,7 +15,7 @@ from mirage_hf.codegen.plan.masks import Masks
 from mirage_hf.codegen.plan.pipelining import Pipelining
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import Accumulator, Role, Stage
+from mirage_hf.graph.block import Accumulator, BlockGraph, Role, Stage
 from mirage_hf.graph.kernel import KernelOp
 
 #: Elements of the largest tile that Triton takes.
@@ -31,6 +31,7 @@ def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
     if not isinstance(op, PlacedOp):
         op = PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
     assert op.block is not None
+    check_roles(op.block)
     schedule.check(op.block)
     tiling = Tiling(op, schedule.tiles)
     _check_block(tiling)
@@ -125,6 +126,19 @@ class KernelPlan:
             and self.tiling.loop in self.layout.value_dims(acc.arg)
             and acc.shift is None
             and acc.out not in stages.running_maxima(stage)
+        )
+
+
+def check_roles(block: BlockGraph) -> None:
+    """Check that Triton has every role of a block graph's axes.
+
+    Raises:
+        CodegenError: If blocks form clusters.
+    """
+    if block.cluster is not None:
+        raise errors.CodegenError(
+            f"axis {block.cluster.name} is cut among the blocks of a cluster, which Triton cannot "
+            "express; generate_cuda_program() writes CUDA C++, which this version does not launch"
         )
 
 

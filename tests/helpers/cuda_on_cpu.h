@@ -1,0 +1,342 @@
+// Runs generated CUDA C++ on a CPU, so that tests need no GPU.
+//
+// Every thread of a cluster is a fiber (ucontext) that runs until it waits at a barrier. An order
+// decides who runs first: 0 is by number, 1 is by number from the last to the first, all others are
+// random and change all the time. A warp runs as far as it can before the next one, a block before
+// the next one. So if two threads meet in memory without a barrier between them, one comes first in
+// order 0 and the other in order 1. Shared memory holds NaN when a block starts and after it ends.
+//
+// Threads that wait for each other at different lines, or for threads that have ended, are errors.
+// tests/helpers/cuda_on_cpu.py rewrites what is no C++: launches, and declarations of shared memory.
+#pragma once
+#include <math.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __cluster_dims__(x, y, z)
+
+// -- numbers ------------------------------------------------------------------------------------------
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+
+struct half {
+  unsigned short bits;
+};
+struct __nv_bfloat16 {
+  unsigned short bits;
+};
+
+inline float as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline unsigned as_bits(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float __bfloat162float(__nv_bfloat16 x) { return as_float(unsigned(x.bits) << 16); }
+
+inline __nv_bfloat16 __float2bfloat16(float x) {
+  if (x != x) return {0x7fff};
+  const unsigned bits = as_bits(x);
+  return {(unsigned short)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline float __half2float(half x) {
+  const int exponent = (x.bits >> 10) & 31, fraction = x.bits & 1023;
+  float magnitude = ldexpf(float(fraction + (exponent ? 1024 : 0)), std::max(exponent, 1) - 25);
+  if (exponent == 31) magnitude = fraction ? NAN : INFINITY;
+  return x.bits >> 15 ? -magnitude : magnitude;
+}
+
+inline half __float2half(float x) {
+  const unsigned short sign = (unsigned short)((as_bits(x) >> 31) << 15);
+  const float magnitude = fabsf(x);
+  if (x != x) return {0x7fff};
+  if (magnitude >= 65520.0f) return {(unsigned short)(sign | 0x7c00)};
+  if (magnitude < ldexpf(1.0f, -14))  // subnormal: a multiple of 2^-24
+    return {(unsigned short)(sign | (unsigned short)nearbyintf(ldexpf(magnitude, 24)))};
+  int exponent;
+  const float fraction = frexpf(magnitude, &exponent);  // in [0.5, 1)
+  const int steps = int(nearbyintf(ldexpf(fraction, 11)));  // 1024 to 2048, which carries over
+  return {(unsigned short)(sign | (((exponent + 14) << 10) + (steps - 1024)))};
+}
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+using std::max;
+using std::min;
+
+// -- threads ------------------------------------------------------------------------------------------
+
+struct Index {
+  int x = 0, y = 0, z = 0;
+};
+inline Index threadIdx, blockIdx;
+
+namespace cuda_on_cpu {
+
+constexpr int kWarp = 32;
+constexpr std::size_t kStack = 1 << 16;
+
+struct Block;
+
+struct Barrier {
+  int arrived = 0, line = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  Block* block = nullptr;
+  int thread = 0;
+  Barrier* waits = nullptr;
+  bool ended = false;
+};
+
+struct Block {
+  int number = 0, threads = 0, running = 0;
+  std::vector<unsigned char> storage;
+  unsigned char* memory = nullptr;
+  Barrier barrier;
+  std::vector<Barrier> warps;
+  std::vector<float> lanes;  // what each thread shows to its warp
+  std::vector<std::unique_ptr<Fiber>> fibers;
+};
+
+struct Machine {
+  unsigned order = 0;
+  unsigned long long state = 1;
+  ucontext_t scheduler;
+  Fiber* current = nullptr;
+  std::function<void()> kernel;
+  std::vector<std::unique_ptr<Block>> cluster;
+  Barrier barrier;
+  std::string error;
+};
+inline Machine machine;
+
+inline void set_order(unsigned order) {
+  machine.order = order;
+  machine.state = order;
+}
+
+inline void fail(const std::string& what) {
+  if (machine.error.empty()) machine.error = what;
+}
+
+// Returns the numbers below n in the order of the machine.
+inline std::vector<int> ordered(int n) {
+  std::vector<int> all(n);
+  std::iota(all.begin(), all.end(), 0);
+  if (machine.order == 1) std::reverse(all.begin(), all.end());
+  for (int i = n - 1; i > 0 && machine.order > 1; --i) {
+    machine.state = machine.state * 6364136223846793005ULL + 1442695040888963407ULL;
+    std::swap(all[i], all[(machine.state >> 33) % (i + 1)]);
+  }
+  return all;
+}
+
+inline void pause() { swapcontext(&machine.current->context, &machine.scheduler); }
+
+inline void release(Barrier& barrier) {
+  for (auto& block : machine.cluster)
+    for (auto& fiber : block->fibers)
+      if (fiber->waits == &barrier) fiber->waits = nullptr;
+  barrier = {};
+}
+
+// Waits until `all` threads have arrived.
+inline void wait(Barrier& barrier, int all, int line) {
+  if (barrier.arrived && barrier.line != line)
+    fail("threads wait for each other at lines " + std::to_string(barrier.line) + " and " +
+         std::to_string(line));
+  barrier.line = line;
+  machine.current->waits = &barrier;
+  if (++barrier.arrived == all) release(barrier);
+  pause();
+}
+
+inline int cluster_threads() { return int(machine.cluster.size()) * machine.cluster[0]->threads; }
+
+inline void run_fiber() {
+  Fiber& fiber = *machine.current;
+  machine.kernel();
+  fiber.ended = true;
+  if (--fiber.block->running == 0)  // what others still read of it is gone
+    std::memset(fiber.block->memory, 0xff, fiber.block->storage.size() - 16);
+  pause();
+}
+
+inline void resume(Fiber& fiber) {
+  machine.current = &fiber;
+  threadIdx.x = fiber.thread;
+  blockIdx.x = fiber.block->number;
+  swapcontext(&machine.scheduler, &fiber.context);
+}
+
+// Each returns whether anything ran.
+inline bool run_warp(Block& block, int warp) {
+  bool any = false, again = true;
+  const int first = warp * kWarp, count = std::min(kWarp, block.threads - first);
+  while (again && machine.error.empty()) {
+    again = false;
+    for (const int lane : ordered(count)) {
+      Fiber& fiber = *block.fibers[first + lane];
+      if (fiber.ended || fiber.waits) continue;
+      resume(fiber);
+      any = again = true;
+    }
+  }
+  return any;
+}
+
+inline bool run_block(Block& block) {
+  bool any = false, again = true;
+  while (again) {
+    again = false;
+    for (const int warp : ordered((block.threads + kWarp - 1) / kWarp)) again |= run_warp(block, warp);
+    any |= again;
+  }
+  return any;
+}
+
+inline void start(Block& block, int number, int threads, std::size_t bytes) {
+  block.number = number;
+  block.threads = block.running = threads;
+  block.storage.assign(bytes + 16, 0xff);
+  block.memory = block.storage.data();
+  while (reinterpret_cast<std::size_t>(block.memory) % 16) ++block.memory;
+  block.barrier = {};
+  block.warps.assign((threads + kWarp - 1) / kWarp, {});
+  block.lanes.assign(threads, 0.0f);
+  while (int(block.fibers.size()) < threads) block.fibers.push_back(std::make_unique<Fiber>());
+  for (int t = 0; t < threads; ++t) {
+    Fiber& fiber = *block.fibers[t];
+    fiber.block = &block;
+    fiber.thread = t;
+    fiber.waits = nullptr;
+    fiber.ended = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, run_fiber, 0);
+  }
+}
+
+inline void launch(int blocks, int threads, std::size_t shared, int cluster, std::function<void()> kernel) {
+  machine.error.clear();
+  machine.kernel = std::move(kernel);
+  if (blocks % cluster) return fail("the grid is no multiple of the cluster");
+  machine.cluster.resize(cluster);
+  for (auto& block : machine.cluster)
+    if (!block) block = std::make_unique<Block>();
+  for (const int c : ordered(blocks / cluster)) {
+    machine.barrier = {};
+    for (int rank = 0; rank < cluster; ++rank)
+      start(*machine.cluster[rank], c * cluster + rank, threads, shared);
+    bool again = true;
+    while (again && machine.error.empty()) {
+      again = false;
+      for (const int rank : ordered(cluster)) again |= run_block(*machine.cluster[rank]);
+    }
+    for (auto& block : machine.cluster)
+      if (block->running) fail("threads wait for threads that have ended or wait elsewhere");
+    if (!machine.error.empty()) return;
+  }
+}
+
+inline unsigned char* shared_memory() { return machine.current->block->memory; }
+
+}  // namespace cuda_on_cpu
+
+inline void __syncthreads(int line = __builtin_LINE()) {
+  auto& block = *cuda_on_cpu::machine.current->block;
+  cuda_on_cpu::wait(block.barrier, block.threads, line);
+}
+
+inline float __shfl_xor_sync(unsigned, float x, int step, int line = __builtin_LINE()) {
+  const int thread = cuda_on_cpu::machine.current->thread;
+  auto& block = *cuda_on_cpu::machine.current->block;
+  const int warp = thread / cuda_on_cpu::kWarp;
+  const int all = std::min(cuda_on_cpu::kWarp, block.threads - warp * cuda_on_cpu::kWarp);
+  block.lanes[thread] = x;
+  cuda_on_cpu::wait(block.warps[warp], all, line);
+  const float other = block.lanes[thread ^ step];
+  cuda_on_cpu::wait(block.warps[warp], all, line);
+  return other;
+}
+
+// -- cooperative groups -------------------------------------------------------------------------------
+
+namespace cooperative_groups {
+
+struct cluster_group {
+  unsigned block_rank() const {
+    return unsigned(cuda_on_cpu::machine.current->block->number) % unsigned(num_blocks());
+  }
+  unsigned num_blocks() const { return unsigned(cuda_on_cpu::machine.cluster.size()); }
+  void sync(int line = __builtin_LINE()) const {
+    cuda_on_cpu::wait(cuda_on_cpu::machine.barrier, cuda_on_cpu::cluster_threads(), line);
+  }
+  template <class T>
+  T* map_shared_rank(T* own, int rank) const {
+    const auto at = reinterpret_cast<unsigned char*>(own) - cuda_on_cpu::shared_memory();
+    return reinterpret_cast<T*>(cuda_on_cpu::machine.cluster[rank]->memory + at);
+  }
+};
+
+inline cluster_group this_cluster() { return {}; }
+
+}  // namespace cooperative_groups
+
+// -- the host's side ----------------------------------------------------------------------------------
+
+using cudaStream_t = void*;
+using cudaEvent_t = int;
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
+enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+template <class F>
+cudaError_t cudaFuncSetAttribute(F, int, int) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() {
+  return cuda_on_cpu::machine.error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaGetLastError(); }
+inline const char* cudaGetErrorString(cudaError_t) { return cuda_on_cpu::machine.error.c_str(); }
+inline cudaError_t cudaMalloc(void** p, std::size_t bytes) {
+  *p = std::aligned_alloc(16, (bytes + 15) / 16 * 16);
+  return cudaSuccess;
+}
+inline void cudaMemcpy(void* to, const void* from, std::size_t bytes, int) { std::memcpy(to, from, bytes); }
+inline void cudaEventCreate(cudaEvent_t*) {}
+inline void cudaEventRecord(cudaEvent_t) {}
+inline void cudaEventSynchronize(cudaEvent_t) {}
+inline void cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { *ms = 0; }
+
+extern "C" inline __attribute__((used)) void set_order(unsigned order) { cuda_on_cpu::set_order(order); }
+extern "C" inline __attribute__((used)) const char* last_error() { return cuda_on_cpu::machine.error.c_str(); }

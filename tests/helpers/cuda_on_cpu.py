@@ -1,0 +1,115 @@
+"""Compile and run generated CUDA C++ on the CPU (see cuda_on_cpu.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mirage_hf.graph.kernel import KernelGraph
+
+CXX = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("c++")
+
+#: Orders of threads: by number, from the last to the first, and random ones.
+ORDERS = (0, 1, 2, 3)
+
+_LAUNCH = re.compile(r"(\w+)::run<<<(.*), (.*), (.*), stream>>>\(([^;]*)\);")
+_SHARED = "extern __shared__ __align__(16) unsigned char memory[];"
+_CLUSTER = re.compile(r"^namespace (\w+) \{$.*?__cluster_dims__\((\w+), 1, 1\)", re.M | re.S)
+
+
+def as_cpp(text: str) -> str:
+    """Return a generated file as C++ that cuda_on_cpu.h runs, without its includes."""
+    clusters = {}
+    for part in re.split(r"^\}  // namespace \w+$", text, flags=re.M):
+        if found := _CLUSTER.search(part):
+            clusters[found.group(1)] = f"{found.group(1)}::{found.group(2)}"
+    text = re.sub(r"^#include.*$", "", text, flags=re.M)
+    text = text.replace(_SHARED, "unsigned char* memory = cuda_on_cpu::shared_memory();")
+    return _LAUNCH.sub(
+        lambda m: (
+            f"cuda_on_cpu::launch({m[2]}, {m[3]}, {m[4]}, {clusters.get(m[1], 1)}, "
+            f"[&] {{ {m[1]}::run({m[5]}); }});"
+        ),
+        text,
+    )
+
+
+def compile_cpp(source: Path, output: Path, *options: str) -> None:
+    """Compile a file. Raise an error that shows what the compiler says."""
+    command = [
+        str(CXX),
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+        *options,
+    ]
+    command += [str(source), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+class Library:
+    """Several generated files, compiled together."""
+
+    def __init__(self, texts: Sequence[str], folder: Path, name: str = "kernels"):
+        parts = [f'#include "{Path(__file__).with_suffix(".h")}"']
+        for n, text in enumerate(texts):
+            for function in ("launch", "workspace_bytes"):
+                text = text.replace(f" {function}(", f" {function}_{n}(")
+            parts.append(f"namespace file_{n} {{\n{as_cpp(text)}\n}}")
+        source = folder / f"{name}.cpp"
+        source.write_text("\n".join(parts), encoding="utf-8")
+        compile_cpp(source, folder / f"{name}.so", "-shared", "-fPIC")
+        self.loaded = ctypes.CDLL(str(folder / f"{name}.so"))
+        self.loaded.last_error.restype = ctypes.c_char_p
+
+    def run(
+        self, n: int, graph: KernelGraph, inputs: Sequence[torch.Tensor], order: int
+    ) -> list[torch.Tensor] | str:
+        """Run the n-th file in an order of threads. Return its outputs, or what went wrong."""
+        outputs = [torch.full(t.dims, math.nan, dtype=t.dtype) for t in graph.outputs]
+        size = getattr(self.loaded, f"workspace_bytes_{n}")
+        size.restype = ctypes.c_size_t
+        workspace = torch.full((size() + 16,), 0xFF, dtype=torch.uint8)
+        tensors = (*(_storage(x) for x in inputs), *outputs, workspace)
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+        self.loaded.set_order(order)
+        if getattr(self.loaded, f"launch_{n}")(*pointers, None):
+            return str(self.loaded.last_error().decode())
+        return outputs
+
+
+def _storage(x: torch.Tensor) -> torch.Tensor:
+    """Return all elements from the first to the last one of a tensor, as they lie in memory."""
+    reach = 1 + sum((d - 1) * s for d, s in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach,), (1,))
+
+
+def errors(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]
+) -> list[str]:
+    """Say which outputs are further from `want`, in float64, than a few times those of eager."""
+    found = []
+    for n, (x, exact, plain) in enumerate(zip(got, want, eager, strict=True)):
+        finite = exact.isfinite() & plain.isfinite()
+        if not finite.any():
+            continue
+        if not bool(x[finite].isfinite().all()):
+            found.append(f"output {n} is not finite")
+            continue
+        error = (x.double() - exact)[finite].abs().max()
+        allowed = 4 * (plain.double() - exact)[finite].abs().max()
+        allowed += 4 * torch.finfo(x.dtype).eps * exact[finite].abs().max()
+        if error > allowed:
+            found.append(f"output {n}: error {error:.3g}, allowed {allowed:.3g}")
+    return found
