@@ -6,8 +6,8 @@ The files, in processing order:
 - `host_values`, `questions`: Answer what a model reads on the host while it is recorded.
 - `attention`, `coded_linear`, `experts`, `fixed_experts`, `torch_functions`: Let attention, linears
   in codes and experts be one node each, and keep kernels of other libraries out.
-- `row_values`, `successive`: Give each row its own number of cached tokens, and move states on token
-  by token, in steps that verify drafts.
+- `row_values`, `successive`: In steps that verify drafts, give each row its own number of cached
+  tokens, and move states on token by token.
 - `whole_writes`, `short_convolution`, `dense_experts`, `router_finder`: Replace nodes by one.
 - `torch_ops`, `term`, `term_operands`, `lowerings`, `composites`, `terms`: Read nodes as terms,
   which are rows of the op table.
