@@ -245,6 +245,14 @@ def search(
         list[int] | None,
         typer.Option(help="Allowed numbers of loop trips. May be repeated. Default: any."),
     ] = None,
+    clusters: Annotated[
+        bool,
+        typer.Option(
+            "--clusters",
+            help="Also find kernels whose blocks form clusters (sm_90). They are not launched, so "
+            "it needs --backend cpu.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="The seed of the proofs' random inputs.")] = 0,
     threads: Annotated[
         int | None,
@@ -296,6 +304,7 @@ def search(
         "max_kernels": max_kernels,
         "max_block_ops": max_block_ops,
         "time_limit": time_limit,
+        "clusters": clusters,
     }
     try:
         search_options(**options)
