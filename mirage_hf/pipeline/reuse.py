@@ -10,17 +10,18 @@ from dataclasses import replace
 
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
-from mirage_hf.errors import CodegenError, Rejected
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import versions
 from mirage_hf.pipeline.choose import promising
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, by_elements
+from mirage_hf.pipeline.trust import examined_ugraph, too_large
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport, StopReason
 from mirage_hf.tune import space
 from mirage_hf.tune.cost import estimate
-from mirage_hf.verify.accept import Candidate, examine, kind_of
+from mirage_hf.verify.accept import Candidate, kind_of
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.zoo.known_search import MOST_KERNELS, KnownSearch
 from mirage_hf.zoo.structure import structure_of
@@ -55,16 +56,16 @@ def reused(
     """
     start = time.perf_counter()
     small = min((program, like or program), key=by_elements)
-    ugraphs, smaller = known.ugraphs(program), known.ugraphs(small)
+    ugraphs, smaller = (_usable(known, each) for each in (program, small))
     candidates: list[Candidate] = []
     rejected: list[RejectedCandidate] = []
     checks: dict[object, NumericCheck] = {}
     for number in _by_estimate(ugraphs, next_may_launch_early):
         if len(candidates) == keep:
             break
-        if number not in smaller or not smaller[number].is_fused:
+        if number not in smaller:
             continue
-        candidate = examine(smaller[number], seed=seed, checks=checks)
+        candidate = examined_ugraph(smaller[number], seed, checks)
         if isinstance(candidate, Rejected):
             rejected.append(RejectedCandidate(number, candidate.reason))
         else:
@@ -83,12 +84,18 @@ def reused(
     return VerifiedCandidates(tuple(candidates), report)
 
 
+def _usable(known: KnownSearch, program: KernelGraph) -> dict[int, UGraph]:
+    """Return the µGraphs that fit a program and are worth a proof, by their places."""
+    ugraphs = known.ugraphs(program)
+    return {n: u for n, u in ugraphs.items() if u.is_fused and too_large(u) is None}
+
+
 def _by_estimate(ugraphs: Mapping[int, UGraph], next_may_launch_early: bool) -> list[int]:
     """Return the places of the µGraphs that have a kernel, lowest estimate first."""
     estimates: dict[int, float] = {}
     for number, ugraph in ugraphs.items():
-        ops = place_kernels(ugraph, next_may_launch_early)
-        with contextlib.suppress(CodegenError):
+        with contextlib.suppress(Exception):  # whatever an edited file leads to
+            ops = place_kernels(ugraph, next_may_launch_early)
             first = [replace(space.schedules(op, limit=1)[0], trigger_early=True) for op in ops]
             estimates[number] = sum(
                 estimate(plan_kernel(op, s)).us for op, s in zip(ops, first, strict=True)

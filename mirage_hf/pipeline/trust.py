@@ -156,7 +156,7 @@ def _gpu() -> list[str]:
 
 def _prove(entry: Entry, device: torch.device | None) -> float | Rejected:
     """Return the error bound of a new proof, or why the entry must not run."""
-    candidate = _examined(entry.ugraph, 0, {})
+    candidate = examined_ugraph(entry.ugraph, 0, {})
     if isinstance(candidate, Rejected):
         return Rejected(f"its µGraph was not proven again ({candidate.reason})")
     for schedule in entry.schedules:
@@ -188,7 +188,7 @@ def examined(record: SearchRecord, request: Request, where: str) -> VerifiedCand
     notes = list(record.report.notes)
     checks: dict[object, NumericCheck] = {}
     for number, ugraph in enumerate(record.for_program(request.program).ugraphs):
-        candidate = _examined(ugraph, request.seed, checks)
+        candidate = examined_ugraph(ugraph, request.seed, checks)
         if isinstance(candidate, Candidate):
             candidates.append(candidate)
         else:
@@ -207,18 +207,25 @@ def examined(record: SearchRecord, request: Request, where: str) -> VerifiedCand
     return VerifiedCandidates(tuple(candidates), report)
 
 
-def _examined(
+def examined_ugraph(
     ugraph: UGraph, seed: int, checks: dict[object, NumericCheck]
 ) -> Candidate | Rejected:
+    """Prove and check a µGraph that anyone may have written.
+
+    Args:
+        ugraph: The µGraph.
+        seed: The seed of the proof's random inputs.
+        checks: See `verify.accept.examine`.
+    """
     try:
-        return _too_large(ugraph) or examine(ugraph, seed=seed, checks=checks)
+        return too_large(ugraph) or examine(ugraph, seed=seed, checks=checks)
     except errors.MirageError as e:
         return Rejected(str(e))
     except Exception as e:  # whatever hostile µGraphs lead to
         return Rejected(errors.described(e))
 
 
-def _too_large(ugraph: UGraph) -> Rejected | None:
+def too_large(ugraph: UGraph) -> Rejected | None:
     """Return why a µGraph is too large to be checked here, or None.
 
     Otherwise a small file could ask for any amount of memory and time.

@@ -18,6 +18,7 @@ from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import SEARCHED, ZooResults
 from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.pipeline.trust import examined_ugraph
 from mirage_hf.search.search_report import StopReason
 from mirage_hf.verify.accept import Candidate, examine
 from mirage_hf.zoo import known_search
@@ -73,12 +74,12 @@ def test_candidates_are_proven_for_the_new_sizes(
     new = program(224)
     examined = []
 
-    def counted(ugraph: Any, **options: Any) -> Any:
+    def counted(ugraph: Any, *options: Any) -> Any:
         assert ugraph.program is new
         examined.append(ugraph)
-        return examine(ugraph, **options)
+        return examined_ugraph(ugraph, *options)
 
-    monkeypatch.setattr(reuse, "examine", counted)
+    monkeypatch.setattr(reuse, "examined_ugraph", counted)
     verified = found(request(new), results).outcome.verified
     assert 0 < len(verified.candidates) <= len(examined) <= known_search.MOST_KERNELS
 
@@ -101,6 +102,15 @@ def test_kernels_that_compute_something_else_are_searched_anew(results: ZooResul
 def test_kernels_that_are_the_program_itself_do_not_serve(tmp_path: Path) -> None:
     graph = program(160)
     search = known_search.KnownSearch(graph, (library_ugraph(graph).kernels,), "")
+    assert reused(search, program(224)) is None
+
+
+def test_kernels_that_would_take_too_much_memory_do_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = reuse.search_to_keep(found_by_search(program(160)))
+    assert search is not None and reused(search, program(224)) is not None
+    monkeypatch.setattr("mirage_hf.pipeline.trust._MOST_OPS", 2)
     assert reused(search, program(224)) is None
 
 
