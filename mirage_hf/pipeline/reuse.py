@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import GraphError, Rejected
+from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import versions
@@ -68,8 +69,11 @@ def reused(
         candidate = examined_ugraph(smaller[number], seed, checks)
         if isinstance(candidate, Rejected):
             rejected.append(RejectedCandidate(number, candidate.reason))
-        else:
-            candidates.append(replace(candidate, ugraph=ugraphs[number]))
+            continue
+        # What runs is what was proven, cut to the sizes of the program.
+        with contextlib.suppress(GraphError):
+            ugraph = symbolic.for_program(candidate.ugraph, program)
+            candidates.append(replace(candidate, ugraph=ugraph))
     if not candidates:
         return None
     report = SearchReport(

@@ -67,7 +67,8 @@ def test_texts_of_other_lengths_leave_nothing_behind(length: int) -> None:
     stock, ours = pair("bart")
     for next_length in (length, 7, length):
         given = inputs(stock, 3, next_length, seed=next_length)
-        agree(stock, ours, {**given, **SHORT, **FULL})
+        # Some CPUs add in another order: one logit of 633 then differs by 2.9e-5.
+        agree(stock, ours, {**given, **SHORT, **FULL}, rounding=4e-5)
     assert steps(ours) == {"traced": 3}
 
 

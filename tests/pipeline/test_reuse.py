@@ -11,7 +11,8 @@ import pytest
 
 import mirage_hf as mi
 from mirage_hf import files
-from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.graph import json_format, symbolic
+from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline import find_outcome as pipeline
 from mirage_hf.pipeline import resolver, reuse, searching_ahead
 from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome
@@ -103,6 +104,39 @@ def test_kernels_that_are_the_program_itself_do_not_serve(tmp_path: Path) -> Non
     graph = program(160)
     search = known_search.KnownSearch(graph, (library_ugraph(graph).kernels,), "")
     assert reused(search, program(224)) is None
+
+
+def test_what_runs_is_what_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of the larger program come from the proven ones, not from the file again."""
+    search = reuse.search_to_keep(found_by_search(program(160)))
+    assert search is not None
+    proven: list[str] = []
+
+    def noted(ugraph: Any, *options: Any) -> Any:
+        candidate = examined_ugraph(ugraph, *options)
+        proven.append(str(symbolic.for_program(ugraph, large).kernels))
+        return candidate
+
+    monkeypatch.setattr(reuse, "examined_ugraph", noted)
+    # In another size the file gives kernels with a wrong constant.
+    original, large, small = known_search.for_other_sizes, program(224), program(192)
+
+    def damaged(ugraph: Any, wanted: Any) -> Any:
+        moved = original(ugraph, wanted)
+        if wanted is small:
+            return moved
+        text = json.dumps(json_format.graph_to_dict(moved.kernels))
+        assert str(1 / 256) in text
+        wrong = json.loads(text.replace(str(1 / 256), "0.25"))
+        return UGraph(wanted, json_format.graph_from_dict(wrong))
+
+    monkeypatch.setattr(known_search, "for_other_sizes", damaged)
+    found = reuse.reused(search, large, like=small, keep=4, seed=0, next_may_launch_early=False)
+    assert found is not None
+    for candidate in found.candidates:
+        assert candidate.ugraph.program is large
+        assert str(candidate.ugraph.kernels) in proven
+        assert isinstance(examine(candidate.ugraph), Candidate)
 
 
 def test_kernels_that_would_take_too_much_memory_do_not_serve(
