@@ -88,6 +88,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         device=request.device,
         per_graph=effort.schedules,
         rounds=effort.rounds,
+        patience=effort.patience,
         schedules=restriction.schedules if restriction else permitted(candidates),
         resplit=restriction is None,
         progress=(lambda *detail: progress("tune", detail)) if progress else None,

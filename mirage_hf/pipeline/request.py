@@ -9,6 +9,7 @@ import torch
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.launch_restriction import LaunchRestriction
+from mirage_hf.tune.tuner import PATIENCE
 from mirage_hf.verify.accept import KEEP
 from mirage_hf.zoo.key import Key
 from mirage_hf.zoo.known_search import KnownSearch
@@ -24,14 +25,16 @@ class Effort:
     schedules: int
     #: The most rounds of candidates one step away from the fastest.
     rounds: int
+    #: A round ends after so many candidates in a row that are no better.
+    patience: int
 
 
 #: For `superoptimize()`, whose results are all shown.
-EVERY_GRAPH = Effort(graphs=None, schedules=24, rounds=3)
+EVERY_GRAPH = Effort(graphs=None, schedules=24, rounds=3, patience=PATIENCE)
 #: For `optimize(tune="auto")`.
-QUICK = Effort(graphs=5, schedules=16, rounds=2)
+QUICK = Effort(graphs=5, schedules=16, rounds=2, patience=16)
 #: For `optimize(tune="full")`.
-FULL = Effort(graphs=8, schedules=48, rounds=6)
+FULL = Effort(graphs=8, schedules=48, rounds=6, patience=48)
 
 
 @dataclass(frozen=True)

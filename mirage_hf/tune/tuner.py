@@ -32,8 +32,7 @@ from mirage_hf.verify.verdict import Verdict
 #: Called as progress(done, total, what).
 TuneProgress = Callable[[int, int, str], Any]
 
-#: Measuring ends after this many candidates in a row, in the order of estimates, that are no
-#: better.
+#: A round of measurements ends after this many candidates in a row that are no better.
 PATIENCE = 24
 
 #: Least relative gain that counts as better.
@@ -83,8 +82,7 @@ def tune(
         rounds: The most rounds of candidates one step away from the fastest, tried afterwards.
         resplit: Also try other numbers of splits.
         next_may_launch_early: See `placement.place_kernels`.
-        patience: End the first measurements after so many candidates in a row that were no better;
-            0 never ends them early.
+        patience: End a round after so many candidates in a row that were no better; 0 measures all.
         checks_slow: Also check the numbers of candidates that are too slow to be chosen.
 
     Raises:
@@ -122,7 +120,7 @@ def tune(
         for _ in range(rounds):
             best_us = _best_us(tried)
             near = neighbours(fastest(tried, CLIMBERS), tried, gpu, schedules, resplit)
-            tried += bench.measure(near, patience=0, known_us=best_us)
+            tried += bench.measure(near, patience, best_us)
             if best_us == math.inf or _best_us(tried) > best_us * (1 - LEAST_GAIN):
                 break
         return TuneResult.of(properties.name, bench.chained(tried))
@@ -158,20 +156,20 @@ class _Bench:
     def measure(
         self, candidates: Sequence[ScheduledCandidate], patience: int, known_us: float = math.inf
     ) -> list[ScheduledCandidate]:
-        """Time and check candidates in order while later ones compile.
+        """Time and check candidates in order while later ones compile. The library is always first.
 
         Args:
-            candidates: In the order of their estimates.
+            candidates: The likely fastest first.
             patience: Stop after so many in a row that were no better; 0 never stops.
             known_us: The fastest other time.
         """
+        candidates = sorted(candidates, key=lambda c: not c.is_library)
         programs = [c.generate() for c in candidates]
         tried: list[ScheduledCandidate] = []
-        best_us, since_best = math.inf, 0
+        best_us, since_best = known_us, 0
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.progress(n, len(candidates), "measuring")
-            fast_us = min(known_us, best_us)
-            done = undisturbed(partial(self.try_one, candidates[n], programs[n], outcome, fast_us))
+            done = undisturbed(partial(self.try_one, candidates[n], programs[n], outcome, best_us))
             tried.append(done)
             if done.is_library:
                 continue
@@ -179,8 +177,7 @@ class _Bench:
                 best_us, since_best = done.us, 0
             else:
                 since_best += 1
-            out_of_patience = 0 < patience <= since_best and best_us < math.inf
-            if out_of_patience and any(c.is_library for c in tried):
+            if 0 < patience <= since_best and best_us < math.inf:
                 break
         self.progress(len(candidates), len(candidates), "done")
         return tried

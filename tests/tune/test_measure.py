@@ -1,6 +1,7 @@
 """Measuring kernels: replays, chains, and results that differ from call to call."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,38 @@ def test_only_a_candidate_that_may_be_chosen_is_checked(us, is_slow, checks_slow
     is_checked = checks_slow or not is_slow
     assert bool(checked) == is_checked
     assert tried.status == (REJECTED if is_checked else TOO_SLOW)
+
+
+@pytest.mark.parametrize(
+    "times, patience, known_us, tried",
+    [
+        ([5.0, 4.0, 4.5, 4.5, 3.0], 2, math.inf, 4),
+        ([5.0, 4.0, 4.5, 4.5, 3.0], 3, math.inf, 5),
+        ([5.0, 4.0, 4.5, 4.5, 3.0], 0, math.inf, 5),
+        ([5.0, 4.0, 4.5, 4.5, 3.0], 2, 1.0, 2),
+        ([None, None, None, 4.0, 4.5, 4.5, 4.5], 2, math.inf, 6),
+    ],
+    ids=["ends", "gain in time", "never ends", "no gain over the known", "all rejected at first"],
+)
+def test_a_round_ends_after_candidates_without_a_gain(
+    times, patience, known_us, tried, monkeypatch
+):
+    """The library is measured in any case, and first. Rejected candidates end no round alone."""
+    ranked = rank_by_estimate([SPACES["norm linear"]], per_graph=len(times))
+    searched = [c for c in ranked if not c.is_library][: len(times)]
+    us_of = dict(zip(map(id, searched), times, strict=True))
+
+    def try_one(self, candidate, program, outcome, fast_us):
+        us = us_of.get(id(candidate), 9.0)
+        if us is None:
+            return candidate.rejected("wrong")
+        return replace(candidate, status=MEASURED, timing=measure.timing([us], 1))
+
+    monkeypatch.setattr(tuner._Bench, "try_one", try_one)
+    monkeypatch.setattr(tuner.compiler, "compiling", lambda programs, sm: iter(programs))
+    library = [c for c in ranked if c.is_library]
+    found = bench_with(None, False).measure([*searched, *library], patience, known_us)
+    assert [c.is_library for c in found] == [True] + [False] * tried
 
 
 @pytest.mark.parametrize("to_beat, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
