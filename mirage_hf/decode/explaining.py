@@ -14,10 +14,10 @@ import transformers
 from torch import nn
 
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import rings_variants
 from mirage_hf.decode.sources import decoder_config
-from mirage_hf.decode.step_inputs import gives_positions
-from mirage_hf.decode.traced_step import record_step, rings_variants
-from mirage_hf.decode.tracing import axes_of_positions
+from mirage_hf.decode.step_inputs import axes_of_positions, gives_positions
+from mirage_hf.decode.step_recording import record_step
 from mirage_hf.errors import MirageError
 from mirage_hf.formats.config_bytes import CheckpointLayout, WeightLayout, checkpoint_layout
 from mirage_hf.gpus import current_gpu
