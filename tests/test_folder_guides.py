@@ -10,9 +10,12 @@ import pytest
 
 from mirage_hf import decode, trace
 from mirage_hf.codegen import plan
+from mirage_hf.trace import experts, routers
+
+FOLDERS = [plan, trace, routers, experts, decode]
 
 
-@pytest.mark.parametrize("folder", [plan, trace, decode], ids=lambda folder: folder.__name__)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.__name__)
 def test_the_docstring_lists_every_file_once(folder: ModuleType) -> None:
     guide = "\n" + (folder.__doc__ or "")
     items = re.findall(r"\n- (.*?):", guide, re.DOTALL)

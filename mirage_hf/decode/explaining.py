@@ -22,10 +22,11 @@ from mirage_hf.errors import MirageError
 from mirage_hf.formats.config_bytes import CheckpointLayout, WeightLayout, checkpoint_layout
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import RegionRun, StepPlan, weight_bytes
+from mirage_hf.trace.plan import StepPlan, weight_bytes
 from mirage_hf.trace.record import VIEWS
 from mirage_hf.trace.regions import Region
-from mirage_hf.trace.terms import Term
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.units import RegionRun
 from mirage_hf.trace.weight_names import common_module, weight_path
 
 #: Returns how a checkpoint stores the weight of a linear, by its path. None: as it is.

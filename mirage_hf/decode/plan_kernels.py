@@ -19,11 +19,12 @@ from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import KernelFinder, Resolved
 from mirage_hf.swap.swap_report import TRACED
 from mirage_hf.trace.cached_attention import CachedAttention
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import RegionRun, Run, StepPlan, weight_bytes
+from mirage_hf.trace.plan import StepPlan, weight_bytes
 from mirage_hf.trace.record import TraceError
 from mirage_hf.trace.regions import Region
+from mirage_hf.trace.units import RegionRun, Run
 
 #: A program, and the options with which it is resolved.
 _Wanted = tuple[KernelGraph, dict[str, Any]]

@@ -30,7 +30,7 @@ from mirage_hf.match.matches import CausalMatch, Match
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow
 from mirage_hf.trace.coded_linear import coded_linears
-from mirage_hf.trace.experts import ExpertsForm, form_of
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording, TraceError
 from mirage_hf.trace.successive import with_states_in_turn

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from mirage_hf.trace.binding import Binding
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
-from mirage_hf.trace.dense_experts import with_chosen_experts
-from mirage_hf.trace.experts_programs import find_experts
+from mirage_hf.trace.experts.dense import with_chosen_experts
+from mirage_hf.trace.experts.programs import find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Input, Recording
 from mirage_hf.trace.regions import Region, find_regions
-from mirage_hf.trace.router_finder import with_routers
+from mirage_hf.trace.routers.finder import with_routers
 from mirage_hf.trace.scheduling import Scheduler
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes

@@ -22,11 +22,12 @@ from mirage_hf.experts_interface import Experts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.trace.experts import experts_as_one_node
-from mirage_hf.trace.experts_form import ExpertsForm, form_of, run_decoded
-from mirage_hf.trace.experts_programs import ParameterSlice
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.experts.form import ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts.op import experts_as_one_node
+from mirage_hf.trace.experts.programs import ParameterSlice
+from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import record
+from mirage_hf.trace.units import RegionRun
 from scripts.coded_models import put_mxfp4
 from tests.helpers import (
     coded_experts,

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS
-from mirage_hf.trace.plan import RegionRun, StepPlan
-from mirage_hf.trace.router import ROUTE
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS
+from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.routers.op import ROUTE
+from mirage_hf.trace.units import RegionRun
 from tests.helpers.traced_functions import normal, outputs_of, plan_of, results_of, runs
 
 EXPERTS_COUNT, WIDTH, INNER, ROWS = 5, 16, 24, 3

@@ -14,9 +14,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, experts_as_one_node
-from mirage_hf.trace.experts_form import ExpertsForm, form_of
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, experts_as_one_node
+from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.units import RegionRun
 from tests.helpers.traced_functions import outputs_of, recorded, results_of, runs
 
 ROWS, EXPERTS_COUNT, CHOSEN, WIDTH, INNER = 3, 6, 2, 16, 24

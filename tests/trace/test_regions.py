@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.regions import Region
+from mirage_hf.trace.units import RegionRun
 from tests.helpers.traced_functions import normal, outputs_of, recorded, results_of
 
 ROWS, HEADS, KEYS, VALUES = 2, 4, 8, 6

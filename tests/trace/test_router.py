@@ -16,9 +16,9 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen.ahead import compile_kernel
 from mirage_hf.decode.kernels.router import route_by_kernel
 from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.router import ROUTE, route, router_of
-from mirage_hf.trace.router_finder import MOST_ELEMENTS
-from mirage_hf.trace.router_text import router_text
+from mirage_hf.trace.routers.finder import MOST_ELEMENTS
+from mirage_hf.trace.routers.op import ROUTE, route, router_of
+from mirage_hf.trace.routers.text import router_text
 from tests.helpers import triton_interpreter
 from tests.helpers.decode_states import DTYPES, TYPES
 from tests.helpers.routers import ROUTERS, Sizes

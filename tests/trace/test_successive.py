@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording, TraceError
 from mirage_hf.trace.successive import kept_name, with_states_in_turn
+from mirage_hf.trace.units import RegionRun
 from tests.helpers.traced_functions import normal, recorded
 
 HEADS, WIDTH, TOKENS = 2, 6, 3

@@ -8,9 +8,9 @@ from typing import Any
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.triton_math import TRITON_ALGEBRA, Expr
 from mirage_hf.ops import table
-from mirage_hf.trace.router_steps import Form, Local, Step
-from mirage_hf.trace.router_tiles import RouterWriter, SplitError, Tile, UnwrittenError, kind_of
-from mirage_hf.trace.router_writers import ELEMENTWISE, StepWriters, last_axes, row_of
+from mirage_hf.trace.routers.steps import Form, Local, Step
+from mirage_hf.trace.routers.tiles import RouterWriter, SplitError, Tile, UnwrittenError, kind_of
+from mirage_hf.trace.routers.writers import ELEMENTWISE, StepWriters, last_axes, row_of
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
 #: What writes each op.

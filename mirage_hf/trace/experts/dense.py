@@ -19,18 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.experts import MOST_TOKENS, number_of_form
-from mirage_hf.trace.experts_form import ExpertsForm, Linear
-from mirage_hf.trace.record import (
-    Held,
-    Input,
-    Meta,
-    Node,
-    Readers,
-    Recording,
-    Value,
-    readers_of,
-)
+from mirage_hf.trace.experts.form import ExpertsForm, Linear
+from mirage_hf.trace.experts.op import MOST_TOKENS, number_of_form
+from mirage_hf.trace.record import Held, Input, Meta, Node, Readers, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 

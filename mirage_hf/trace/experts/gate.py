@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.trace.experts_form import ExpertsForm
+from mirage_hf.trace.experts.form import ExpertsForm
 from mirage_hf.trace.record import FakeOnceMode, Input, Node, TraceError, Value, record
 from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mirage_hf.trace.record import Node
-from mirage_hf.trace.router_steps import Step
-from mirage_hf.trace.router_tiles import RouterWriter, Tile, UnwrittenError
+from mirage_hf.trace.routers.steps import Step
+from mirage_hf.trace.routers.tiles import RouterWriter, Tile, UnwrittenError
 from mirage_hf.trace.torch_ops import ElementwiseRow, elementwise_row
 
 #: Writes a step, and returns its results.
