@@ -31,7 +31,7 @@ from mirage_hf.decode.masks import has_windows
 from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.step_plans import TracedSteps
-from mirage_hf.decode.tracing import WOULD_BE_TRACED, trace_steps, wants_experts, wants_trace
+from mirage_hf.decode.tracing import WOULD_BE_TRACED, Traces, trace_steps, wanted_traces
 
 __all__ = [
     "WOULD_BE_TRACED",
@@ -42,6 +42,7 @@ __all__ = [
     "Generate",
     "Step",
     "TracedSteps",
+    "Traces",
     "explain_step",
     "has_windows",
     "install",
@@ -49,6 +50,5 @@ __all__ = [
     "meta_model",
     "trace_steps",
     "uninstall",
-    "wants_experts",
-    "wants_trace",
+    "wanted_traces",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ from mirage_hf.decode.trace_report import report_rows
 from mirage_hf.errors import Rejected
 from mirage_hf.formats.containers import bytes_of
 from mirage_hf.layers.part import StepShape
-from mirage_hf.match.matches import CausalMatch, Match
+from mirage_hf.match.matches import CausalMatch, Match, Matches
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow
 from mirage_hf.trace.coded_linear import coded_linears
@@ -83,12 +84,33 @@ def trace_steps(
     return steps, tracer.report_rows, note
 
 
-def wants_trace(model: Any, causal: CausalMatch | Rejected) -> bool:
+class Traces(Enum):
+    """Which steps are traced."""
+
+    NONE = auto()
+    #: Steps of a model without a step program.
+    STEPS = auto()
+    #: Steps of a known model, because kernels may then run all of its experts. If they cannot, each
+    #: mixture is traced by itself. A whole trace also joins experts with the sums that follow.
+    EXPERTS = auto()
+
+
+def wanted_traces(inner: Any, matches: Matches) -> Traces:
+    """Return which steps to trace of the model that generates, if there is one."""
+    if inner is None:
+        return Traces.NONE
+    if _wants_trace(inner, matches.causal):
+        return Traces.STEPS
+    has_experts = _wants_experts(inner, matches.modules)
+    return Traces.EXPERTS if has_experts else Traces.NONE
+
+
+def _wants_trace(model: Any, causal: CausalMatch | Rejected) -> bool:
     """Return whether steps of a model need a trace, to run by kernels or not by stock."""
     return isinstance(causal, Rejected) or rejected_model(model) is not None
 
 
-def wants_experts(model: nn.Module, layers: Iterable[Match]) -> bool:
+def _wants_experts(model: nn.Module, layers: Iterable[Match]) -> bool:
     """Return whether a whole trace would run a known model's experts by kernels.
 
     Attention over latents and adapters have kernels of their own, which a trace does not use.
