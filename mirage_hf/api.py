@@ -22,6 +22,7 @@ from mirage_hf.match.options import check_draft_tokens, check_options
 from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.progress_bar import bar_unless
 from mirage_hf.swap.background import TuningOfModel
+from mirage_hf.swap.coded_modules import bind_coded_modules
 from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import ModelBlocks, find_kernels
 from mirage_hf.swap.live_model import locked, release_cached_memory
@@ -189,7 +190,7 @@ def _trace(
     """Return the traced steps of a model, None without any. Tell the report why."""
     if traces is decoding.Traces.NONE:
         return None
-    optimization.bind_codes(finder.resolve)
+    bind_coded_modules(optimization.model, optimization.ledger, finder.resolve)
     is_known = traces is decoding.Traces.EXPERTS
     traced, rows, why = decoding.trace_steps(
         inner, batch_sizes, finder, progress, whole=is_known, draft_tokens=draft_tokens
