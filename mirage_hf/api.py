@@ -139,7 +139,7 @@ def optimize(
         if dry_run:
             if traces is not decoding.Traces.NONE:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
-            return optimization.plan()
+            return optimization.dry_run_report()
         with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
             blocks = ModelBlocks(optimization.wanted, shapes, device)
             made = find_kernels(

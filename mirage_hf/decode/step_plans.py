@@ -1,4 +1,4 @@
-"""The plans of a model's traced steps, and which of them serves a call."""
+"""The step plans of one model, and which of them serves a call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mirage_hf.decode.sources import MaskUse
 from mirage_hf.decode.step_forms import FORMS, Form
 from mirage_hf.layers.part import StepShape
 from mirage_hf.trace.coded_linear import is_replaced
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording
 from mirage_hf.trace.sizes import Size, shape_at
+from mirage_hf.trace.step_plan import StepPlan
 
 #: The names of inputs that each step makes anew.
 _MADE_BY_STEP = ("mask.", "ring_slot.")
@@ -30,7 +30,7 @@ class TracedSteps:
     """The traced steps of one model.
 
     Attributes:
-        plans: By the number of rows and the layers' rings.
+        plans: The step plans by the number of rows and the layers' rings.
         kernels: How many different kernels there are.
         bytes_read: Bytes of weights that searched kernels read in a step, and of all weights.
         axes: The axes of the model's positions, 0 if positions have none.
@@ -38,7 +38,7 @@ class TracedSteps:
         gives_positions: Whether the model's own methods give its steps positions.
         uses_rings: Whether steps over rings are stock's, too. If not, blocks have none.
         form: The form in which they were recorded.
-        drafting: The plans of steps that verify drafts, by shape. Their blocks have no rings.
+        drafting: The step plans of steps that verify drafts, by shape. Their blocks have no rings.
     """
 
     plans: dict[tuple[int, Rings], StepPlan]
@@ -53,7 +53,7 @@ class TracedSteps:
 
     @property
     def all_plans(self) -> list[StepPlan]:
-        """All plans."""
+        """All step plans."""
         return [*self.plans.values(), *self.drafting.values()]
 
     @property
@@ -112,7 +112,7 @@ class TracedSteps:
     def plan_for(
         self, block: CacheBlock, shape: StepShape, drafts: Drafts | None
     ) -> StepPlan | None:
-        """Return the plan for a block, None if none was traced for its rows or rings.
+        """Return the step plan for a block, None if none was traced for its rows or rings.
 
         Args:
             block: Memory of a call.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from mirage_hf.decode.plan_kernels import PlanKernels
 from mirage_hf.decode.sources import is_source
+from mirage_hf.decode.step_kernels import StepKernels
 from mirage_hf.layers.part import StepShape
 from mirage_hf.patterns.attention import ATTENTION
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
 from mirage_hf.trace.cached_attention import ATTENTION_OP
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.weight_names import common_module, weight_path
 
 _CROSS_ATTENTION = "torch's op runs it: keys that the encoder gave are not appended to"
@@ -22,9 +22,9 @@ _OTHER_ATTENTION = (
 
 
 def report_rows(
-    plan: StepPlan, shape: StepShape, kernels: PlanKernels, paths: Mapping[int, str]
+    plan: StepPlan, shape: StepShape, kernels: StepKernels, paths: Mapping[int, str]
 ) -> list[ReportRow]:
-    """Return a row for the attention of each layer, and for each region and group of a plan.
+    """Return a row for the attention of each layer, and for each region and group of a step plan.
 
     Args:
         plan: The plan.
@@ -39,7 +39,7 @@ def report_rows(
     ]
 
 
-def _attention_rows(plan: StepPlan, shape: StepShape, kernels: PlanKernels) -> Iterator[ReportRow]:
+def _attention_rows(plan: StepPlan, shape: StepShape, kernels: StepKernels) -> Iterator[ReportRow]:
     known = {one.node: one for one in plan.attentions}
     for number, node in enumerate(plan.recording.nodes):
         if node.name != ATTENTION_OP:
@@ -55,7 +55,7 @@ def _attention_rows(plan: StepPlan, shape: StepShape, kernels: PlanKernels) -> I
         yield resolved_row(row, kernels.attention[kernels.attention_block(one, plan)][0])
 
 
-def _region_rows(plan: StepPlan, shape: StepShape, kernels: PlanKernels) -> Iterator[ReportRow]:
+def _region_rows(plan: StepPlan, shape: StepShape, kernels: StepKernels) -> Iterator[ReportRow]:
     rows, tokens = shape.batch, shape.tokens
     for region in plan.regions:
         is_later = region.state is not None and region.state.name in plan.recording.moves
@@ -69,7 +69,7 @@ def _region_rows(plan: StepPlan, shape: StepShape, kernels: PlanKernels) -> Iter
 
 
 def _group_rows(
-    plan: StepPlan, shape: StepShape, kernels: PlanKernels, paths: Mapping[int, str]
+    plan: StepPlan, shape: StepShape, kernels: StepKernels, paths: Mapping[int, str]
 ) -> Iterator[ReportRow]:
     rows, tokens = shape.batch, shape.tokens
     for group in plan.groups:

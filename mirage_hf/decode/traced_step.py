@@ -26,7 +26,7 @@ from mirage_hf.decode.recorded_inputs import (
 from mirage_hf.decode.rings import Ring
 from mirage_hf.decode.step import Step, step_masks
 from mirage_hf.layers.step import TokenBounds
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.successive import kept_name
 
 

@@ -13,13 +13,13 @@ import mirage_hf.decode.kernels.router
 import mirage_hf.decode.kernels.short_convolution  # noqa: F401 (they give ops their kernels)
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.plan_kernels import PlanKernels, bytes_read
 from mirage_hf.decode.recorded_inputs import state_names
 from mirage_hf.decode.rings import GRAIN, Rings, rings_variants
 from mirage_hf.decode.routing import rejected_masks, rejected_model, takes_cache
 from mirage_hf.decode.sources import decoder_config, new_cache
 from mirage_hf.decode.step_forms import FORMS, Form
 from mirage_hf.decode.step_inputs import axes_of_positions, gives_positions
+from mirage_hf.decode.step_kernels import StepKernels, bytes_read
 from mirage_hf.decode.step_plans import TracedSteps
 from mirage_hf.decode.step_recording import record_step
 from mirage_hf.decode.trace_check import TraceCheck, UnfitFormError
@@ -32,8 +32,8 @@ from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow
 from mirage_hf.trace.coded_linear import coded_linears
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording, TraceError
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.successive import with_states_in_turn
 
 _NO_CACHE = "its forward takes no cache of keys and values, as transformers' generate makes one"
@@ -136,7 +136,7 @@ class _Tracer:
     ):
         self.model, self.config = model, decoder_config(model)
         self.masks: MaskPlan = _or_raise(MaskPlan.of(self.config))
-        self.kernels = PlanKernels(model, self.masks, finder, progress)
+        self.kernels = StepKernels(model, self.masks, finder, progress)
         self.report_rows: list[ReportRow] = []
         self.paths = {id(p): name for name, p in model.named_parameters()}
 

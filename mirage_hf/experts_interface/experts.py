@@ -24,9 +24,9 @@ from mirage_hf.trace.experts.op import (
     REGISTRIES,
     experts_as_one_node,
 )
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import FakeOnceMode, record
-from mirage_hf.trace.units import RegionRun
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 
 _log = logging.getLogger("mirage_hf")
 

@@ -239,9 +239,9 @@ class TileOps:
             originals: The tiles that the user gave, for messages. Empty: those among `operands`.
             attrs: The op's attributes.
         """
-        row, where = table.lookup(name), where or name
-        if len(operands) != row.arity[0]:
-            raise errors.GraphError(f"{name}: takes {row.arity[0]} operands, got {len(operands)}")
+        entry, where = table.lookup(name), where or name
+        if len(operands) != entry.arity[0]:
+            raise errors.GraphError(f"{name}: takes {entry.arity[0]} operands, got {len(operands)}")
         table.check_attrs(name, attrs)
         args = [
             self._own(x, where) if isinstance(x, (STensor, DTensor)) else number(x, where)
@@ -254,12 +254,12 @@ class TileOps:
         for t in tiles:
             if t.unreduced:
                 raise unfinished(t, where)
-        dims = row.infer(*(t.dims for t in tiles)) if name != "cast" else tiles[0].dims
+        dims = entry.infer(*(t.dims for t in tiles)) if name != "cast" else tiles[0].dims
         axes = self._broadcast_axes(tiles, len(dims), where, shown)
         time, running = time_of(tiles, where, shown)
         out = STensor(
             self._name("v"),
-            Node(name, tuple(args), tuple(sorted((row.attrs | attrs).items()))),
+            Node(name, tuple(args), tuple(sorted((entry.attrs | attrs).items()))),
             axes,
             tuple(dims),
             splits=tuple(dict.fromkeys(p.root for t in tiles for p in t.splits)),

@@ -100,7 +100,7 @@ class Optimization:
         model = type(self.model).__name__
         return Report(model, self.backend, (*rows, *rejected), (*on_cpu, *notes))
 
-    def plan(self) -> Report:
+    def dry_run_report(self) -> Report:
         """Return the report of a dry run."""
         report_rows = [
             part_row(match.name, part, shape, PLANNED)

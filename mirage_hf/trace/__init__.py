@@ -12,10 +12,11 @@ The files, in processing order:
 - `routers`: Replace the nodes of a router by one op, and write it as a kernel.
 - `whole_writes`, `short_convolution`: Replace other nodes by one.
 - `torch_ops`, `term`, `term_operands`, `lowerings`, `composites`, `terms`: Read nodes as terms,
-  which are rows of the op table.
+  which are ops of the op table.
 - `groups`, `program`: Cut terms into groups around products, and write each as a program.
 - `cached_attention`: Find attention over a cache, which the kernel of a pattern runs.
 - `axes`, `region_finder`, `regions`: Write updates of states and elementwise ops as programs.
-- `order`, `units`, `scheduling`, `binding`, `plan`: Order kernels and torch ops, and run them.
+- `order`, `step_ops`, `scheduling`, `binding`, `step_plan`: Order kernels and torch ops, and run
+  them.
 - `near_ties`, `weight_names`: Help to check a step, and to report it.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Held, Value
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.term import Term
 
 

@@ -496,7 +496,7 @@ def not_traced(model: Any) -> str:
 
 
 def test_a_wrong_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_ops.PLAIN_ROWS, "silu", "relu")
+    monkeypatch.setitem(torch_ops.PLAIN_OPS, "silu", "relu")
     found = not_traced(built("lfm2"))
     assert "the traced step of 1 row after 3 tokens differs from stock's by " in found
     assert "with logits up to " in found

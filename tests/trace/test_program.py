@@ -19,7 +19,7 @@ from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import rings_variants
 from mirage_hf.decode.step_recording import record_step
 from mirage_hf.patterns import gated_mlp, linear_residual, mlp_up, rms_norm_linear
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.zoo.key import key_of
 from tests.helpers.tiny_models import tiny
 from tests.helpers.traced_functions import (

@@ -1,4 +1,4 @@
-"""Find the kernels of the plans of traced steps, and let plans run them."""
+"""Find the kernels of step plans, and schedule them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mirage_hf.swap.swap_report import TRACED
 from mirage_hf.trace.cached_attention import CachedAttention
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import StepPlan, weight_bytes
 from mirage_hf.trace.record import TraceError
 from mirage_hf.trace.regions import Region
-from mirage_hf.trace.units import RegionRun, Run
+from mirage_hf.trace.step_ops import RegionRun, Run
+from mirage_hf.trace.step_plan import StepPlan, weight_bytes
 
 #: A program, and the options with which it is resolved.
 _Wanted = tuple[KernelGraph, dict[str, Any]]
 
 
-class PlanKernels:
+class StepKernels:
     """Finds the kernels of one model's step plans. Equal programs are resolved once.
 
     Args:
@@ -58,7 +58,7 @@ class PlanKernels:
         self.over_cache = CacheKernels(model.device)
 
     def find(self, plan: StepPlan, whole: bool) -> None:
-        """Find the kernels of a plan, and schedule them.
+        """Find the kernels of a step plan, and schedule them.
 
         Raises:
             TraceError: There are none. Or all should be there, and some are missing.
@@ -87,7 +87,7 @@ class PlanKernels:
         return self.finder.searching([new[text] for text in new if text not in self.found])
 
     def count(self, plans: Iterable[StepPlan]) -> int:
-        """Return how many different kernels run programs of plans."""
+        """Return how many different kernels run programs of step plans."""
         graphs = {str(program.graph) for p in plans for program in p.programs.values()}
         graphs |= {str(region.graph) for p in plans for region in p.regions}
         known = (self.found[text] for text in graphs & self.found.keys())
@@ -217,7 +217,7 @@ def _check_whole(
 
 def bytes_read(plan: StepPlan) -> tuple[int, int]:
     """Return the bytes of products' weights that kernels read in a step, and of all products."""
-    run = {id(unit.program) for unit in plan.units if unit.program is not None}
+    run = {id(step_op.program) for step_op in plan.step_ops if step_op.program is not None}
     by_kernels = [g for g in plan.groups if id(plan.programs.get(g)) in run]
     read = sum(weight_bytes(p) for g in by_kernels for p in g.products)
     return read, sum(weight_bytes(p) for g in plan.groups for p in g.products)
