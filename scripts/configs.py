@@ -55,6 +55,7 @@ MODELS = {
         "llama", 4096, 14336, 32, 32, 8, 128, 128256, 5e5, False, 1e-5, 131072, 8.0
     ),
     "mistral-7b": Sizes("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 1e6, False, 1e-5, 32768),
+    "smollm2-360m": Sizes("llama", 960, 2560, 32, 15, 5, 64, 49152, 1e5, True, 1e-5, 8192),
     "qwen2.5-0.5b": Sizes("qwen2", 896, 4864, 24, 14, 2, 64, 151936, 1e6, True, 1e-6, 32768),
     "qwen2.5-1.5b": Sizes("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, 1e6, True, 1e-6, 131072),
     "qwen2.5-7b": Sizes("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1e6, False, 1e-6, 131072),
@@ -100,6 +101,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mel_bins": 128,
         },
     ),
+    "gemma-2-2b": ("gemma2", {}),
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "opt-1.3b": (
         "opt",

@@ -12,6 +12,7 @@ from mirage_hf.codegen import cubin_launch, cubins
 from mirage_hf.codegen.cubin_launch import CubinLauncher
 from mirage_hf.codegen.cubins import CubinError
 from mirage_hf.tune.measure import random_inputs
+from mirage_hf.verify.case_inputs import copied
 from mirage_hf.zoo.store import packaged_store
 from scripts.configs import random_model
 
@@ -54,10 +55,6 @@ def by_triton(monkeypatch):
     return run
 
 
-def clones(inputs):
-    return [x.clone() for x in inputs]
-
-
 def test_bindings_are_installed():
     """torch's CUDA builds bring them from 2.10 on."""
     major, minor = torch.cuda.get_device_capability()
@@ -72,14 +69,14 @@ def test_a_cubin_gives_what_triton_gives(pattern, which, by_triton):
     """Bit for bit, called and in a CUDA graph with PDL: both have the same instructions."""
     entry = entries(pattern)[which]
     module, inputs = both(entry)
-    want = by_triton(module, clones(inputs))
-    got = module.run(clones(inputs))
+    want = by_triton(module, copied(inputs))
+    got = module.run(copied(inputs))
     loaded = [k for k in module.launch._ready.values() if k is not None]
     assert len(loaded) == len(entry.generate().launches), "a kernel was compiled"
     for x, y in zip(want, got, strict=True):
         torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
 
-    captured = clones(inputs)
+    captured = copied(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = module.run(captured)

@@ -15,6 +15,7 @@ from torch.utils import deterministic
 from mirage_hf import optimize
 from mirage_hf.graph.bounds import bounds_of
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.layers.part import StepShape
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.verify.case_inputs import copied
 from tests.helpers.tiny_models import parted_at_a_tie
@@ -81,7 +82,7 @@ def test_kernels_of_a_step_give_the_same_numbers_every_time(
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for layer in steps.layers:
-            runs = steps.kernels(layer, batch, slots)
+            runs = steps.kernels(layer, StepShape(batch), slots)
             for role, part in layer.step.parts.items():
                 program = (
                     part.block.program(batch, slots=slots)

@@ -21,6 +21,7 @@ from mirage_hf.pipeline.resize import cut_to
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import space
+from mirage_hf.verify.case_inputs import copied
 from tests.helpers.tolerances import as_close_as
 
 pytestmark = pytest.mark.gpu
@@ -83,14 +84,6 @@ def inputs_of(g, lo: int, slot: int) -> list[torch.Tensor]:
     inputs["cos"].copy_(angles.cos())
     inputs["sin"].copy_(angles.sin())
     return list(inputs.values())
-
-
-def copied(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors with their strides. clone() does not keep the strides of views."""
-    return [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        for x in inputs
-    ]
 
 
 def schedules_of(u: UGraph):
