@@ -121,4 +121,7 @@ def serve(asked: Iterable[str]) -> None:
 if __name__ == "__main__":
     # Find Triton where the parent finds it, and not in the folder of this file.
     sys.path[:] = json.loads(sys.argv[1])
-    serve(sys.stdin)
+    try:
+        serve(sys.stdin)
+    except BrokenPipeError:  # the process that asked has ended
+        os._exit(0)

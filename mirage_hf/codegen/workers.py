@@ -12,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mirage_hf.codegen import ahead
@@ -64,11 +64,15 @@ class Workers:
         asked = json.dumps(
             [os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)]
         )
-        failed: str | None = json.loads(self.ask(asked))
+        failed: str | None = json.loads(self.ask(lambda: asked) or "null")
         return failed
 
-    def ask(self, asked: str) -> str:
+    def ask(self, asked: Callable[[], str | None]) -> str | None:
         """Send a line to an idle worker and return the line that it answers with.
+
+        Args:
+            asked: Returns the line as soon as a worker is ready. None: there is nothing to ask any
+                more, and the answer is None.
 
         Raises:
             WorkerError: If the worker ended, for example because a compiler crashed.
@@ -78,7 +82,8 @@ class Workers:
         try:
             process = process or self._begin()
             try:
-                return _answer(process, asked)
+                line = asked()
+                return None if line is None else _answer(process, line)
             except (OSError, ValueError):
                 ended, process = process, None
                 _end(ended)

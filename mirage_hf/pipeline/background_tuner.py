@@ -84,8 +84,9 @@ def tune_layers(job: Mapping[str, Any], say: Any) -> str:
     )
     for layer in job["layers"]:
         before = set(resolver.found)
-        with one_tuner(device, say):
-            resolver.resolve_layer([blocks[n] for n in layer])
+        made = [blocks[n] for n in layer]
+        with one_tuner(device, say), resolver.searching([made]):
+            resolver.resolve_layer(made)
         new = [block for block in resolver.found if block not in before]
         kernels = {block: resolver.found[block] for block in new}
         for kernel in kernels.values():

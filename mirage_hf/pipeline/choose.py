@@ -92,6 +92,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         resplit=restriction is None,
         progress=(lambda *detail: progress("tune", detail)) if progress else None,
         next_may_launch_early=request.key.next_may_launch_early,
+        checks_slow=request.all_candidates,
     )
     reason = "" if result.searched else next((c.reason for c in result.candidates if c.reason), "")
     return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)

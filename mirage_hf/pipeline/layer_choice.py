@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,21 @@ class LayerResolver:
         except (SearchError, VerificationError, CodegenError) as error:
             self.found[block] = Rejected(f"no kernel: {error}")
 
+    def searching(
+        self, layers: Iterable[Sequence[BlockToMake]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Search for the kernels of layers in other processes, until the block ends."""
+        blocks = [block for layer in layers for block in layer]
+        blocks += [block.for_long_caches for block in blocks if block.for_long_caches is not None]
+        new = [block for block in dict.fromkeys(blocks) if block not in self.found]
+        return self._finder.searching((block.program, _options_of(block)) for block in new)
+
     def resolve_layer(self, blocks: Sequence[BlockToMake]) -> None:
         """Find the kernels of blocks that run one after another."""
         blocks = list(dict.fromkeys(blocks))
         new = [block for block in blocks if block not in self.found]
-        with self._finder.searching((block.program, _options_of(block)) for block in new):
-            for block in new:
-                self._resolve(block)
+        for block in new:
+            self._resolve(block)
         available = {
             block: kernel
             for block in blocks

@@ -137,4 +137,7 @@ if __name__ == "__main__":
     _import_without_transformers()
     from mirage_hf.pipeline import search_worker  # so that pickles name this module, not __main__
 
-    search_worker.serve(sys.stdin)
+    try:
+        search_worker.serve(sys.stdin)
+    except BrokenPipeError:  # the process that asked has ended
+        os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +26,32 @@ MOST_PROCESSES = 8
 
 _SCRIPT = str(Path(search_worker.__file__).resolve())
 
-_begun: dict[str, Future[SearchAnswer | None]] = {}
+
+class _Search:
+    """A search that a worker does, unless this process begins it before a worker is ready."""
+
+    def __init__(self, task: SearchTask):
+        self._task = task
+        self._is_taken = threading.Lock()
+        self.answer: Future[SearchAnswer | None] = Future()
+
+    def begins(self) -> bool:
+        """Return True to the first who asks, who then does the search."""
+        return self._is_taken.acquire(blocking=False)
+
+    def ask(self, pool: workers.Workers) -> None:
+        """Let a worker do the search if nobody else does, and keep its answer."""
+        answer: SearchAnswer | None = None
+        try:
+            line = pool.ask(lambda: to_line(self._task) if self.begins() else None)
+            answer = None if line is None else from_line(line)
+        except (workers.WorkerError, OSError):
+            pass
+        finally:
+            self.answer.set_result(answer)
+
+
+_begun: dict[str, _Search] = {}
 
 
 @contextlib.contextmanager
@@ -34,6 +60,9 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
 
     `take` gives what was found. Searches that nobody took are dropped. A block within another one
     does not begin the searches of the outer one again.
+
+    A worker takes seconds to start, most of them to import torch. Until then this process does the
+    searches that it needs first.
     """
     tasks = {_name(request): _task(request) for request in requests}
     tasks = {name: task for name, task in tasks.items() if name not in _begun}
@@ -49,13 +78,16 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
     }
     with workers.at_work(min(threads, MOST_PROCESSES), _SCRIPT) as pool:
         executor = ThreadPoolExecutor(count)
-        mine = {name: executor.submit(_ask, pool, task) for name, task in tasks.items()}
+        mine = {name: _Search(task) for name, task in tasks.items()}
+        for search in mine.values():
+            executor.submit(search.ask, pool)
         _begun.update(mine)
         try:
             yield
         finally:
-            for name in mine:
+            for name, search in mine.items():
                 _begun.pop(name, None)
+                search.begins()  # so that no worker begins it any more
             executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -63,21 +95,14 @@ def take(request: Request) -> VerifiedCandidates | None:
     """Return the candidates that a worker finds for a request.
 
     Returns:
-        None if no worker was asked, or if it failed. Then the caller searches, and meets the error.
+        None if no worker was asked or is ready yet, or if it failed. Then the caller searches, and
+        meets the error.
     """
-    future = _begun.pop(_name(request), None)
-    if future is None or (answer := future.result()) is None:
+    search = _begun.pop(_name(request), None)
+    if search is None or search.begins() or (answer := search.answer.result()) is None:
         return None
     space.remember_ranked(answer.ranked)
     return answer.verified
-
-
-def _ask(pool: workers.Workers, task: SearchTask) -> SearchAnswer | None:
-    try:
-        answer: SearchAnswer | None = from_line(pool.ask(to_line(task)))
-        return answer
-    except (workers.WorkerError, OSError):
-        return None
 
 
 def _task(request: Request) -> SearchTask:

@@ -118,8 +118,9 @@ def find_kernels(
         progress=progress,
         total=len(blocks),
     )
-    for layer in blocks.layers:
-        resolver.resolve_layer(layer)
+    with resolver.searching(blocks.layers):
+        for layer in blocks.layers:
+            resolver.resolve_layer(layer)
     register(resolver.found.values(), device)
     return resolver.found
 

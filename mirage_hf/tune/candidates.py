@@ -12,8 +12,9 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune.measure import Timing
 
-#: The status of a candidate: estimated only, measured, or rejected with a reason.
-RANKED, MEASURED, REJECTED = "ranked", "measured", "rejected"
+#: The status of a candidate: estimated only, measured, measured but too slow to be checked, or
+#: rejected with a reason.
+RANKED, MEASURED, TOO_SLOW, REJECTED = "ranked", "measured", "too slow", "rejected"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ScheduledCandidate:
         ugraph: The µGraph.
         schedules: One per block graph.
         estimate_us: The cost model's estimate.
-        status: "ranked" (estimated only), "measured", or "rejected".
+        status: "ranked" (estimated only), "measured", "too slow" (measured, but its numbers
+            were not checked), or "rejected".
         reason: Why it was rejected: it does not compile, or its numbers are wrong.
         timing: The time of calls on their own.
         chain: The time in a chain of dependent kernels, measured for the fastest only.
@@ -107,11 +109,11 @@ class TuneResult:
         """Sort candidates and name the best ones.
 
         Measured candidates come first, those in a chain before others. Then come those that were
-        estimated only, and then rejected ones.
+        estimated only, then slow and rejected ones.
         """
-        order = {MEASURED: 0, RANKED: 1, REJECTED: 2}
+        order = {MEASURED: 0, RANKED: 1, TOO_SLOW: 2, REJECTED: 3}
         ranked = tuple(sorted(candidates, key=lambda c: (order[c.status], c.chain is None, c.us)))
-        usable = [c for c in ranked if c.status != REJECTED]
+        usable = [c for c in ranked if c.status in (MEASURED, RANKED)]
         library = next(c for c in ranked if c.is_library)
         searched = next((c for c in usable if not c.is_library), None)
         return TuneResult(device, usable[0] if usable else library, searched, library, ranked)
@@ -127,10 +129,13 @@ class TuneResult:
         return tuple(c for c in self.candidates if c.status == MEASURED and not c.is_library)
 
     def ugraphs(self) -> tuple[UGraph, ...]:
-        """Return every µGraph that was not rejected, once, with its best schedules, best first."""
+        """Return every µGraph once, with its best schedules, best first.
+
+        Those of which every candidate was too slow or rejected are left out.
+        """
         best: dict[int, UGraph] = {}
         for c in self.candidates:
-            if c.status == REJECTED or id(c.ugraph.kernels) in best:
+            if c.status in (TOO_SLOW, REJECTED) or id(c.ugraph.kernels) in best:
                 continue
             scheduled = replace(c.ugraph, schedules=c.schedules) if c.schedules else c.ugraph
             best[id(c.ugraph.kernels)] = scheduled

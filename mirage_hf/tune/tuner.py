@@ -1,6 +1,6 @@
 """Choose kernels by measuring: searched µGraphs × ranked schedules, and always the library path.
 
-Candidates compile in parallel, are checked, and are timed on cold inputs.
+Candidates compile in parallel, are timed on cold inputs, and are checked if they are fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.gpus import device_named
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import measure, space
-from mirage_hf.tune.candidates import MEASURED, ScheduledCandidate, TuneResult, fastest
+from mirage_hf.tune.candidates import MEASURED, TOO_SLOW, ScheduledCandidate, TuneResult, fastest
 from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.tune.ranking import Schedules, rank_by_estimate
@@ -45,9 +45,13 @@ SLOW = 1.3
 #: How many of the fastest are improved step by step.
 CLIMBERS = 3
 
-#: The most candidates that are also measured in a chain, and how many times the best time they may
-#: take. Kernels that hold their weights while they wait gain in a chain, so the order changes.
-CHAINED, NEARLY = 16, 1.06
+#: The most candidates that are also measured in a chain. Kernels that hold their weights while they
+#: wait gain in a chain, so the order changes.
+CHAINED = 16
+
+#: A candidate that takes more than this many times the best time is neither checked nor measured in
+#: a chain. A check takes longer than timing.
+NEARLY = 1.06
 
 #: Fewest calls whose results are compared with each other.
 _REPEATS = 16
@@ -65,6 +69,7 @@ def tune(
     resplit: bool = True,
     next_may_launch_early: bool = False,
     patience: int = PATIENCE,
+    checks_slow: bool = True,
 ) -> TuneResult:
     """Measure candidates for one program on a GPU.
 
@@ -80,6 +85,7 @@ def tune(
         next_may_launch_early: See `placement.place_kernels`.
         patience: End the first measurements after so many candidates in a row that were no better;
             0 never ends them early.
+        checks_slow: Also check the numbers of candidates that are too slow to be chosen.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
@@ -109,6 +115,7 @@ def tune(
             sets=cold,
             chain=measure.Chain(program, cold),
             replays=replays,
+            checks_slow=checks_slow,
             progress=progress or (lambda done, total, what: None),
         )
         tried = bench.measure(candidates, patience)
@@ -136,6 +143,7 @@ class _Bench:
         sets: Cold inputs.
         chain: The chain of dependent calls.
         replays: Replays of each timing.
+        checks_slow: As in `tune`.
         progress: Called with progress.
     """
 
@@ -144,12 +152,13 @@ class _Bench:
     sets: Sequence[list[torch.Tensor]]
     chain: measure.Chain
     replays: int
+    checks_slow: bool
     progress: TuneProgress
 
     def measure(
         self, candidates: Sequence[ScheduledCandidate], patience: int, known_us: float = math.inf
     ) -> list[ScheduledCandidate]:
-        """Check and time candidates in order while later ones compile.
+        """Time and check candidates in order while later ones compile.
 
         Args:
             candidates: In the order of their estimates.
@@ -161,8 +170,8 @@ class _Bench:
         best_us, since_best = math.inf, 0
         for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
             self.progress(n, len(candidates), "measuring")
-            slow_us = SLOW * min(known_us, best_us)
-            done = undisturbed(partial(self.try_one, candidates[n], programs[n], outcome, slow_us))
+            fast_us = min(known_us, best_us)
+            done = undisturbed(partial(self.try_one, candidates[n], programs[n], outcome, fast_us))
             tried.append(done)
             if done.is_library:
                 continue
@@ -181,15 +190,15 @@ class _Bench:
         candidate: ScheduledCandidate,
         program: triton.GeneratedProgram,
         outcome: Any,
-        slow_us: float,
+        fast_us: float,
     ) -> ScheduledCandidate:
-        """Check and time one compiled candidate.
+        """Time one compiled candidate, and check it unless it is too slow.
 
         Args:
             candidate: The candidate.
             program: Its generated program.
             outcome: What compiling the program gave: a CodegenError if it failed.
-            slow_us: From this time on, a few replays are enough.
+            fast_us: The fastest time so far.
         """
         if isinstance(outcome, errors.CodegenError):
             return candidate.rejected(str(outcome).splitlines()[0])
@@ -198,10 +207,12 @@ class _Bench:
             if candidate.is_library:
                 timing = measure.time_run(run, self.sets, self.replays, math.inf)
                 return replace(candidate, status=MEASURED, timing=timing)
+            timing = measure.time_run(run, self.sets, self.replays, SLOW * fast_us)
+            if timing.us > NEARLY * fast_us and not self.checks_slow:
+                return replace(candidate, status=TOO_SLOW, timing=timing)
             verdict = self.check.judge(run)
             if isinstance(verdict, Rejected):
                 return candidate.rejected(verdict.reason)
-            timing = measure.time_run(run, self.sets, self.replays, slow_us)
             if not _repeats(run, self.sets):
                 return candidate.rejected(
                     "gives different results for the same inputs, so it has a race"

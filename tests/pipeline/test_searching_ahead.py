@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,16 @@ def requests(target: str = "sm_90") -> list[Request]:
     return [resolver.kernel_request(g, target=target, tune="never") for g in graphs()]
 
 
+def wait_until_asked(wanted: Sequence[Request]) -> None:
+    """Wait until workers have begun the searches, or have failed to."""
+    for request in wanted:
+        search = searching_ahead._begun[searching_ahead._name(request)]
+        until = time.monotonic() + 60
+        while not (search._is_taken.locked() or search.answer.done()):
+            assert time.monotonic() < until, "no worker was ready"
+            time.sleep(0.01)
+
+
 def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = requests()
     own = []
@@ -61,6 +73,7 @@ def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.Monke
     monkeypatch.setattr(space, "_costs", nothing_is_left_to_rank)
     with searching_ahead.searching(wanted):
         for request, ugraph in zip(wanted, own, strict=True):
+            wait_until_asked([request])
             found = searching_ahead.take(request)
             assert found is not None
             outcome = schedule_candidates(request, found.resized(request.program), lambda: ())
@@ -69,6 +82,27 @@ def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.Monke
             assert best.schedules == ugraph.schedules
             assert best.program is request.program
             assert searching_ahead.take(request) is None, "it was taken"
+
+
+def test_a_search_that_no_worker_has_begun_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker takes seconds to start."""
+    begin, may_start = workers._begin, threading.Event()
+
+    def begin_later(script: str) -> Any:
+        may_start.wait(60)
+        return begin(script)
+
+    monkeypatch.setattr(workers, "_shared", {})
+    monkeypatch.setattr(workers, "_begin", begin_later)
+    first, second, third = requests()
+    with searching_ahead.searching([first, second, third]):
+        assert searching_ahead.take(first) is None
+        may_start.set()
+        wait_until_asked([second, third])
+        assert searching_ahead.take(third) is not None
+        assert searching_ahead.take(second) is not None
+    for pool in workers._shared.values():
+        pool.close()
 
 
 def test_what_nobody_takes_is_dropped() -> None:
@@ -88,6 +122,7 @@ def test_a_block_within_another_begins_no_search_again() -> None:
             assert len(searching_ahead._begun) == 4
             assert begun.items() <= searching_ahead._begun.items()
         assert searching_ahead._begun == begun
+        wait_until_asked([both])
         assert searching_ahead.take(both) is not None
 
 
@@ -127,6 +162,7 @@ def test_an_error_of_a_search_is_left_to_this_process() -> None:
     roles = (("no axis of it", Role.LOOP),)
     bad = replace(bad, options=replace(bad.options, roles=roles))
     with searching_ahead.searching([bad, good, other]):
+        wait_until_asked([bad, good])
         assert searching_ahead.take(bad) is None
         assert searching_ahead.take(good) is not None, "the worker goes on"
     with pytest.raises(SearchError, match="no axis of it"):
@@ -140,4 +176,5 @@ def test_stored_kernels_are_not_searched_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(find_outcome, "search_and_verify", None)  # workers find the others
     with finder.searching((g, {}) for g in [first, *others]):
         assert len(searching_ahead._begun) == 2
+        wait_until_asked([finder.request(g) for g in others])
         assert [finder.resolve(g).source for g in graphs()] == ["cache", "searched", "searched"]

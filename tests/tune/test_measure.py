@@ -6,12 +6,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.tune import measure, tuner
-from mirage_hf.tune.candidates import MEASURED, REJECTED
+from mirage_hf.tune.candidates import MEASURED, REJECTED, TOO_SLOW
 from mirage_hf.tune.ranking import rank_by_estimate
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers.schedule_cases import SPACES
+
+
+def bench_with(check, checks_slow):
+    """Return the means to try candidates, with a numeric check of the test's own."""
+    return tuner._Bench(
+        sm=90,
+        check=check,
+        sets=[[], []],
+        chain=None,
+        replays=1,
+        checks_slow=checks_slow,
+        progress=lambda done, total, what: None,
+    )
 
 
 def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch):
@@ -30,22 +44,34 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch
     monkeypatch.setattr(
         measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([1.0], 1)
     )
-    check = SimpleNamespace(judge=lambda run: Accepted())
     for run, status in ((steady, MEASURED), (racy, REJECTED)):
         monkeypatch.setattr(
             measure.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run)
         )
-        bench = tuner._Bench(
-            sm=90,
-            check=check,
-            sets=[[], []],
-            chain=None,
-            replays=1,
-            progress=lambda done, total, what: None,
-        )
+        bench = bench_with(SimpleNamespace(judge=lambda run: Accepted()), checks_slow=True)
         program = SimpleNamespace(source="", digest="")
         tried = bench.try_one(candidate, program, [], math.inf)
         assert tried.status == status and ("race" in tried.reason) == (status == REJECTED)
+
+
+@pytest.mark.parametrize("checks_slow", [True, False])
+@pytest.mark.parametrize("us, is_slow", [(1.0, False), (1.05, False), (1.1, True)])
+def test_only_a_candidate_that_may_be_chosen_is_checked(us, is_slow, checks_slow, monkeypatch):
+    ranked = rank_by_estimate([SPACES["norm linear"]], per_graph=1)
+    candidate = next(c for c in ranked if not c.is_library)
+    checked = []
+    monkeypatch.setattr(
+        measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([us], 1)
+    )
+    monkeypatch.setattr(
+        measure.compiler, "load", lambda source, digest: SimpleNamespace(run=lambda inputs: [])
+    )
+    check = SimpleNamespace(judge=lambda run: checked.append(run) or Rejected("wrong"))
+    program = SimpleNamespace(source="", digest="")
+    tried = bench_with(check, checks_slow).try_one(candidate, program, [], 1.0)
+    is_checked = checks_slow or not is_slow
+    assert bool(checked) == is_checked
+    assert tried.status == (REJECTED if is_checked else TOO_SLOW)
 
 
 @pytest.mark.parametrize("to_beat, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])
