@@ -5,12 +5,8 @@ If optimize() fails, a stock model stays as it was, and an optimized one may be 
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,45 +14,22 @@ from torch import nn
 
 from mirage_hf import decode as decoding
 from mirage_hf.default_device import on_the_cpu
-from mirage_hf.errors import OptimizeError, Rejected
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.errors import OptimizeError
 from mirage_hf.layers.part import StepShape
-from mirage_hf.match.eligible import (
-    check_model,
-    chosen_backend,
-    generating,
-    single_device,
-)
+from mirage_hf.match.eligible import check_model, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
-from mirage_hf.match.matches import Matches
 from mirage_hf.match.options import check_draft_tokens, check_options
 from mirage_hf.pipeline import resolver
-from mirage_hf.pipeline.background import BackgroundTuning
-from mirage_hf.pipeline.layer_choice import BlockToMake
 from mirage_hf.pipeline.progress_bar import bar_unless
-from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.swap.handle import HANDLE_NAME, Handle, attach, detach
-from mirage_hf.swap.kernels import ModelBlocks, find_kernels, register
+from mirage_hf.swap.background import TuningOfModel
+from mirage_hf.swap.coded_modules import bind_coded_modules
+from mirage_hf.swap.handle import Handle, attach, detach
+from mirage_hf.swap.kernels import ModelBlocks, find_kernels
+from mirage_hf.swap.live_model import locked, release_cached_memory
 from mirage_hf.swap.optimization import Optimization
-from mirage_hf.swap.replacement import replace_kernels
 from mirage_hf.zoo.store import zoo_path
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_one_at_a_time = threading.Lock()
-_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _locked(model: nn.Module) -> Iterator[None]:
-    """Let threads that optimize or restore one model take turns.
-
-    A module that two threads swap at the same time could not be put back.
-    """
-    with _one_at_a_time:
-        lock = _locks.setdefault(model, threading.RLock())
-    with lock:
-        yield
 
 
 @torch.inference_mode(False)  # under inference mode, torch hides which ops a model runs
@@ -146,22 +119,27 @@ def optimize(
     check_model(model)
     device = single_device(model)
     backend = chosen_backend(backend, device)
-    tune_now = "never" if tune == "background" else tune
+    tuning = None
+    if tune == "background":
+        tune = "never"  # until the tuner has measured
+        tuning = TuningOfModel(device=device, backend=backend, zoo=zoo, verify=verify)
     zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
-    with _locked(model), on_the_cpu():
+    with locked(model), on_the_cpu():
         if not dry_run:
             _restore_stock(model)
         inner = generating(model)
         matches = match(model, names, inner)
-        traces = _Traces.NONE if patterns is not None else _wanted_traces(inner, matches)
+        traces = (
+            decoding.Traces.NONE if patterns is not None else decoding.wanted_traces(inner, matches)
+        )
         # without a step program, steps that verify drafts are traced too
-        shapes = _step_shapes(rows, () if traces is _Traces.STEPS else drafts, inner)
+        shapes = _step_shapes(rows, () if traces is decoding.Traces.STEPS else drafts, inner)
         optimization = Optimization(model, backend, shapes, matches)
         optimization.report_rejected(on_unsupported)
         if dry_run:
-            if traces is not _Traces.NONE:
+            if traces is not decoding.Traces.NONE:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
-            return optimization.plan()
+            return optimization.dry_run_report()
         with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
             blocks = ModelBlocks(optimization.wanted, shapes, device)
             made = find_kernels(
@@ -169,13 +147,12 @@ def optimize(
                 device=device,
                 backend=backend,
                 zoo=zoo,
-                tune=tune_now,
+                tune=tune,
                 progress=note,
             )
             kernels = blocks.by_key(made)
-            untuned: list[BlockToMake] = []
-            noting = partial(_note_untuned, untuned) if tune == "background" else None
-            finder = resolver.KernelFinder(device, backend, zoo, tune_now, noting)
+            noting = tuning.note if tuning is not None else None
+            finder = resolver.KernelFinder(device, backend, zoo, tune, noting)
             optimization.resolve = finder.resolve
             optimization.traces_halves = patterns is None
             traced = _trace(inner, traces, optimization, finder, rows, drafts, note)
@@ -190,43 +167,20 @@ def optimize(
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
             if drafts:
                 _note_drafts(handle)
-            if tune == "background":
-                layers = [*blocks.unmeasured_layers(made), *([block] for block in untuned)]
-                options = dict(device=device, backend=backend, zoo=zoo, verify=verify)
-                _tune_in_background(model, handle, optimization, blocks, made, layers, **options)
+            if tuning is not None:
+                tuning.start(model, handle, optimization, blocks, made)
         except BaseException:
             optimization.undo()
             _restore_stock(model)
             raise
         finally:
-            _release_cached_memory(device)
+            release_cached_memory(device)
     return model
-
-
-class _Traces(Enum):
-    """Which steps are traced."""
-
-    NONE = auto()
-    #: Steps of a model without a step program.
-    STEPS = auto()
-    #: Steps of a known model, because kernels may then run all of its experts. If they cannot, each
-    #: mixture is traced by itself. A whole trace also joins experts with the sums that follow.
-    EXPERTS = auto()
-
-
-def _wanted_traces(inner: Any, matches: Matches) -> _Traces:
-    """Return which steps to trace of the model that generates, if there is one."""
-    if inner is None:
-        return _Traces.NONE
-    if decoding.wants_trace(inner, matches.causal):
-        return _Traces.STEPS
-    has_experts = decoding.wants_experts(inner, matches.modules)
-    return _Traces.EXPERTS if has_experts else _Traces.NONE
 
 
 def _trace(
     inner: Any,
-    traces: _Traces,
+    traces: decoding.Traces,
     optimization: Optimization,
     finder: resolver.KernelFinder,
     batch_sizes: Sequence[int],
@@ -234,10 +188,10 @@ def _trace(
     progress: Callable[..., Any] | None,
 ) -> decoding.TracedSteps | None:
     """Return the traced steps of a model, None without any. Tell the report why."""
-    if traces is _Traces.NONE:
+    if traces is decoding.Traces.NONE:
         return None
-    optimization.bind_codes(finder.resolve)
-    is_known = traces is _Traces.EXPERTS
+    bind_coded_modules(optimization.model, optimization.ledger, finder.resolve)
+    is_known = traces is decoding.Traces.EXPERTS
     traced, rows, why = decoding.trace_steps(
         inner, batch_sizes, finder, progress, whole=is_known, draft_tokens=draft_tokens
     )
@@ -245,80 +199,6 @@ def _trace(
         why = f"each mixture of experts is traced by itself: {why}"
     optimization.add_traced(rows, why)
     return traced
-
-
-def _note_untuned(
-    untuned: list[BlockToMake], program: KernelGraph, options: Mapping[str, Any], kernel: Resolved
-) -> None:
-    """Note a program whose kernel was not measured."""
-    if not kernel.is_measured:
-        pattern, like = options.get("pattern", "program"), options.get("like")
-        early = options.get("next_may_launch_early", False)
-        untuned.append(BlockToMake(program, pattern, like, early))
-
-
-def _tune_in_background(
-    model: nn.Module,
-    handle: Handle,
-    optimization: Optimization,
-    blocks: ModelBlocks,
-    made: Mapping[BlockToMake, Resolved | Rejected],
-    layers: Sequence[Sequence[BlockToMake]],
-    *,
-    device: torch.device,
-    backend: str,
-    zoo: Any,
-    verify: bool,
-) -> None:
-    """Start a tuner for layers, which puts better kernels in place between calls of the model."""
-    if not resolver.can_measure(device, backend):
-        handle.add_note("nothing is tuned in the background: kernels are measured on a GPU only")
-        return
-    if not layers:
-        handle.add_note("nothing is tuned in the background: all kernels were measured before")
-        return
-    found, of_model = blocks.by_key(made), weakref.ref(model)
-
-    def replace(new: Mapping[BlockToMake, Resolved]) -> int | Rejected:
-        nonlocal found
-        owner = of_model()
-        if owner is None:
-            return Rejected("the model was deleted")
-        with _locked(owner), on_the_cpu(), _on(device):
-            if owner.__dict__.get(HANDLE_NAME) is not handle:
-                return Rejected("the model was restored")
-            outcome = replace_kernels(
-                optimization, handle, found, blocks.keys_of(new), verify=verify
-            )
-            if isinstance(outcome, Rejected):
-                return outcome
-            found, count = outcome
-            register(new.values(), device)
-            if count and handle.runner is not None and optimization.steps is not None:
-                handle.runner.use_kernels(optimization.steps)
-            return count
-
-    handle.tuning = BackgroundTuning(
-        layers, device=device, backend=backend, zoo=zoo, replace=replace
-    )
-    if handle.runner is not None:
-        handle.runner.tuning = handle.tuning
-    handle.let_tuner_see_forwards()
-    handle.tuning.start()
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one. Wait for what the body launches on it, and free its memory."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        try:
-            yield
-        finally:
-            torch.cuda.current_stream(device).synchronize()
-            _release_cached_memory(device)
 
 
 def _step_shapes(
@@ -348,12 +228,6 @@ def _note_drafts(handle: Handle) -> None:
     else:
         return
     handle.add_note(f"draft_tokens: calls with drafts run stock, because {why}")
-
-
-def _release_cached_memory(device: torch.device) -> None:
-    """Give back what tuning and checks allocated, so that others can use it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -405,7 +279,7 @@ def restore(model: Model) -> Model:
         raise OptimizeError(
             f"restore: expected the model given to optimize(), got a {type(model).__name__}"
         )
-    with _locked(model):
+    with locked(model):
         _restore_stock(model)
     return model
 

@@ -12,7 +12,7 @@ import torch
 
 from mirage_hf.errors import GraphError
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.patterns.parts import normed, rotated
+from mirage_hf.patterns.fragments import normed, rotated
 from mirage_hf.patterns.schema import Pattern, PatternBlock
 
 #: With one query for each sequence, q lacks the dim before the last, and all others lack dim 2.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.patterns.fragments import activated, normed
 from mirage_hf.patterns.lora import BlockAdapters
-from mirage_hf.patterns.parts import activated, normed
 from mirage_hf.patterns.schema import MlpLayout, Pattern
 
 AXES = {

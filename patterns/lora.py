@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.patterns.parts import normed
+from mirage_hf.patterns.fragments import normed
 from mirage_hf.patterns.schema import Pattern
 
 AXES = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.patterns.parts import activated, normed, rotated
+from mirage_hf.patterns.fragments import activated, normed, rotated
 from mirage_hf.patterns.schema import Pattern
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
+from mirage_hf.patterns.fragments import normed
 from mirage_hf.patterns.lora import BlockAdapters
-from mirage_hf.patterns.parts import normed
 from mirage_hf.patterns.schema import Pattern
 
 #: n is the sum of n…. Each weight keeps its own memory, and views split the packed output.

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import mirage_hf as mi
 from mirage_hf.attention_interface import AttentionReport, attention_report
-from mirage_hf.trace.experts_form import ExpertsForm, form_of
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from scripts.bench_prompts import Prompts, mask_of, text_vocab
 from scripts.coded_models import product_bytes, with_int4_products
 from scripts.configs import random_model

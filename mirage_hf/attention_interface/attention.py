@@ -27,7 +27,7 @@ from mirage_hf.attention_interface.report import AttentionReport
 from mirage_hf.attention_interface.sizes import kernel_inputs, kernel_output, sizes_of
 from mirage_hf.attention_interface.torch_attention import attention_in_torch
 from mirage_hf.errors import InputError, Rejected
-from mirage_hf.ops.table import COMPUTE_DTYPES
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline import torch_op
 from mirage_hf.swap.traced import LAYER_ARGUMENTS
 

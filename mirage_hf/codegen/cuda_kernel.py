@@ -18,7 +18,7 @@ from mirage_hf.codegen.cuda_nests import Operand
 from mirage_hf.codegen.cuda_reductions import THREADS
 from mirage_hf.codegen.cuda_running import RunningMaximumWriter
 from mirage_hf.graph.block import BlockGraph, BlockInput, Role, Stage
-from mirage_hf.graph.text import format_block_graph
+from mirage_hf.graph.printing import format_block_graph
 
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
 #: sm_100 (CUDA programming guide).

@@ -119,16 +119,16 @@ def _form_attributes(op: KernelOp) -> dict[str, Any]:
 
 def _call(op: KernelOp, names: Sequence[str]) -> str:
     """Return a call of the op's oracle: a function of torch, or one that the file carries."""
-    row = table.lookup(op.name)
-    attributes = [f"{k}={v!r}" for k, v in op.attrs if v != row.attrs.get(k)]
-    function = _library_function(row.oracle)
+    entry = table.lookup(op.name)
+    attributes = [f"{k}={v!r}" for k, v in op.attrs if v != entry.attrs.get(k)]
+    function = _library_function(entry.oracle)
     if not function:
-        if row.oracle.__name__ == "<lambda>":
+        if entry.oracle.__name__ == "<lambda>":
             raise errors.CodegenError(
-                f"{op.name} has no torch expression; give its row a named function as oracle, "
+                f"{op.name} has no torch expression; give its entry a named function as oracle, "
                 "or torch_form"
             )
-        function = row.oracle.__name__.lstrip("_")
+        function = entry.oracle.__name__.lstrip("_")
     return f"{function}({', '.join([*names, *attributes])})"
 
 

@@ -433,19 +433,19 @@ def exact_product(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> 
 
 
 def elementwise(fn: str, args: Sequence[Expr], attrs: Mapping[str, float]) -> Expr:
-    """Return the text of a table row's body on `args`, in float32."""
+    """Return the text of the body of an op of the table on `args`, in float32."""
     return _program(fn, attrs).evaluate(TRITON_ALGEBRA, args, constant)
 
 
 def _program(fn: str, attrs: Mapping[str, float]) -> ScalarProgram:
-    row = table.lookup(fn)
-    return row.program(**(row.attrs | dict(attrs)))
+    entry = table.lookup(fn)
+    return entry.program(**(entry.attrs | dict(attrs)))
 
 
 def keeps_zero(fn: str, args: Sequence[float | None], attrs: Mapping[str, float]) -> bool:
     """Return whether an op gives 0 if its value arguments (None) are 0."""
     import torch
 
-    row = table.lookup(fn)
+    entry = table.lookup(fn)
     zeros = [torch.tensor(0.0 if a is None else a, dtype=torch.float64) for a in args]
-    return fn == "cast" or bool(row.oracle(*zeros, **(row.attrs | dict(attrs))) == 0)
+    return fn == "cast" or bool(entry.oracle(*zeros, **(entry.attrs | dict(attrs))) == 0)

@@ -18,8 +18,9 @@ from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.rings import bucket
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import follows_encoder, new_cache
+from mirage_hf.decode.step_plans import TracedSteps
 from mirage_hf.decode.step_program import StepProgram
-from mirage_hf.decode.traced_step import TracedStep, TracedSteps
+from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.errors import described
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape

@@ -269,7 +269,7 @@ def _check_options(inputs: CallInputs, *, is_traced: bool) -> None:
     if not is_covered_mode(config):
         raise NotCoveredError(f"generation mode {config.get_generation_mode().value}")
     covered(rejected_options(lambda name: getattr(config, name, None)))
-    # a traced model's own methods say what its steps take besides, see `unusual_step_inputs`
+    # a traced model's own methods say what its steps take besides (`first_step_position`)
     if not is_traced and (names := _prompt_inputs(kwargs)):
         raise NotCoveredError(f"model kwarg {names[0]}")
     if kwargs.get("logits_to_keep", 0) is None:  # a forward that slices by it raises

@@ -11,7 +11,7 @@ from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.draft_sources import DraftPlan, PromptLookup
 from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.decode.runner import DecodeRunner
-from mirage_hf.decode.traced_step import TracedSteps
+from mirage_hf.decode.step_plans import TracedSteps
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape
 

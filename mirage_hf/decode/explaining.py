@@ -14,18 +14,19 @@ import transformers
 from torch import nn
 
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import rings_variants
 from mirage_hf.decode.sources import decoder_config
-from mirage_hf.decode.step_inputs import gives_positions
-from mirage_hf.decode.traced_step import record_step, rings_variants
-from mirage_hf.decode.tracing import axes_of_positions
+from mirage_hf.decode.step_inputs import axes_of_positions, gives_positions
+from mirage_hf.decode.step_recording import record_step
 from mirage_hf.errors import MirageError
 from mirage_hf.formats.config_bytes import CheckpointLayout, WeightLayout, checkpoint_layout
 from mirage_hf.gpus import current_gpu
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import RegionRun, StepPlan, weight_bytes
 from mirage_hf.trace.record import VIEWS
 from mirage_hf.trace.regions import Region
-from mirage_hf.trace.terms import Term
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan, weight_bytes
+from mirage_hf.trace.term import Term
 from mirage_hf.trace.weight_names import common_module, weight_path
 
 #: Returns how a checkpoint stores the weight of a linear, by its path. None: as it is.
@@ -39,7 +40,7 @@ class Explained:
     Attributes:
         module: The module whose weights it reads, with * for the number of a layer.
         what: The weights that it reads, or the name of the torch op.
-        ops: What it computes, as rows of the op table.
+        ops: What it computes, as ops of the op table.
         count: How many of it a step has.
         bytes: Bytes of weights that one of it reads.
         why: Why it has no kernel, or "".
@@ -165,8 +166,8 @@ def _checkpoint_bytes(product: Term, stored: WeightLayout | None) -> int:
 
 def _torch_ops(plan: StepPlan) -> list[Explained]:
     counts: Counter[Explained] = Counter()
-    for unit in plan.units:
-        node = unit.node
+    for step_op in plan.step_ops:
+        node = step_op.node
         if node is not None and node.name not in VIEWS:
             counts[Explained(node.where, node.name.partition(".")[2], "", 1)] += 1
     return _counted(counts)

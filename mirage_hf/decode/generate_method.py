@@ -29,7 +29,7 @@ from mirage_hf.decode.routing import (
     rejected_options,
 )
 from mirage_hf.decode.runner import DecodeRunner
-from mirage_hf.decode.traced_step import TracedSteps
+from mirage_hf.decode.step_plans import TracedSteps
 from mirage_hf.errors import MirageError
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.swap.plain_copies import leave_out_of_copies, restore_in_copies

@@ -18,7 +18,8 @@ from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.layers.model_kernels import ModelKernels
-from mirage_hf.layers.prefill import PromptInputs, WindowAttention
+from mirage_hf.layers.prefill import PromptInputs
+from mirage_hf.layers.window_attention import WindowAttention
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ class Ring:
         return torch.cat([memory[:, :, oldest : self.length], memory[:, :, :oldest]], 2)
 
 
+#: For each layer, the ring that its cache lies in, if it lies in one.
+Rings = tuple[Ring | None, ...]
+
+
 def rings_of(windows: Sequence[int | None], capacity: int) -> tuple[Ring | None, ...]:
     """Return each layer's ring in a block. None if a ring would not save memory.
 
@@ -131,3 +135,23 @@ def gather_slots(states: Tensor, slots: Tensor) -> Tensor:
     """Return the slots (batch, n) of states (batch, heads, slots, dim)."""
     index = slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     return states.gather(2, index)
+
+
+def rings_variants(
+    windows: Sequence[int | None],
+) -> list[tuple[Rings, tuple[int | None, ...], tuple[int, int]]]:
+    """Return the rings that a model's layers may lie in: none, and those of long caches.
+
+    Each choice comes with the windows that give these rings, and with two capacities that do.
+    """
+    none = (None,) * len(windows)
+    variants: list[tuple[Rings, tuple[int | None, ...], tuple[int, int]]] = [
+        (none, none, (2 * GRAIN, 3 * GRAIN))
+    ]
+    lengths = [w for w in windows if w is not None]
+    if lengths:
+        sizes = bucket(max(lengths) + 2 * GRAIN), bucket(max(lengths) + 8 * GRAIN)
+        rings, others = (tuple(rings_of(tuple(windows), size)) for size in sizes)
+        if rings == others:
+            variants.append((rings, tuple(windows), sizes))
+    return variants

@@ -24,8 +24,9 @@ from mirage_hf.decode.prompts import PromptShape
 from mirage_hf.decode.rings import bucket
 from mirage_hf.decode.step import CapturedForward, Step
 from mirage_hf.decode.step_inputs import UnreadInputs
+from mirage_hf.decode.step_plans import TracedSteps, why_no_traced_step
 from mirage_hf.decode.step_program import CHANGED, StepProgram, why_no_step_program
-from mirage_hf.decode.traced_step import TracedStep, TracedSteps, why_no_traced_step
+from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.errors import described
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import StepShape

@@ -205,3 +205,13 @@ class _Readers(TorchFunctionMode):
 def _is_plain_option(value: Any) -> bool:
     """Return whether a value is a switch that stays the same from step to step."""
     return isinstance(value, bool) and not value
+
+
+def axes_of_positions(model: Any) -> int:
+    """Return how many axes the positions have that stock's generate makes, 0 if none."""
+    make = getattr(model, "_prepare_position_ids_for_generation", None)
+    if make is None:
+        return 0
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    positions = make(ids, {})
+    return len(positions) if positions is not None and positions.ndim == 3 else 0

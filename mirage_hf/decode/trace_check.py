@@ -31,8 +31,8 @@ from mirage_hf.decode.traced_step import TracedStep
 from mirage_hf.errors import described
 from mirage_hf.layers.part import StepShape
 from mirage_hf.trace.near_ties import KeepChoices, TakeChoices
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import TraceError
+from mirage_hf.trace.step_plan import StepPlan
 
 #: Lengths of the texts whose next step is compared with stock's.
 LENGTHS = (3, 6, 17)

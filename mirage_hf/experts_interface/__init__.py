@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mirage_hf.experts_interface.experts import NAME, Experts, ExpertsReport, Resolve
-from mirage_hf.trace.experts import MOST_TOKENS
+from mirage_hf.trace.experts.op import MOST_TOKENS
 
 __all__ = [
     "MOST_TOKENS",

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import MirageError, described
 from mirage_hf.pipeline import resolver
-from mirage_hf.trace.experts import (
+from mirage_hf.trace.experts.form import ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts.op import (
     EXPERTS_FUNCTIONS,
     MOST_TOKENS,
     REGISTRIES,
     experts_as_one_node,
 )
-from mirage_hf.trace.experts_form import ExpertsForm, form_of, run_decoded
-from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import FakeOnceMode, record
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 
 _log = logging.getLogger("mirage_hf")
 

@@ -317,7 +317,7 @@ class _StageCheck:
 
 
 def _check_fn(op: BlockOp) -> None:
-    """Check that `fn` is a reduction of one value, or an elementwise row with fitting operands."""
+    """Check that `fn` is a reduction of one value, or an elementwise op with fitting operands."""
     numbers = [a for a in op.args if not isinstance(a, str)]
     for a in numbers:
         if isinstance(a, bool) or not isinstance(a, (int, float)) or a != a:
@@ -329,11 +329,12 @@ def _check_fn(op: BlockOp) -> None:
                 f"not {op.fn} of {op.args}"
             )
         return
-    row = table.lookup(op.fn)
-    if row.kind != "elementwise":
+    entry = table.lookup(op.fn)
+    if entry.kind != "elementwise":
         raise _error(f"{op.out}: {op.fn} is not elementwise; in a block graph it is spelled out")
-    if len(op.args) != row.arity[0] or len(numbers) == len(op.args):
+    if len(op.args) != entry.arity[0] or len(numbers) == len(op.args):
         raise _error(
-            f"{op.out}: {op.fn} takes {row.arity[0]} operands, one a value at least; got {op.args}"
+            f"{op.out}: {op.fn} takes {entry.arity[0]} operands, one a value at least; "
+            f"got {op.args}"
         )
     table.check_attrs(op.fn, dict(op.attrs))

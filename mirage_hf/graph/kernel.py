@@ -340,28 +340,28 @@ class KernelGraph:
             attrs: Attributes by name.
             out_name: The name of the result. None: one is made.
         """
-        row = table.lookup(name)
-        check_arity(row, len(operands))
+        entry = table.lookup(name)
+        check_arity(entry, len(operands))
         table.check_attrs(name, attrs)
-        attrs = row.attrs | attrs
+        attrs = entry.attrs | attrs
         operands = tuple(
             self._own(x, name) if isinstance(x, DTensor) else number(x, name) for x in operands
         )
         tensors = [x for x in operands if isinstance(x, DTensor)]
-        if not tensors or (len(tensors) < len(operands) and row.kind != "elementwise"):
+        if not tensors or (len(tensors) < len(operands) and entry.kind != "elementwise"):
             raise errors.GraphError(
                 f"{name}: needs tensors of this graph, got {operands!r}; "
                 "elementwise ops also take numbers, if one operand is a tensor"
             )
-        dtype = computed_dtype(row, operands)
-        if row.out_dtype:
-            dtype = row.out_dtype(dtype, **attrs)
+        dtype = computed_dtype(entry, operands)
+        if entry.out_dtype:
+            dtype = entry.out_dtype(dtype, **attrs)
         if dtype in table.CODE_DTYPES:
             raise errors.DTypeError(
                 f"{name}: only inputs hold codes ({table.dtype_name(dtype)}); ops compute in "
                 "float16, bfloat16 or float32"
             )
-        out = self._tensor(result_dims(row, operands, attrs), dtype, out_name)
+        out = self._tensor(result_dims(entry, operands, attrs), dtype, out_name)
         self._ops.append(KernelOp(name, operands, (out,), tuple(sorted(attrs.items()))))
         return out
 

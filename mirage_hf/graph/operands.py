@@ -63,7 +63,7 @@ def index_operands(op: str, operands: Sequence[Operand]) -> tuple[DTensor, ...]:
     return tuple(x for x in operands[1:2] if isinstance(x, DTensor)) if op == "take" else ()
 
 
-def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
+def computed_dtype(entry: table.Op, operands: Sequence[Operand]) -> torch.dtype:
     """Return the one dtype that an op of the table computes in, or moves.
 
     Raises:
@@ -71,45 +71,45 @@ def computed_dtype(row: table.Op, operands: Sequence[Operand]) -> torch.dtype:
     """
     tensors = [x for x in operands if isinstance(x, DTensor)]
     codes = [t for t in tensors if t.dtype in table.CODE_DTYPES]
-    if codes and row.name != "cast":
+    if codes and entry.name != "cast":
         raise errors.DTypeError(
-            f"{row.name}: {codes[0].name} holds codes ({table.dtype_name(codes[0].dtype)}), which "
-            "only graph.cast reads; cast it first"
+            f"{entry.name}: {codes[0].name} holds codes ({table.dtype_name(codes[0].dtype)}), "
+            "which only graph.cast reads; cast it first"
         )
-    bounds = bound_operands(row.name, operands)
+    bounds = bound_operands(entry.name, operands)
     for t in bounds:
         if t.dtype != torch.int32:
             raise errors.DTypeError(
-                f"{row.name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32"
+                f"{entry.name}: bound {t.name} is {table.dtype_name(t.dtype)}; bounds are int32"
             )
-    indices = index_operands(row.name, operands)
+    indices = index_operands(entry.name, operands)
     for t in indices:
-        check_index(t, row.name)
+        check_index(t, entry.name)
     tensors = [t for n, t in enumerate(tensors) if not indices or n != 1]
     floats = {t.dtype for t in tensors if t.dtype in table.COMPUTE_DTYPES}
-    if row.kind == "effect":
+    if entry.kind == "effect":
         position = tensors[2]
         if position.dtype in table.COMPUTE_DTYPES:
             raise errors.DTypeError(
-                f"{row.name}: position {position.name} is {table.dtype_name(position.dtype)}; "
+                f"{entry.name}: position {position.name} is {table.dtype_name(position.dtype)}; "
                 "positions are int32"
             )
         dtypes = {t.dtype for t in tensors[:2]}
-    elif row.name == "cast" or (row.kind == "layout" and row.name != "rope"):
+    elif entry.name == "cast" or (entry.kind == "layout" and entry.name != "rope"):
         dtypes = floats or {t.dtype for t in tensors}
     else:
         integers = [t for t in tensors if t.dtype not in floats and t not in bounds]
-        if integers and not (floats and row.kind == "elementwise"):
+        if integers and not (floats and entry.kind == "elementwise"):
             t = integers[0]
             raise errors.DTypeError(
-                f"{row.name}: {t.name} is {table.dtype_name(t.dtype)}, and ops compute with "
+                f"{entry.name}: {t.name} is {table.dtype_name(t.dtype)}, and ops compute with "
                 "floating-point numbers; convert it with graph.cast"
             )
         dtypes = floats
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(table.dtype_name, dtypes)))
         raise errors.DTypeError(
-            f"{row.name}: operands have dtypes {names}; bring them to one with graph.cast"
+            f"{entry.name}: operands have dtypes {names}; bring them to one with graph.cast"
         )
     return dtypes.pop()
 
@@ -126,28 +126,28 @@ def check_index(t: DTensor, where: str) -> None:
         )
 
 
-def check_arity(row: table.Op, count: int) -> None:
+def check_arity(entry: table.Op, count: int) -> None:
     """Check the number of operands of an op of the table.
 
     Raises:
         GraphError: If the op does not take so many.
     """
-    low, high = row.arity
+    low, high = entry.arity
     if low <= count <= high:
         return
     takes = str(low) if low == high else f"{low} to {high}"
     # the signature of an elementwise op names no dim
-    dims = f" ({row.signature})" if any(c.isalpha() for c in row.signature) else ""
+    dims = f" ({entry.signature})" if any(c.isalpha() for c in entry.signature) else ""
     by_name = ""
-    if row.attrs and count > high:
-        by_name = f"; give {', '.join(row.attrs)} by name, as {next(iter(row.attrs))}=…"
+    if entry.attrs and count > high:
+        by_name = f"; give {', '.join(entry.attrs)} by name, as {next(iter(entry.attrs))}=…"
     raise errors.GraphError(
-        f"{row.name}: takes {takes} operand{'s' * (high != 1)}{dims}, got {count}{by_name}"
+        f"{entry.name}: takes {takes} operand{'s' * (high != 1)}{dims}, got {count}{by_name}"
     )
 
 
 def result_dims(
-    row: table.Op, operands: Sequence[Operand], attrs: dict[str, Any]
+    entry: table.Op, operands: Sequence[Operand], attrs: dict[str, Any]
 ) -> tuple[int, ...]:
     """Return the dims of the result of an op of the table.
 
@@ -155,11 +155,11 @@ def result_dims(
         GraphError: If the operands do not fit.
     """
     shapes = [x.dims if isinstance(x, DTensor) else () for x in operands]
-    if row.name == "matmul":
+    if entry.name == "matmul":
         (a, b), names = shapes, [x.name for x in operands if isinstance(x, DTensor)]
         if len(a) > 1 and len(b) > 1 and a[-1] != b[-2]:  # the shape rule knows no names
             raise errors.inner_sizes_differ(names[0], a, names[1], b)
-    return row.infer(*shapes, **attrs)
+    return entry.infer(*shapes, **attrs)
 
 
 def check_block_operands(block: BlockGraph, i: BlockInput, operands: Sequence[DTensor]) -> None:

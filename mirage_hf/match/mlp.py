@@ -20,7 +20,7 @@ from mirage_hf.match.module_probes import probe_activation
 from mirage_hf.match.norms import NO_NORM, match_norm
 from mirage_hf.match.probe import Probes
 from mirage_hf.patterns import GATED_MLP, MLP_UP, gated_mlp, mlp_up
-from mirage_hf.patterns.parts import activations
+from mirage_hf.patterns.fragments import activations
 from mirage_hf.patterns.schema import LayerLayout, MlpLayout, Pattern
 
 

@@ -21,7 +21,7 @@ from mirage_hf.match.probe import TOLERANCE, Probes
 from mirage_hf.match.twins import kind_of, lora_scalings, random_weights, twin
 from mirage_hf.ops import table
 from mirage_hf.patterns import decoder_layer
-from mirage_hf.patterns.parts import activated
+from mirage_hf.patterns.fragments import activated
 
 #: The largest difference between an activation and its op.
 ACTIVATION_TOLERANCE = 1e-6

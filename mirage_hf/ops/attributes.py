@@ -43,15 +43,15 @@ _ATTRS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def check(row: Op, attrs: dict[str, Any]) -> None:
+def check(entry: Op, attrs: dict[str, Any]) -> None:
     """Check the attributes given to an op.
 
     Raises:
         GraphError: If the op does not take one, misses one, or takes another type of value.
     """
-    op, takes = row.name, ", ".join(row.attrs) or "none"
+    op, takes = entry.name, ", ".join(entry.attrs) or "none"
     for name, value in attrs.items():
-        if name not in row.attrs:
+        if name not in entry.attrs:
             raise errors.GraphError(f"{op}: unknown argument {name!r}; it takes {takes}")
         wants, holds = _ATTRS.get(name, ("a number", _is_number))
         if not holds(value):
@@ -61,6 +61,6 @@ def check(row: Op, attrs: dict[str, Any]) -> None:
                 f"{op}: {name} is an integer of {value.bit_length()} bits, of which 63 fit; "
                 "give a float"
             )
-    for name, default in row.attrs.items():
+    for name, default in entry.attrs.items():
         if default is None and name not in attrs:
             raise errors.GraphError(f"{op}: misses the argument {name!r}; it takes {takes}")

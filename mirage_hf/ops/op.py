@@ -16,7 +16,7 @@ from mirage_hf.ops.scalar import ScalarProgram
 
 @dataclass(frozen=True)
 class Op:
-    """One row of the table."""
+    """One entry of the table."""
 
     name: str
 
@@ -28,7 +28,7 @@ class Op:
     #: - "layout": moves elements without computing, except rope.
     #: - "bounds": keeps what is inside [lo, hi) along a dim; operands 1 and 2 are int32 tensors lo,
     #:   hi.
-    #: - "composite": is built from other rows, see `expand`.
+    #: - "composite": is built from other ops, see `expand`.
     #: - "effect": writes into its first operand.
     kind: str
 
@@ -54,7 +54,7 @@ class Op:
     #: operands. Otherwise they read its body.
     opaque: bool = False
 
-    #: Composites: builds the op from other rows, given a graph, operands and attributes.
+    #: Composites: builds it from other ops, given a graph, operands and attributes.
     expand: Callable[..., Any] | None = None
 
     #: Returns the result's dtype from operands and attributes. None: it is that of the operands.

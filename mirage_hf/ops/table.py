@@ -1,15 +1,16 @@
 """The op table: every op of tensor programs, declared once.
 
-A row has the op's name, kind, shape rule and scalar body or expansion, and an independently written
-torch oracle. Search, verification, code generation and the methods of graphs all read this table.
-One row adds an elementwise op:
+An entry has the op's name, kind, shape rule and scalar body or expansion, and an independently
+written torch oracle. Search, verification, code generation and the methods of graphs all read this
+table.
+One entry adds an elementwise op:
 
     _elementwise(
         "softsign", "x / (1 + |x|)", lambda x: x / (1.0 + scalar.maximum(x, -x)), F.softsign
     )
 
-The row's name is then a method of kernel graphs and block graphs. The search and the code
-generators handle the op like any other. If the row has `activation=True`, a model's MLP may have
+The op's name is then a method of kernel graphs and block graphs. The search and the code
+generators handle the op like any other. If the entry has `activation=True`, a model's MLP may have
 the op as its activation.
 """
 
@@ -46,12 +47,12 @@ __all__ = [
 ]
 
 
-#: The rows by name.
+#: The entries by name.
 OPS: dict[str, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Add a row and return it.
+    """Add an entry and return it.
 
     Raises:
         GraphError: If the name is taken.
@@ -63,7 +64,7 @@ def register(op: Op) -> Op:
 
 
 def lookup(name: str) -> Op:
-    """Return the row called `name`.
+    """Return the entry called `name`.
 
     Raises:
         UnknownOpError: If there is none.
@@ -74,8 +75,8 @@ def lookup(name: str) -> Op:
 
 
 def activations() -> tuple[str, ...]:
-    """Return the names of the rows that models use as activations, in the order of the table."""
-    return tuple(row.name for row in OPS.values() if row.activation)
+    """Return the names of the ops that models use as activations, in the order of the table."""
+    return tuple(entry.name for entry in OPS.values() if entry.activation)
 
 
 # -- methods of graphs -----------------------------------------------------------------------------
@@ -87,30 +88,30 @@ def add_methods(graph: type, apply: str) -> None:
     The method calls `self.<apply>(name, *operands, **attrs)`. Its signature and docstring let
     `help()` show the operands' names and the formula.
     """
-    for row in OPS.values():
-        if row.kind == "elementwise" and not hasattr(graph, row.name):
-            setattr(graph, row.name, _method(row, graph, apply))
+    for entry in OPS.values():
+        if entry.kind == "elementwise" and not hasattr(graph, entry.name):
+            setattr(graph, entry.name, _method(entry, graph, apply))
 
 
-def _method(row: Op, graph: type, apply: str) -> Callable[..., Any]:
+def _method(entry: Op, graph: type, apply: str) -> Callable[..., Any]:
     def method(self: Any, *operands: Any, **attrs: Any) -> Any:
-        return getattr(self, apply)(row.name, *operands, **attrs)
+        return getattr(self, apply)(entry.name, *operands, **attrs)
 
-    assert row.body is not None
-    names = list(inspect.signature(row.body).parameters)[: row.arity[0]]
+    assert entry.body is not None
+    names = list(inspect.signature(entry.body).parameters)[: entry.arity[0]]
     operands = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("self", *names)
     ]
     attrs = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in row.attrs.items()
+        for name, default in entry.attrs.items()
     ]
     method.__signature__ = inspect.Signature([*operands, *attrs])  # type: ignore[attr-defined]
-    method.__name__ = row.name
-    method.__qualname__ = f"{graph.__name__}.{row.name}"
+    method.__name__ = entry.name
+    method.__qualname__ = f"{graph.__name__}.{entry.name}"
     method.__module__ = graph.__module__
     method.__doc__ = (
-        f"{row.formula}. Elementwise, with broadcasting. "
+        f"{entry.formula}. Elementwise, with broadcasting. "
         "One operand is a tensor, the others may be numbers."
     )
     return method
@@ -125,7 +126,7 @@ def check_attrs(op: str, attrs: dict[str, Any]) -> None:
     attributes.check(lookup(op), attrs)
 
 
-# -- elementwise rows ------------------------------------------------------------------------------
+# -- elementwise ops -------------------------------------------------------------------------------
 
 
 def _elementwise(
@@ -257,7 +258,7 @@ register(
 
 # -- products, reductions and composites -----------------------------------------------------------
 #
-# An expansion builds a composite from other rows. `g` is the graph that it is built in.
+# An expansion builds a composite from other ops. `g` is the graph that it is built in.
 
 
 def _expand_rms_norm(g: Any, x: Any, weight: Any = None, eps: float = 1e-6) -> Any:

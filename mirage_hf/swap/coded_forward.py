@@ -32,8 +32,8 @@ from mirage_hf.formats import (
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.trace.experts import as_node
-from mirage_hf.trace.experts_form import form_of, run_decoded
+from mirage_hf.trace.experts.form import form_of, run_decoded
+from mirage_hf.trace.experts.op import as_node
 
 #: The entry of a module's dictionary that holds its binding.
 CODES_KEY = "_mirage_hf_codes"

@@ -3,60 +3,40 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from mirage_hf.errors import (
-    CodegenError,
-    OptimizeError,
-    OptimizeWarning,
-    Rejected,
-    SearchError,
-    VerificationError,
-)
+from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected
 from mirage_hf.experts_interface import Resolve, experts_by_kernels
-from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
-from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.part import Part, StepShape, adapter_role
 from mirage_hf.layers.step import LayerStep
 from mirage_hf.match.matches import CausalMatch, Match, Matches
-from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.patterns import IN_STEPS, decoder_layer
 from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.swap.assemble import assemble_model_kernels, kernel_at
+from mirage_hf.swap.assemble import assemble_model_kernels
 from mirage_hf.swap.check import Checked, check, check_head, check_step
-from mirage_hf.swap.coded_forward import (
-    CodedBinding,
-    ExpertsBinding,
-    Run,
-    bind_codes,
-    decoding_program,
-    use_class_forward,
-)
+from mirage_hf.swap.coded_modules import unread_experts
 from mirage_hf.swap.guard import Binding
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
 from mirage_hf.swap.ledger import Ledger
-from mirage_hf.swap.plain_copies import take_hook
-from mirage_hf.swap.swap_report import (
-    PLANNED,
-    STOCK,
-    SWAPPED,
-    TRACED,
-    Report,
-    ReportRow,
-    resolved_row,
+from mirage_hf.swap.part_rows import (
+    HEAD,
+    SWAPPED_BACK,
+    checked_row,
+    head_rows,
+    module_rows,
+    part_row,
+    runs_only_in_steps,
 )
+from mirage_hf.swap.swap_report import PLANNED, STOCK, SWAPPED, TRACED, Report, ReportRow
 from mirage_hf.swap.traced_half import HalfTracer
 from mirage_hf.trace.record import TraceError
 
-#: How the report names the last norm and the head.
-HEAD = "head"
-_SWAPPED_BACK = "swapped back after the check"
 _OWN_STEPS = (
     "steps of generate run the model's own forward, in a CUDA graph if it can be captured: "
 )
@@ -104,52 +84,9 @@ class Optimization:
         head = [(self.causal.head,)] if isinstance(self.causal, CausalMatch) else []
         return [*(match.parts for match in self.matches), *head]
 
-    def bind_codes(self, resolve: Callable[..., Resolved]) -> None:
-        """Let each module whose weights are codes decode its own in calls without a kernel.
-
-        Args:
-            resolve: Finds the kernel of a program, as `resolver.resolve`.
-
-        Raises:
-            OptimizeError: A weight cannot be decoded, or its library computes other numbers. One
-                linear of each coding is compared.
-        """
-        found: dict[Coding, Run] = {}
-        dtype = dtype_of(self.model)
-        modules = [*self.model.named_modules()]
-        weights = [(path, m, coded_weight(m, dtype)) for path, m in modules]
-        for module, name in decoding_hooks(self.model):
-            self.ledger.undos.append(take_hook(module, name))
-        for path, module, weight in weights:
-            if not isinstance(weight, CodedWeight):
-                continue
-            coding = weight.coding
-            is_first = coding not in found
-            if is_first:
-                found[coding] = _decoder(path, coding, resolve)
-            binding = CodedBinding(weight=weight, decode=found[coding])
-            difference = binding.difference(module) if is_first else None
-            if difference is not None:
-                raise OptimizeError(
-                    f"optimize: {path}: our decoding of its codes gives other results than its "
-                    f"library (relative difference {difference:.2g}); its weights are damaged, or "
-                    "of a version that is read wrongly: load the model again, or leave it stock"
-                )
-            self.ledger.undos.append(bind_codes(module, binding))
-        for path, module in modules:
-            experts = coded_experts(module, dtype)
-            if isinstance(experts, CodedExperts):
-                for coding in (experts.first.coding, experts.second.coding):
-                    if coding not in found:
-                        found[coding] = _decoder(path, coding, resolve)
-                self.ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=found)))
-            parts = (coded_experts(child, dtype) for child in module.children())
-            if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
-                self.ledger.undos.append(use_class_forward(module))
-
     def add_traced(self, report_rows: Sequence[ReportRow], note: str) -> None:
         """Add the rows of traced steps, or why there are none."""
-        unread = _unread_experts(self.model)
+        unread = unread_experts(self.model)
         self.traced_rows, self.traced_note = (
             list(report_rows),
             "; ".join(filter(None, (note, unread))),
@@ -163,10 +100,10 @@ class Optimization:
         model = type(self.model).__name__
         return Report(model, self.backend, (*rows, *rejected), (*on_cpu, *notes))
 
-    def plan(self) -> Report:
+    def dry_run_report(self) -> Report:
         """Return the report of a dry run."""
         report_rows = [
-            _row(match.name, part, shape, PLANNED)
+            part_row(match.name, part, shape, PLANNED)
             for match in self.matches
             for part in match.parts
             for shape in self.shapes
@@ -174,7 +111,7 @@ class Optimization:
         notes: tuple[str, ...] = ()
         if isinstance(self.causal, CausalMatch):
             head = self.causal.head
-            report_rows += [_row(HEAD, head, shape, PLANNED) for shape in self.shapes]
+            report_rows += [part_row(HEAD, head, shape, PLANNED) for shape in self.shapes]
         elif report_rows:
             note = self.traced_note or _OWN_STEPS + self.causal.reason
             notes = (note,)
@@ -251,34 +188,16 @@ class Optimization:
         for match in self.matches:
             if kernels := fused_kernels(match, self.batch_rows, found):
                 bindings[match.name] = self.ledger.swap(match, kernels)
-        report_rows = self.module_rows(found)
+        report_rows = module_rows(self.matches, self.shapes, found)
         if verify:
             report_rows = self._check_modules(bindings, report_rows)
         if not bindings and not self.traced_rows:
             return None, self._report(report_rows)
-        report_rows += self.head_rows(found)
+        report_rows += head_rows(self.causal, self.shapes, found)
         report_rows, notes = self._assemble_steps(found, report_rows, verify)
         report_rows += self.traced_rows
         report = self._report(report_rows, notes)
         return Handle(report, self.ledger, bindings), report
-
-    def module_rows(self, found: BlockKernels) -> list[ReportRow]:
-        """Return the report's rows of all parts of modules, not checked yet."""
-        return [
-            _resolved_row(match.name, part, shape, kernel_at(part, shape, found))
-            for match in self.matches
-            for part in match.parts
-            for shape in self.shapes
-        ]
-
-    def head_rows(self, found: BlockKernels) -> list[ReportRow]:
-        """Return the report's rows of the last norm and head, not checked yet."""
-        if not isinstance(self.causal, CausalMatch):
-            return []
-        head = self.causal.head
-        return [
-            _resolved_row(HEAD, head, shape, kernel_at(head, shape, found)) for shape in self.shapes
-        ]
 
     def _check_modules(
         self, bindings: dict[str, Binding], report_rows: Sequence[ReportRow]
@@ -375,7 +294,7 @@ class Optimization:
     ) -> _Outcomes | Rejected:
         """Check each layer's step and the head."""
         assert isinstance(self.causal, CausalMatch)
-        put_back = next((row for row in report_rows if row.reason.startswith(_SWAPPED_BACK)), None)
+        put_back = next((row for row in report_rows if row.reason.startswith(SWAPPED_BACK)), None)
         if put_back is not None:
             return Rejected(f"{put_back.module}: {put_back.reason}")
         matches = {match.name: match for match in self.matches}
@@ -397,15 +316,6 @@ class Optimization:
         self.ledger.undo()
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model computes: its own, or that of its first float weight."""
-    own = getattr(model, "dtype", None)
-    if isinstance(own, torch.dtype) and own in COMPUTE_DTYPES:
-        return own
-    floats = (p.dtype for p in model.parameters() if p.dtype in COMPUTE_DTYPES)
-    return next(floats, torch.bfloat16)
-
-
 def _step_rejected(name: str, no: Rejected) -> Rejected:
     return Rejected(f"{name}: its step was rejected by the check: {no.reason}")
 
@@ -415,15 +325,6 @@ def _why_nothing(report: Report) -> str:
     if not reasons:
         return "it has no module that looks like a decoder layer, a gated MLP or a LoRA linear"
     return "; ".join(reasons)[:_MOST_CHARACTERS]
-
-
-def runs_only_in_steps(row: ReportRow) -> bool:
-    """Return whether a row's kernels run only in steps of generate.
-
-    Attention's kernels do, because they read our caches. The head's do, too, and those for several
-    tokens of each sequence.
-    """
-    return row.module == HEAD or row.pattern in IN_STEPS or row.tokens > 1
 
 
 def fused_kernels(
@@ -451,58 +352,3 @@ def fused_kernels(
         if kernels:
             by_rows[rows] = kernels
     return by_rows
-
-
-# -- rows of the report ----------------------------------------------------------------------------
-
-
-def _row(module: str, part: Part, shape: StepShape, status: str) -> ReportRow:
-    names = "" if part.role == "lora" else ", ".join(_children_of(part))
-    return ReportRow(
-        module, part.pattern, status, part=names, rows=shape.batch, tokens=shape.tokens
-    )
-
-
-def _children_of(part: Part) -> list[str]:
-    """Return the names of the children whose weights a part reads, as the model has them."""
-    names = []
-    for path, _ in part.weights:
-        linear = path.partition(".lora_")[0].removesuffix(".base_layer")
-        names.append(linear.rpartition(".")[2])
-    return list(dict.fromkeys(names))
-
-
-def _resolved_row(
-    module: str, part: Part, shape: StepShape, resolved: Resolved | Rejected
-) -> ReportRow:
-    return resolved_row(_row(module, part, shape, STOCK), resolved)
-
-
-def checked_row(row: ReportRow, outcome: Checked | Rejected | None) -> ReportRow:
-    """Return a row with the outcome of its check, if it was checked."""
-    if outcome is None or row.status != SWAPPED:
-        return row
-    if isinstance(outcome, Rejected):
-        return replace(row, status=STOCK, reason=f"{_SWAPPED_BACK}: {outcome.reason}")
-    return replace(row, error=outcome.error, stock_error=outcome.stock_error)
-
-
-def _unread_experts(model: nn.Module) -> str:
-    """Return why codes of experts are not read, by the first ones. Empty if there are none."""
-    for path, module in model.named_modules():
-        found = coded_experts(module)
-        if isinstance(found, Rejected):
-            return f"the codes of {path} are not read: {found.reason}"
-    return ""
-
-
-def _decoder(path: str, coding: Coding, resolve: Callable[..., Resolved]) -> Run:
-    """Return what runs the program that decodes a weight.
-
-    Raises:
-        OptimizeError: It cannot be decoded.
-    """
-    try:
-        return resolve(decoding_program(coding), pattern="decoding").run
-    except (SearchError, VerificationError, CodegenError) as error:
-        raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None

@@ -18,13 +18,8 @@ from mirage_hf.swap.assemble import with_kernels
 from mirage_hf.swap.check import Checked, check, check_head, check_step
 from mirage_hf.swap.handle import Handle
 from mirage_hf.swap.kernels import BlockKernels
-from mirage_hf.swap.optimization import (
-    HEAD,
-    Optimization,
-    checked_row,
-    fused_kernels,
-    runs_only_in_steps,
-)
+from mirage_hf.swap.optimization import Optimization, fused_kernels
+from mirage_hf.swap.part_rows import HEAD, checked_row, head_rows, module_rows, runs_only_in_steps
 from mirage_hf.swap.swap_report import ReportRow
 
 Key = tuple[PatternBlock, int]
@@ -126,8 +121,10 @@ class Replacement:
         parts = [part for match in optimization.matches for part in match.parts]
         if isinstance(optimization.causal, CausalMatch):
             parts.append(optimization.causal.head)
-        keys = [block_at(part.block, shape) for part in parts for shape in optimization.shapes]
-        now = [*optimization.module_rows(self.found), *optimization.head_rows(self.found)]
+        shapes = optimization.shapes
+        keys = [block_at(part.block, shape) for part in parts for shape in shapes]
+        now = module_rows(optimization.matches, shapes, self.found)
+        now += head_rows(optimization.causal, shapes, self.found)
         made = []
         for key, row, old in zip(keys, now, before, strict=False):
             if key in measured and self._runs(row):

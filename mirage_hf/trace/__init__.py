@@ -4,19 +4,19 @@ The files, in processing order:
 
 - `record`, `sizes`: Record a step on fake tensors, and make one recording for all sizes.
 - `host_values`, `questions`: Answer what a model reads on the host while it is recorded.
-- `attention`, `coded_linear`, `experts`, `fixed_experts`, `torch_functions`: Let attention, linears
-  in codes and experts be one node each, and keep kernels of other libraries out.
+- `attention`, `coded_linear`, `torch_functions`: Make attention and linears in codes one node each.
+  Keep kernels of other libraries out.
+- `experts`: Let the chosen experts of a mixture be one node, and write them as programs.
 - `row_values`, `successive`: In steps that verify drafts, give each row its own number of cached
   tokens, and move states on token by token.
-- `whole_writes`, `short_convolution`, `dense_experts`, `router_finder`: Replace nodes by one.
+- `routers`: Replace the nodes of a router by one op, and write it as a kernel.
+- `whole_writes`, `short_convolution`: Replace other nodes by one.
 - `torch_ops`, `term`, `term_operands`, `lowerings`, `composites`, `terms`: Read nodes as terms,
-  which are rows of the op table.
+  which are ops of the op table.
 - `groups`, `program`: Cut terms into groups around products, and write each as a program.
 - `cached_attention`: Find attention over a cache, which the kernel of a pattern runs.
-- `experts_form`, `experts_gate`, `experts_programs`: Write chosen experts as programs.
 - `axes`, `region_finder`, `regions`: Write updates of states and elementwise ops as programs.
-- `router`, `router_steps`, `router_text`, `router_tiles`, `router_writers`, `router_elements`,
-  `router_choices`: Run a router, and write it as a kernel.
-- `order`, `units`, `scheduling`, `binding`, `plan`: Order kernels and torch ops, and run them.
+- `order`, `step_ops`, `scheduling`, `binding`, `step_plan`: Order kernels and torch ops, and run
+  them.
 - `near_ties`, `weight_names`: Help to check a step, and to report it.
 """

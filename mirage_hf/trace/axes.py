@@ -15,7 +15,7 @@ from typing import Any
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_op
 
 Tensorlike = Value | Input | Held
 
@@ -78,9 +78,9 @@ class AxisTensor:
     Attributes:
         own: The axes that it varies along. For a given tensor they are in the order of its memory.
         source: The recorded tensor, if it is given.
-        op: The row of the op table, if it is computed. "reduction" reduces `over`.
+        op: The op of the op table, if it is computed. "reduction" reduces `over`.
         operands: Tensors and numbers.
-        attrs: The row's attributes.
+        attrs: The op's attributes.
         over: The axes that a reduction reduces.
     """
 
@@ -113,7 +113,7 @@ def is_view(recording: Recording, node: Node) -> bool:
 
 def may_be_written(node: Node) -> bool:
     """Return whether the name of a node's op is one that `Labels` can write."""
-    return node.name in ("aten.sum", "aten.mean", "aten.bmm") or elementwise_row(node) is not None
+    return node.name in ("aten.sum", "aten.mean", "aten.bmm") or elementwise_op(node) is not None
 
 
 class Labels:
@@ -200,9 +200,9 @@ class Labels:
             return self._reduced(node)
         if node.name == "aten.bmm":
             return self._product(node)
-        row = elementwise_row(node)
-        assert row is not None
-        op, args, attrs = row
+        known = elementwise_op(node)
+        assert known is not None
+        op, args, attrs = known
         operands: list[Any] = []
         result: list[tuple[Axis, ...]] = [() for _ in self._shape_of(node)]
         for x in args:

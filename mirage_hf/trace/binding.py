@@ -1,4 +1,4 @@
-"""Bind the units of a step to tensors: what runs each unit, and when its results can be dropped."""
+"""Bind step ops to tensors: what runs each of them, and when its results can be dropped."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mirage_hf.trace.cached_attention import CachedAttention
 from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.regions import Region
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
-from mirage_hf.trace.term import Term
-from mirage_hf.trace.terms import Terms
-from mirage_hf.trace.units import (
+from mirage_hf.trace.step_ops import (
     AttentionOfSlots,
     Key,
     RegionRun,
-    Unit,
+    StepOp,
     is_unmade,
     kernel_results,
     reads,
     source_of,
 )
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
 
-#: The tensors of a running step. An action adds the results of its unit.
+#: The tensors of a running step. An action adds the results of its step op.
 Tensors = dict[Any, Tensor]
 Action = Callable[[Tensors], None]
 
 
 class Binding:
-    """Units bound to the inputs of a step, at some sizes."""
+    """Step ops bound to the inputs of a step, at some sizes."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Binding:
         inputs: Mapping[str, Tensor],
         sizes: Sizes,
     ):
-        """Keep what the units are bound to.
+        """Keep what the step ops are bound to.
 
         Args:
             recording: The recording.
@@ -56,18 +56,18 @@ class Binding:
         self._attention, self._regions = attention, regions
         self.inputs, self.sizes = inputs, sizes
 
-    def bind(self, units: Sequence[Unit]) -> Callable[[], None]:
-        """Return a function that runs the units in order."""
+    def bind(self, step_ops: Sequence[StepOp]) -> Callable[[], None]:
+        """Return a function that runs the step ops in order."""
         constants: Tensors = {}
-        read = {key for unit in units for key in reads(unit, self.terms)}
-        actions: list[tuple[Unit, Action]] = []
-        for unit in units:
-            action = self._action(unit, read)
-            if unit.node is not None and unit.nodes[0] in self.terms.constant:
+        read = {key for step_op in step_ops for key in reads(step_op, self.terms)}
+        actions: list[tuple[StepOp, Action]] = []
+        for step_op in step_ops:
+            action = self._action(step_op, read)
+            if step_op.node is not None and step_op.nodes[0] in self.terms.constant:
                 action(constants)  # it gives the same at every step
             else:
-                actions.append((unit, action))
-        dropped = self._dropped([unit for unit, _ in actions], constants)
+                actions.append((step_op, action))
+        dropped = self._dropped([step_op for step_op, _ in actions], constants)
         steps = [(action, keys) for (_, action), keys in zip(actions, dropped, strict=True)]
 
         def run() -> None:
@@ -79,30 +79,30 @@ class Binding:
 
         return run
 
-    def _dropped(self, units: Sequence[Unit], kept: Collection[Any]) -> list[list[Key]]:
-        """Return for each unit the tensors that no later unit reads."""
+    def _dropped(self, step_ops: Sequence[StepOp], kept: Collection[Any]) -> list[list[Key]]:
+        """Return for each step op the tensors that no later step op reads."""
         last: dict[Key, int] = {}
-        for position, unit in enumerate(units):
-            for key in (*kernel_results(unit, self.terms), *reads(unit, self.terms)):
+        for position, step_op in enumerate(step_ops):
+            for key in (*kernel_results(step_op, self.terms), *reads(step_op, self.terms)):
                 last[key] = position
-        dropped: list[list[Key]] = [[] for _ in units]
+        dropped: list[list[Key]] = [[] for _ in step_ops]
         for key, position in last.items():
             if key not in kept:
                 dropped[position].append(key)
         return dropped
 
-    def _action(self, unit: Unit, read: Collection[Any]) -> Action:
-        if unit.attention is not None:
-            return self._attention_action(unit.attention, read)
-        if unit.region is not None:
-            return self._region_action(unit.region)
-        if unit.node is not None:
-            return self._op_action(unit)
-        return self._kernel_action(unit)
+    def _action(self, step_op: StepOp, read: Collection[Any]) -> Action:
+        if step_op.attention is not None:
+            return self._attention_action(step_op.attention, read)
+        if step_op.region is not None:
+            return self._region_action(step_op.region)
+        if step_op.node is not None:
+            return self._op_action(step_op)
+        return self._kernel_action(step_op)
 
-    def _op_action(self, unit: Unit) -> Action:
+    def _op_action(self, step_op: StepOp) -> Action:
         """Return what runs a torch op."""
-        (number,), node, inputs = unit.nodes, unit.node, self.inputs
+        (number,), node, inputs = step_op.nodes, step_op.node, self.inputs
         assert node is not None
         args, kwargs = at_size(node.args, self.sizes), at_size(node.kwargs, self.sizes)
         op = node.op
@@ -125,7 +125,7 @@ class Binding:
 
         Args:
             one: The attention.
-            read: What units read, such as the keys of the layer.
+            read: What step ops read, such as the keys of the layer.
         """
         inputs = self.inputs
         rows, kv_heads, d = self.rows, one.k.heads, one.head_dim
@@ -187,9 +187,9 @@ class Binding:
 
         return action
 
-    def _kernel_action(self, unit: Unit) -> Action:
+    def _kernel_action(self, step_op: StepOp) -> Action:
         """Return what runs the program of a group."""
-        program, run = unit.program, unit.run
+        program, run = step_op.program, step_op.run
         assert program is not None and run is not None
         readers = [self._reader(term) for term in program.inputs]
         writers = [self._writer(*result) for result in program.results]

@@ -18,7 +18,8 @@ from torch import Tensor
 from mirage_hf.trace.order import needed_nodes
 from mirage_hf.trace.record import Held, Input, Meta, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.terms import Term, Terms
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
 
 #: The op that attention is recorded as (trace/attention.py).
 ATTENTION_OP = "mirage_hf.cached_attention"

@@ -1,4 +1,4 @@
-"""The table of torch ops as rows of the op table. An op that is not in it has no term."""
+"""The table of torch ops as ops of the op table. A torch op that is not in it has no term."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mirage_hf.trace.record import Held, Input, Node, Value
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.term import Term
 from mirage_hf.trace.term_operands import TermOperands
-from mirage_hf.trace.torch_ops import ELEMENTWISE_OPS, elementwise_row
+from mirage_hf.trace.torch_ops import ELEMENTWISE_OPS, elementwise_op
 
 #: Returns the term of a node, None if it has none.
 Lowering = Callable[[TermOperands, Node], Term | None]
@@ -39,23 +39,23 @@ def _lowering(*names: str) -> Callable[[Lowering], Lowering]:
 @_lowering(*ELEMENTWISE_OPS)
 def _elementwise(terms: TermOperands, node: Node) -> Term | None:
     """Return an elementwise term, None if the operands are not row-wise."""
-    row, meta = elementwise_row(node), node.outputs[0]
-    if row is None:
+    known, meta = elementwise_op(node), node.outputs[0]
+    if known is None:
         return None
     assert meta is not None
     shape = fixed_shape(meta)
     if not shape:
         return None
-    operands = _elementwise_operands(terms, row.operands, shape)
+    operands = _elementwise_operands(terms, known.operands, shape)
     if operands is None:
         return None
-    dims = _dims_of_elementwise(terms, row.op, operands, shape)
+    dims = _dims_of_elementwise(terms, known.op, operands, shape)
     if dims is None:
         return None
-    if row.op in ("add", "mul") and not _is_computed(operands[0]) and _is_computed(operands[1]):
+    if known.op in ("add", "mul") and not _is_computed(operands[0]) and _is_computed(operands[1]):
         operands.reverse()
-    term = Term(row.op, tuple(operands), row.attrs, dims, meta.dtype)
-    return as_composite(term) if row.op == "mul" else term
+    term = Term(known.op, tuple(operands), known.attrs, dims, meta.dtype)
+    return as_composite(term) if known.op == "mul" else term
 
 
 def _elementwise_operands(

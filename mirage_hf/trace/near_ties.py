@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mirage_hf.trace.router import route
+from mirage_hf.trace.routers.op import route
 
 _TOP_K, _ROUTE = torch.ops.aten.topk.default, torch.ops.mirage_hf.route.default
 

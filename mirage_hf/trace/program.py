@@ -129,7 +129,7 @@ class _Writer:
         return isinstance(x, Term) and x not in self.tensors
 
     def _norm_with_offset(self, term: Term) -> DTensor:
-        """Write RMSNorm with a weight plus a number in float32, as `parts.normed` does."""
+        """Write RMSNorm with a weight plus a number in float32, as `fragments.normed` does."""
         graph, (x, scale) = self.graph, term.operands
         weight, offset = scale.operands
         wide = torch.float32 if self.dtype.itemsize < 4 else self.dtype

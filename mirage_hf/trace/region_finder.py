@@ -10,7 +10,7 @@ from mirage_hf.trace.axes import Tensorlike, is_view, may_be_written
 from mirage_hf.trace.order import run_together
 from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.torch_ops import elementwise_row
+from mirage_hf.trace.torch_ops import elementwise_op
 
 #: How many ops a region may have. A search of 17 took 2.5 s, one of 24 minutes.
 MOST_OPS = 18
@@ -152,7 +152,7 @@ class RegionFinder:
     def elementwise(self) -> Iterator[int]:
         """Iterate over the elementwise ops."""
         for number, node in enumerate(self.nodes):
-            if elementwise_row(node) is not None:
+            if elementwise_op(node) is not None:
                 yield number
 
     def members_around(self, number: int) -> set[int] | None:

@@ -134,8 +134,8 @@ def find_regions(
     Args:
         recording: The recording.
         ancestors: For each node those that must run before it (`order.ancestors`).
-        others: For each other unit that runs as one the numbers of its nodes.
-        needed: Tensors that other units read as they were made, before casts.
+        others: For each other step op the numbers of its nodes.
+        needed: Tensors that other step ops read as they were made, before casts.
     """
     finder = RegionFinder(recording, ancestors, needed)
     found: list[Region] = []

@@ -48,12 +48,12 @@ class Weight:
 
 @dataclass(eq=False)
 class Term:
-    """A row of the op table, applied to terms and numbers.
+    """An op of the op table, applied to terms and numbers.
 
     Attributes:
-        op: The row's name; "value" for a tensor that is given, "weight" for a constant one.
+        op: The op's name; "value" for a tensor that is given, "weight" for a constant one.
         operands: Terms and numbers.
-        attrs: The row's attributes.
+        attrs: The op's attributes.
         dims: (rows, width), (rows, 1) or a weight's (1, width).
         dtype: The dtype that torch gives.
         node: The number of the node that made it, −1 if none did.

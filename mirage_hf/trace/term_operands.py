@@ -14,7 +14,7 @@ from mirage_hf.trace.term import Tensorlike, Term, Weight, columns_of
 
 
 @dataclass(frozen=True)
-class ProductPart:
+class ColumnSlice:
     """Columns [start, stop) of a product."""
 
     product: Term
@@ -34,14 +34,14 @@ class TermOperands:
         recording: The recording.
         rows: The rows of row-wise tensors.
         of_value: The term of each value that was read as one. Several values may have one term.
-        parts: The values that are columns of a product.
+        slices: The values that are columns of a product.
         constant: The nodes that are views of weights.
     """
 
     def __init__(self, recording: Recording, rows: int):
         self.recording, self.rows = recording, rows
         self.of_value: dict[Value, Term] = {}
-        self.parts: dict[Value, ProductPart] = {}
+        self.slices: dict[Value, ColumnSlice] = {}
         self.constant = _constant_views(recording)
         self._made: dict[Any, Term] = {}
 
@@ -49,8 +49,8 @@ class TermOperands:
         """Return the term of a tensor, None if its form is none that terms have."""
         if isinstance(x, Value) and x in self.of_value:
             return self.of_value[x]
-        if isinstance(x, Value) and x in self.parts:
-            return self.part(x)
+        if isinstance(x, Value) and x in self.slices:
+            return self.slice_of(x)
         meta = self.recording.meta(x)
         if not meta.dtype.is_floating_point or meta.storage in self.recording.changing:
             return None
@@ -85,11 +85,11 @@ class TermOperands:
             ("coded", codes[0]), lambda: Term("weight", (), {}, shape, coding.dtype, weight=weight)
         )
 
-    def part(self, value: Value) -> Term:
+    def slice_of(self, value: Value) -> Term:
         """Return the term of a value that is columns of a product."""
-        part = self.parts[value]
-        key = "part", id(part.product), part.start, part.stop
-        return self._once(key, lambda: columns_of(part.product, part.start, part.stop))
+        one = self.slices[value]
+        key = "slice", id(one.product), one.start, one.stop
+        return self._once(key, lambda: columns_of(one.product, one.start, one.stop))
 
     def row_form(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Return (rows, width) of a row-wise tensor, None for tensors of other shapes."""

@@ -10,7 +10,7 @@ from mirage_hf.trace.lowerings import lower
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.term import Term, Weight, is_coded, is_product
-from mirage_hf.trace.term_operands import ProductPart, TermOperands
+from mirage_hf.trace.term_operands import ColumnSlice, TermOperands
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
 __all__ = ["Term", "Terms", "Weight"]
@@ -57,7 +57,7 @@ class Terms:
         if node.name in SAME_TENSOR:
             self._read_view(number, node)
         elif node.name in _SLICES or node.name in _SPLITS:
-            self._read_parts(number, node)
+            self._read_slices(number, node)
         else:
             self._read_op(number, node)
 
@@ -90,10 +90,10 @@ class Terms:
             return
         if isinstance(source, Input) and meta.dtype != self.recording.meta(source).dtype:
             return
-        parts, dims = self._operands.parts, self._operands.row_form(shape)
-        if source in parts and dims is not None:
-            if shape[-1] == parts[source].width:
-                parts[Value(number)] = parts[source]
+        slices, dims = self._operands.slices, self._operands.row_form(shape)
+        if source in slices and dims is not None:
+            if shape[-1] == slices[source].width:
+                slices[Value(number)] = slices[source]
             return
         known = self.of_value.get(source) if isinstance(source, Value) else None
         if known is None and (dims is not None or node.name == "aten._to_copy"):
@@ -101,7 +101,7 @@ class Terms:
         if known is not None and (known.is_constant or dims == known.dims):
             self.of_value[Value(number)] = known
 
-    def _read_parts(self, number: int, node: Node) -> None:
+    def _read_slices(self, number: int, node: Node) -> None:
         """Note which columns of a product each result is."""
         source = node.args[0]
         term = self.of_value.get(source) if isinstance(source, Value) else None
@@ -125,7 +125,7 @@ class Terms:
             width = meta.shape[-1]
             if self._operands.row_form(meta.shape) is None:
                 return
-            self._operands.parts[Value(number, output)] = ProductPart(term, start, start + width)
+            self._operands.slices[Value(number, output)] = ColumnSlice(term, start, start + width)
             start += width
 
     # -- which terms are needed
@@ -139,13 +139,13 @@ class Terms:
         for term, value in [*self.made.items()]:
             if not reads.escapes(value):
                 continue
-            parts = reads.only_parts(value)
-            if parts is None:
+            slices = reads.only_slices(value)
+            if slices is None:
                 term.escapes = True
                 continue
-            for part, x in parts.items():
-                part.escapes = True
-                self.made[part] = x
+            for one, x in slices.items():
+                one.escapes = True
+                self.made[one] = x
         needed: dict[Term, None] = {}
 
         def need(term: Term) -> None:
@@ -177,23 +177,23 @@ class _OtherReads:
 
     def _passes_on(self, number: int) -> bool:
         """Return whether a reader is no term, or a view that something else reads."""
-        of_value, parts, node = self._operands.of_value, self._operands.parts, self._nodes[number]
+        of_value, slices, node = self._operands.of_value, self._operands.slices, self._nodes[number]
         outputs = [Value(number, n) for n, meta in enumerate(node.outputs) if meta is not None]
-        if any(value in parts for value in outputs) or node.name in SAME_TENSOR:
-            known = [v for v in outputs if v in parts or v in of_value]
+        if any(value in slices for value in outputs) or node.name in SAME_TENSOR:
+            known = [v for v in outputs if v in slices or v in of_value]
             return len(known) < len(outputs) or any(map(self.escapes, known))
         return not any(value in of_value for value in outputs)
 
-    def only_parts(self, value: Value) -> dict[Term, Value] | None:
-        """Return the parts of a product that escape, if only terms read all others.
+    def only_slices(self, value: Value) -> dict[Term, Value] | None:
+        """Return the slices of a product that escape, if only terms read all others.
 
         Args:
             value: What holds a term, and escapes.
 
         Returns:
-            The tensor of each part that escapes. None if all columns of the product do.
+            The tensor of each slice that escapes. None if all columns of the product do.
         """
-        of_value, parts = self._operands.of_value, self._operands.parts
+        of_value, slices = self._operands.of_value, self._operands.slices
         whole, waiting = of_value[value], [value]
         found: list[Value] = []
         while waiting:
@@ -202,18 +202,18 @@ class _OtherReads:
                 for x in (Value(number, n) for n in range(len(outputs))):
                     if of_value.get(x) is whole:
                         waiting.append(x)  # a view
-                    elif x in parts:
+                    elif x in slices:
                         found.append(x)
                     else:
                         return None
-        escaping = {self._operands.part(x): x for x in found if self.escapes(x)}
-        columns = {n for x in escaping.values() for n in range(parts[x].start, parts[x].stop)}
+        escaping = {self._operands.slice_of(x): x for x in found if self.escapes(x)}
+        columns = {n for x in escaping.values() for n in range(slices[x].start, slices[x].stop)}
         if len(escaping) < sum(map(self.escapes, found)) or len(columns) == whole.dims[1]:
             return None
         return escaping
 
 
 def _place(term: Term) -> tuple[int, int]:
-    """Return where a term comes: parts of one product in the order of their columns."""
+    """Return where a term comes: slices of one product in the order of their columns."""
     weights = [x.weight for x in term.terms if x.weight is not None and x.weight.columns]
     return term.node, weights[0].columns[0] if weights and weights[0].columns else 0

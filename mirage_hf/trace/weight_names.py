@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Held, Value
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.term import Term
 
 
-def weight_path(plan: StepPlan, weight: Term, paths: dict[int, str]) -> str:
+def weight_path(plan: StepPlan, weight: Term, paths: Mapping[int, str]) -> str:
     """Return the name of the parameter that a weight is, or is a view of."""
     assert weight.weight is not None
     if weight.weight.coded is not None:

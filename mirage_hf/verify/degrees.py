@@ -176,8 +176,8 @@ class Degrees:
         if fn == "pow" and not isinstance(args[1], Degree) and float(args[1]) in (2.0, 3.0, 4.0):
             return self._power(args[0], int(args[1]))
         degrees = [a if isinstance(a, Degree) else self._constant(float(a)) for a in args]
-        row = table.lookup(fn)
-        if row.opaque:
+        entry = table.lookup(fn)
+        if entry.opaque:
             return self._opaque(degrees)
         if fn == "cast":
             return degrees[0]
@@ -193,7 +193,7 @@ class Degrees:
             "neg": lambda x: x,
             "select": self._select,
         }
-        return row.program(**attrs).evaluate(algebra, degrees, self._constant)
+        return entry.program(**attrs).evaluate(algebra, degrees, self._constant)
 
     def _constant(self, value: float) -> Degree:
         return self.variable(()) if small_rational(value) is None else self.empty(())

@@ -201,8 +201,8 @@ class FieldAlgebra:
         if fn == "pow" and not isinstance(args[1], Element) and float(args[1]) in (2.0, 3.0, 4.0):
             return functools.reduce(self.mul, [args[0]] * int(args[1]))
         elements = [a if isinstance(a, Element) else self.constant(float(a)) for a in args]
-        row = table.lookup(fn)
-        if row.opaque:
+        entry = table.lookup(fn)
+        if entry.opaque:
             return self._random_function(fn, tuple(sorted(attrs.items())), elements)
         if fn == "cast":
             return elements[0]
@@ -217,7 +217,7 @@ class FieldAlgebra:
             "neg": lambda x: self.sub(self.constant(0.0), x),
             "select": self.select,
         }
-        return row.program(**attrs).evaluate(algebra, elements, self.constant)
+        return entry.program(**attrs).evaluate(algebra, elements, self.constant)
 
     @staticmethod
     def _binary(f: Any, a: Element, b: Element) -> Element:

@@ -11,14 +11,14 @@ from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelOp
 from mirage_hf.graph.operands import bound_operands, index_operands
 from mirage_hf.ops import table
 from mirage_hf.verify.size_relations import (
+    AxisSegment,
     BlockAxis,
-    InputPart,
+    DimSegment,
     Key,
     ResizeError,
     SizeRelations,
     TensorDim,
-    TensorPart,
-    rotated_part,
+    rotated_segment,
 )
 
 
@@ -118,9 +118,9 @@ def _slice(relations: SizeRelations, side: str, op: KernelOp) -> None:
     _join_all_except(relations, side, x, out, dim)
     parts: list[Key] = [TensorDim(side, out.index, dim)]
     if before := attrs["start"]:
-        parts.insert(0, _part(relations, side, out, "before", before))
+        parts.insert(0, _segment(relations, side, out, "before", before))
     if after := x.dims[dim] - attrs["stop"]:
-        parts.append(_part(relations, side, out, "after", after))
+        parts.append(_segment(relations, side, out, "after", after))
     relations.add_rule("sum", TensorDim(side, x.index, dim), parts)
 
 
@@ -162,15 +162,15 @@ def _rope(relations: SizeRelations, side: str, op: KernelOp) -> None:
     relations.join(last, TensorDim(side, out.index, len(out.dims) - 1))
     width = TensorDim(side, cos.index, len(cos.dims) - 1)
     relations.join(width, TensorDim(side, sin.index, len(sin.dims) - 1))
-    two = _part(relations, side, out, "two", 2)
-    half = _part(relations, side, out, "half", cos.dims[-1] // 2)
+    two = _segment(relations, side, out, "two", 2)
+    half = _segment(relations, side, out, "half", cos.dims[-1] // 2)
     relations.fixed.add(two)
     relations.add_rule("product", width, [two, half])
     relations.reduced |= {width, last}
     if cos.dims[-1] == x.dims[-1]:
         relations.join(width, last)
     else:
-        rest = _part(relations, side, out, "rest", x.dims[-1] - cos.dims[-1])
+        rest = _segment(relations, side, out, "rest", x.dims[-1] - cos.dims[-1])
         relations.add_rule("sum", last, [width, rest])
 
 
@@ -182,7 +182,7 @@ def _append(relations: SizeRelations, side: str, op: KernelOp) -> None:
     _join_all_except(relations, side, rows, out, slots)
     parts: list[Key] = [TensorDim(side, rows.index, slots)]
     if rest := cache.dims[slots] - rows.dims[slots]:
-        parts.append(_part(relations, side, out, "rest", rest))
+        parts.append(_segment(relations, side, out, "rest", rest))
     relations.add_rule("sum", TensorDim(side, out.index, slots), parts)
     if position.dims[0] == cache.dims[0]:
         relations.join(TensorDim(side, position.index, 0), TensorDim(side, out.index, 0))
@@ -202,16 +202,16 @@ def _block_graph(relations: SizeRelations, side: str, number: int, op: KernelOp)
             if name == i.joined:
                 relations.add_rule("sum", axis, dims)
             elif i.padding is not None and name == i.padding.axis:
-                relations.cut(axis, dims[0], InputPart(side, number, i.name, "padding"))
+                relations.cut(axis, dims[0], AxisSegment(side, number, i.name, "padding"))
             else:
                 for dim in dims:
                     relations.join(axis, dim)
         if i.taken is not None:
             _index(relations, side, number, op, i.taken)
         if i.rotation is not None and i.rotation.width is not None:
-            rotated = rotated_part(side, number, i.name)
+            rotated = rotated_segment(side, number, i.name)
             relations.full[rotated] = i.rotation.width
-            straight = InputPart(side, number, i.name, "straight")
+            straight = AxisSegment(side, number, i.name, "straight")
             relations.cut(BlockAxis(side, number, i.rotation.axis), rotated, straight)
     for t, output in zip(op.outputs, block.outputs, strict=True):
         for d, name in enumerate(output.axes):
@@ -231,10 +231,10 @@ def _index(relations: SizeRelations, side: str, number: int, op: KernelOp, taken
             relations.join(BlockAxis(side, number, name), TensorDim(side, index.index, d))
 
 
-def _part(relations: SizeRelations, side: str, t: DTensor, name: str, size: int) -> TensorPart:
-    part = TensorPart(side, t.index, name)
-    relations.full[part] = size
-    return part
+def _segment(relations: SizeRelations, side: str, t: DTensor, name: str, size: int) -> DimSegment:
+    segment = DimSegment(side, t.index, name)
+    relations.full[segment] = size
+    return segment
 
 
 _RULES: dict[str, Callable[[SizeRelations, str, KernelOp], None]] = {

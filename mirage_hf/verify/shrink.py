@@ -15,11 +15,11 @@ from mirage_hf.verify.size_relations import (
     KERNELS,
     PROGRAM,
     BlockAxis,
+    DimSegment,
     Key,
     ResizeError,
     TensorDim,
-    TensorPart,
-    rotated_part,
+    rotated_segment,
 )
 
 Sizes = Mapping[Key, int]
@@ -55,7 +55,7 @@ def small_graph(classes: SizeClasses, side: str, sizes: Sizes) -> SmallGraph:
         if op.name == CUSTOMIZED:
             blocks[number] = resized_block(classes, side, number, op, sizes)
         elif op.name == "slice":
-            before = TensorPart(side, op.outputs[0].index, "before")
+            before = DimSegment(side, op.outputs[0].index, "before")
             starts[number] = sizes[classes.find(before)] if dict(op.attrs)["start"] else 0
     return SmallGraph(graph, dims, blocks, starts)
 
@@ -93,7 +93,7 @@ def resized_block(
             size = size_along(i.sources[0], i.taken.dim)
             i = replace(i, taken=replace(i.taken, size=size))
         if i.rotation is not None and i.rotation.width is not None:
-            width = sizes[classes.find(rotated_part(side, number, i.name))]
+            width = sizes[classes.find(rotated_segment(side, number, i.name))]
             i = replace(i, rotation=replace(i.rotation, width=width))
         return i
 

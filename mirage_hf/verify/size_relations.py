@@ -32,8 +32,8 @@ class BlockAxis:
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """A part of a dim that is no dim of any tensor, such as the rest of a slice."""
+class DimSegment:
+    """A segment of a dim that is no dim of any tensor, such as the rest of a slice."""
 
     side: str
     tensor: int
@@ -41,8 +41,8 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class InputPart:
-    """A part of an axis of a block graph's input: the padding, or what a rotation moves."""
+class AxisSegment:
+    """A segment of an axis of a block graph's input: the padding, or what a rotation moves."""
 
     side: str
     op: int
@@ -50,7 +50,7 @@ class InputPart:
     name: str
 
 
-Key = TensorDim | BlockAxis | TensorPart | InputPart
+Key = TensorDim | BlockAxis | DimSegment | AxisSegment
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SizeRelations:
     """Union-find over dims and axes, and the rules between their sizes.
 
     Attributes:
-        full: The full size of every dim, axis and part.
+        full: The full size of every dim, axis and segment.
         rules: Sizes that follow from others.
         splits: Pairs of a split axis and the axis that numbers its splits.
         reduced: Dims that an op reduces or normalises along, except those that matmuls sum over.
@@ -125,6 +125,6 @@ class SizeRelations:
         self.add_rule("sum", total, [first, rest])
 
 
-def rotated_part(side: str, number: int, name: str) -> InputPart:
-    """Return the part of a block graph's input that a rotation of limited width moves."""
-    return InputPart(side, number, name, "rotated")
+def rotated_segment(side: str, number: int, name: str) -> AxisSegment:
+    """Return the segment of a block graph's input that a rotation of limited width moves."""
+    return AxisSegment(side, number, name, "rotated")

@@ -20,8 +20,8 @@ import triton as compiler_of_kernels
 
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton, workers
+from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.triton import GeneratedProgram
 from mirage_hf.errors import CodegenError
 from tests.helpers import kernel_cases
 

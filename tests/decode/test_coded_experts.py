@@ -26,16 +26,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 import mirage_hf as mi
 from mirage_hf.errors import OptimizeError, OptimizeWarning
 from mirage_hf.formats.experts import CodedExperts, coded_experts
-from mirage_hf.trace.experts_form import ExpertsForm, form_of
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from scripts.coded_models import coded_bytes, put_mxfp4, with_codes
 from tests.decode.test_coded_models import generated, snapshot
 from tests.helpers import torchao_tensors
-from tests.helpers.coded_experts import (
-    Make,
-    decoded_fp8,
-    shape_of_blocks,
-    with_names,
-)
+from tests.helpers.coded_experts import Make, decoded_fp8, shape_of_blocks, with_names
 from tests.helpers.thorough import THOROUGH
 
 pytestmark = pytest.mark.models

@@ -75,7 +75,7 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(name: str) -> None:
 def test_what_an_encoder_gave_is_read_once_for_all_tokens_of_a_text(name: str) -> None:
     _, ours = pair(name)
     for plan in ours.generate.runner.traced.drafting.values():
-        nodes = [unit.node for unit in plan.units if unit.node is not None]
+        nodes = [unit.node for unit in plan.step_ops if unit.node is not None]
         copied = [x for node in nodes if "for_each_token" in node.name for x in node.operands]
         assert not any(is_source(x) for x in copied)
         read = [x for node in nodes if node.name == ATTENTION_OP for x in node.operands]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
 import mirage_hf as mi
-from mirage_hf.trace.experts_form import ExpertsForm, form_of
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from scripts.survey_configs import small_config
 from tests.helpers import thorough
 

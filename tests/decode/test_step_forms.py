@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mirage_hf.api import optimize
+from mirage_hf.decode.step_forms import FORMS, Form
 from mirage_hf.decode.step_inputs import gives_positions
-from mirage_hf.decode.traced_step import FORMS, Form
 from scripts import survey_models
 from tests.helpers.step_pairs import agree, steps, stocks
 from tests.helpers.thorough import count

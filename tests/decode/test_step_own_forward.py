@@ -21,8 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from mirage_hf.api import optimize
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.errors import CodegenError, SearchError
-from mirage_hf.layers.model_kernels import LONG_CACHES_ROLE
-from mirage_hf.layers.part import StepShape
+from mirage_hf.layers.part import LONG_CACHES_ROLE, StepShape
 from mirage_hf.pipeline import resize, resolver
 from mirage_hf.swap import check
 from tests.helpers.generate_comparison import left_padded

@@ -93,7 +93,9 @@ def test_keys_of_an_indexer_go_to_the_slots_of_their_text() -> None:
 def test_a_state_moves_on_by_one_kernel_for_each_token(name: str) -> None:
     _, ours = pair(name)
     plan = ours.generate.runner.traced.drafting[StepShape(3, 4)]
-    states = [unit.region.target.name for unit in plan.units if unit.region and unit.region.target]
+    states = [
+        unit.region.target.name for unit in plan.step_ops if unit.region and unit.region.target
+    ]
     layers = {state.partition("@")[0] for state in states}
     assert layers and sorted(states) == sorted(f"{x}@{n}" for x in layers for n in range(4))
 

@@ -19,9 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import prefill, prompts, runner, step, trace_check, traced_step, tracing
+from mirage_hf.decode import prefill, prompts, runner, step, step_recording, trace_check, tracing
 from mirage_hf.decode.graphs import WARM_UPS
 from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.decode.rings import rings_variants
 from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
 from mirage_hf.trace import torch_ops
@@ -152,7 +153,7 @@ def test_steps_without_keys_are_recorded_once(
         nodes.append(len(recording.nodes))
         return recording
 
-    monkeypatch.setattr(traced_step, "record", counted)
+    monkeypatch.setattr(step_recording, "record", counted)
     stock, ours = pair(name)
     assert sum(n > 0 for n in nodes) == count
     options = {"inputs": text(), "do_sample": False, "max_new_tokens": 300}
@@ -495,7 +496,7 @@ def not_traced(model: Any) -> str:
 
 
 def test_a_wrong_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_ops.PLAIN_ROWS, "silu", "relu")
+    monkeypatch.setitem(torch_ops.PLAIN_OPS, "silu", "relu")
     found = not_traced(built("lfm2"))
     assert "the traced step of 1 row after 3 tokens differs from stock's by " in found
     assert "with logits up to " in found
@@ -571,7 +572,7 @@ def test_a_kernel_that_raises_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def tensors_of_caches() -> set[int]:
     """Return what identifies the tensors with as many slots as the caches of checks."""
-    slots = {traced_step.rings_variants([None])[0][2][0]}
+    slots = {rings_variants([None])[0][2][0]}
     found = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
     return {id(x) for x in found if any(type(d) is int and d in slots for d in x.shape)}
 

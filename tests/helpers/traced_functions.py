@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirage_hf.graph import coded
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.trace.groups import Group
-from mirage_hf.trace.plan import Run, StepPlan
 from mirage_hf.trace.record import Recording, record
 from mirage_hf.trace.sizes import Sizes
+from mirage_hf.trace.step_ops import Run
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.term import Term
 from mirage_hf.trace.terms import Terms
 

@@ -18,8 +18,8 @@ from transformers.models.llama import modeling_llama
 import mirage_hf as mi
 from mirage_hf.errors import Rejected
 from mirage_hf.layers.rope import Rope
-from mirage_hf.match.causal import CausalMatch
 from mirage_hf.match.matcher import match
+from mirage_hf.match.matches import CausalMatch
 from mirage_hf.match.probe import Probes
 from mirage_hf.patterns import PATTERNS, decoder_layer
 from tests.helpers.tiny_models import CENTRED, FOUR, OTHERS, SIZES, tiny

@@ -22,11 +22,12 @@ from mirage_hf.experts_interface import Experts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.trace.experts import experts_as_one_node
-from mirage_hf.trace.experts_form import ExpertsForm, form_of, run_decoded
-from mirage_hf.trace.experts_programs import ParameterSlice
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.experts.form import ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts.op import experts_as_one_node
+from mirage_hf.trace.experts.programs import ParameterSlice
 from mirage_hf.trace.record import record
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 from scripts.coded_models import put_mxfp4
 from tests.helpers import (
     coded_experts,
@@ -94,7 +95,7 @@ def test_two_programs_compute_what_decoded_experts_do(
     held = {x.untyped_storage().data_ptr() for x in coded_experts.parameters_of(module)}
     assert all(x.untyped_storage().data_ptr() in held for x in form.parameters)
     plan.schedule({}, regions={region: RegionRun(runs(region.graph)) for region in found})
-    assert sum(u.region is not None for u in plan.units) == 2
+    assert sum(u.region is not None for u in plan.step_ops) == 2
     wanted = exact(plain, *inputs.values())
     (ours,) = results_of(plan, inputs, (wanted.to(dtype),))
     assert far(ours, wanted, dtype) < 1

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS
-from mirage_hf.trace.plan import RegionRun, StepPlan
-from mirage_hf.trace.router import ROUTE
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS
+from mirage_hf.trace.routers.op import ROUTE
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers.traced_functions import normal, outputs_of, plan_of, results_of, runs
 
 EXPERTS_COUNT, WIDTH, INNER, ROWS = 5, 16, 24, 3
@@ -71,7 +72,7 @@ def test_only_the_chosen_experts_are_read(
         min(ROWS * chosen, EXPERTS_COUNT) * size for size in (2 * one, one)
     ]
     plan.schedule({}, regions={r: RegionRun(runs(r.graph)) for r in found if by_kernels})
-    names = [u.node.name for u in plan.units if u.node is not None]
+    names = [u.node.name for u in plan.step_ops if u.node is not None]
     assert names.count(ROUTE) == 1 and names.count(EXPERTS) == (not by_kernels)
     assert not {"aten.bmm", "aten.topk", "aten.scatter_", "aten.repeat"} & {*names}
     (wanted,) = outputs_of(function, inputs)

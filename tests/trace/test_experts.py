@@ -14,9 +14,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, experts_as_one_node
-from mirage_hf.trace.experts_form import ExpertsForm, form_of
-from mirage_hf.trace.plan import RegionRun, StepPlan
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, experts_as_one_node
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers.traced_functions import outputs_of, recorded, results_of, runs
 
 ROWS, EXPERTS_COUNT, CHOSEN, WIDTH, INNER = 3, 6, 2, 16, 24
@@ -100,8 +101,8 @@ def test_two_programs_compute_what_stock_does(name: str, dtype: torch.dtype) -> 
     assert names[1].count("add") == 2 + ("biases" in name)
     wanted = outputs_of(function, inputs)
     plan.schedule({}, regions=kernels(plan))
-    assert sum(u.region is not None for u in plan.units) == 2
-    assert not any(u.node is not None and u.node.name == EXPERTS for u in plan.units)
+    assert sum(u.region is not None for u in plan.step_ops) == 2
+    assert not any(u.node is not None and u.node.name == EXPERTS for u in plan.step_ops)
     (ours,) = results_of(plan, inputs, wanted)
     exact = outputs_of(
         block(built(name, dtype).double()),
@@ -118,7 +119,7 @@ def test_without_both_kernels_stock_runs(which: tuple[int, ...]) -> None:
     found = [*kernels(plan).items()]
     plan.schedule({}, regions=dict(found[n] for n in which))
     wanted = outputs_of(block(experts), inputs)
-    assert any(u.node is not None and u.node.name == EXPERTS for u in plan.units)
+    assert any(u.node is not None and u.node.name == EXPERTS for u in plan.step_ops)
     torch.testing.assert_close(results_of(plan, inputs, wanted), wanted)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirage_hf.trace.host_values import HostValues
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording, TraceError, record
+from mirage_hf.trace.step_plan import StepPlan
 
 TABLE = torch.arange(600.0).reshape(200, 3)
 

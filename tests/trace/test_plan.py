@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import record
 from mirage_hf.trace.sizes import generalized
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers.traced_functions import (
     ROWS,
     WIDE,
@@ -117,7 +117,7 @@ def test_results_are_those_of_the_function(function: Callable[..., Any], by_kern
     plan = plan_of(function, {"x": X})
     assert plan.programs and not plan.reasons
     plan.schedule(program_kernels(plan) if by_kernels else {})
-    assert any(u.program is not None for u in plan.units) == by_kernels
+    assert any(u.program is not None for u in plan.step_ops) == by_kernels
     wanted = outputs_of(function, {"x": X})
     for theirs, ours in zip(wanted, results_of(plan, {"x": X}, wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -140,7 +140,7 @@ def test_some_groups_may_have_a_kernel() -> None:
     for chosen in range(2 ** len(kernels)):
         some = [group for n, group in enumerate(kernels) if chosen >> n & 1]
         plan.schedule({group: kernels[group] for group in some})
-        assert sum(u.program is not None for u in plan.units) == len(some)
+        assert sum(u.program is not None for u in plan.step_ops) == len(some)
         (ours,) = results_of(plan, {"x": X}, wanted)
         torch.testing.assert_close(ours, wanted[0], rtol=1e-5, atol=1e-5)
 
@@ -148,10 +148,10 @@ def test_some_groups_may_have_a_kernel() -> None:
 def test_what_kernels_compute_runs_as_no_op() -> None:
     plan = plan_of(layer, {"x": X})
     plan.schedule(program_kernels(plan))
-    names = {u.node.name for u in plan.units if u.node is not None}
+    names = {u.node.name for u in plan.step_ops if u.node is not None}
     assert names.isdisjoint({"aten.silu", "aten.rsqrt", "aten.mean", "aten.pow"})
     plan.schedule({})
-    names = {u.node.name for u in plan.units if u.node is not None}
+    names = {u.node.name for u in plan.step_ops if u.node is not None}
     assert names >= {"aten.mm", "aten.silu", "aten.rsqrt", "aten.mean", "aten.pow"}
 
 
@@ -162,7 +162,7 @@ def test_what_nothing_reads_does_not_run() -> None:
 
     plan = plan_of(function, {"x": X})
     plan.schedule({})
-    assert [u.node.name for u in plan.units if u.node] == ["aten.silu", "aten.copy_"]
+    assert [u.node.name for u in plan.step_ops if u.node] == ["aten.silu", "aten.copy_"]
 
 
 # -- writes ---------------------------------------------------------------------------------------

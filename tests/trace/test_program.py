@@ -16,9 +16,10 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from mirage_hf.decode.cache_exchange import windows_of
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.traced_step import record_step, rings_variants
+from mirage_hf.decode.rings import rings_variants
+from mirage_hf.decode.step_recording import record_step
 from mirage_hf.patterns import gated_mlp, linear_residual, mlp_up, rms_norm_linear
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.zoo.key import key_of
 from tests.helpers.tiny_models import tiny
 from tests.helpers.traced_functions import (

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.regions import Region
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers.traced_functions import normal, outputs_of, recorded, results_of
 
 ROWS, HEADS, KEYS, VALUES = 2, 4, 8, 6
@@ -129,7 +130,7 @@ def test_the_state_is_read_and_written_by_the_program_alone(name: str) -> None:
     plan, _, _ = planned(name)
     region = update_of(plan)
     plan.schedule({}, regions={region: RegionRun(lambda *_: [])})
-    left = [u.node.name for u in plan.units if u.node is not None]
+    left = [u.node.name for u in plan.step_ops if u.node is not None]
     assert "aten.exp" not in left and "aten.bmm" not in left, left
     assert left.count("aten.copy_") == 1, left  # of the result into its place
     size = STATE.numel()
@@ -247,7 +248,7 @@ def assert_as_recorded(function: Callable[..., Any], inputs: dict[str, Tensor]) 
     plan = StepPlan(recorded(function, inputs), ROWS)
     (region,) = plan.regions
     plan.schedule({}, regions=region_runs(plan))
-    assert any(unit.region is region for unit in plan.units)
+    assert any(unit.region is region for unit in plan.step_ops)
     wanted = outputs_of(function, inputs)
     for got, x in zip(results_of(plan, inputs, wanted), wanted, strict=True):
         torch.testing.assert_close(got, x)
@@ -282,7 +283,7 @@ def test_a_result_that_is_cast_is_stored_in_that_dtype() -> None:
 
     plan = assert_as_recorded(function, {"x": normal(3, 2, 8, dtype=torch.bfloat16)})
     assert [t.dtype for t in plan.regions[0].graph.outputs] == [torch.bfloat16]
-    assert not any(u.node is not None and u.node.name == "aten._to_copy" for u in plan.units)
+    assert not any(u.node is not None and u.node.name == "aten._to_copy" for u in plan.step_ops)
 
 
 def test_a_norm_after_an_update_keeps_its_square() -> None:
@@ -390,5 +391,5 @@ def test_a_sum_that_a_product_reads_is_computed_once() -> None:
     kernels = {g: partial(run_kernel_graph, p.graph) for g, p in plan.programs.items()}
     assert kernels
     plan.schedule(kernels, regions=region_runs(plan))
-    left = [u.node.name for u in plan.units if u.node is not None]
+    left = [u.node.name for u in plan.step_ops if u.node is not None]
     assert not {"aten.exp", "aten.mul", "aten.sum"} & set(left), left

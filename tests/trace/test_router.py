@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen.ahead import compile_kernel
 from mirage_hf.decode.kernels.router import route_by_kernel
-from mirage_hf.trace.plan import StepPlan
-from mirage_hf.trace.router import ROUTE, route, router_of
-from mirage_hf.trace.router_finder import MOST_ELEMENTS
-from mirage_hf.trace.router_text import router_text
+from mirage_hf.trace.routers.finder import MOST_ELEMENTS
+from mirage_hf.trace.routers.op import ROUTE, route, router_of
+from mirage_hf.trace.routers.text import router_text
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers import triton_interpreter
 from tests.helpers.decode_states import DTYPES, TYPES
 from tests.helpers.routers import ROUTERS, Sizes
@@ -32,7 +32,7 @@ TIES = (2 * normal(3, 24, seed=1)).round()
 def numbers_of(plan: StepPlan) -> list[int]:
     """Return the routers of a plan in which no top-k is left."""
     plan.schedule({})
-    nodes = [u.node for u in plan.units if u.node is not None]
+    nodes = [u.node for u in plan.step_ops if u.node is not None]
     assert not any(node.name == "aten.topk" for node in nodes)
     return [node.args[1] for node in nodes if node.name == ROUTE]
 
@@ -54,7 +54,7 @@ def test_a_router_is_one_op(name: str, dtype: torch.dtype, scores: Tensor) -> No
     scores = scores.to(dtype)
     plan = plan_of(function, {"scores": scores})
     (number,) = numbers_of(plan)
-    assert sum(u.node is not None for u in plan.units) == 3  # the router, and two results
+    assert sum(u.node is not None for u in plan.step_ops) == 3  # the router, and two results
     assert len(router_of(number).results) == 2
     outputs = outputs_of(function, {"scores": scores})
     assert equal(results_of(plan, {"scores": scores}, outputs), outputs)
@@ -187,7 +187,7 @@ def wrong_routes(name: str, count: int, device: str = "cpu") -> list[str]:
 
         plan = plan_of(function, {"scores": scores}, rows)
         (number,) = numbers_of(plan)
-        (node,) = [u.node for u in plan.units if u.node is not None and u.node.name == ROUTE]
+        (node,) = [u.node for u in plan.step_ops if u.node is not None and u.node.name == ROUTE]
         given = [getattr(x, "tensor", scores) for x in node.args[0]]
         with Stable():
             wanted = route(given, number)
@@ -264,4 +264,4 @@ def test_wide_rows_are_no_router() -> None:
     scores = normal(3, MOST_ELEMENTS + 1)
     plan = plan_of(lambda scores: torch.topk(scores, 2), {"scores": scores})
     plan.schedule({})
-    assert not any(u.node is not None and u.node.name == ROUTE for u in plan.units)
+    assert not any(u.node is not None and u.node.name == ROUTE for u in plan.step_ops)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.record import Recording, TraceError, record
 from mirage_hf.trace.row_values import RowValues
+from mirage_hf.trace.step_plan import StepPlan
 
 ROWS, SLOTS, WIDTH, HEADS = 3, 20, 4, 2
 TABLE = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(0))

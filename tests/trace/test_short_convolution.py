@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mirage_hf.trace.plan import StepPlan
 from mirage_hf.trace.short_convolution import SHORT_CONVOLUTION
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers.traced_functions import normal, recorded
 
 ROWS, CHANNELS, WIDTH = 3, 6, 4
@@ -92,7 +92,7 @@ def planned(function: Callable[..., Tensor], length: int) -> StepPlan:
 
 
 def ops_of(plan: StepPlan) -> list[str]:
-    return [u.node.name for u in plan.units if u.node is not None]
+    return [u.node.name for u in plan.step_ops if u.node is not None]
 
 
 @pytest.mark.parametrize("length", [WIDTH - 1, WIDTH, WIDTH + 2])

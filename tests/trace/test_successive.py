@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.trace.plan import RegionRun, StepPlan
 from mirage_hf.trace.record import Recording, TraceError
+from mirage_hf.trace.step_ops import RegionRun
+from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.successive import kept_name, with_states_in_turn
 from tests.helpers.traced_functions import normal, recorded
 
@@ -89,7 +90,7 @@ def test_states_and_results_are_those_of_one_token_after_another(
     plan = StepPlan(merged(step, batch), batch * TOKENS)
     regions = plan.regions if by_kernels else []
     plan.schedule({}, regions={r: RegionRun(partial(run, r.graph), False, True) for r in regions})
-    updates = [unit for unit in plan.units if unit.region and unit.region.state]
+    updates = [unit for unit in plan.step_ops if unit.region and unit.region.state]
     assert len(updates) == (TOKENS if by_kernels and name == "recurrence" else 0)
     state, x = normal(batch, HEADS, WIDTH, WIDTH, seed=5), normal(batch * TOKENS, HEADS * WIDTH)
     wanted, result = after(step, state, x)

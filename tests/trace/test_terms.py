@@ -1,4 +1,4 @@
-"""Which torch ops are rows of the op table, and which have no term."""
+"""Which torch ops are ops of the op table, and which have no term."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.plan import StepPlan
+from mirage_hf.trace.step_plan import StepPlan
 from tests.helpers.traced_functions import ROWS, normal, outputs_of, recorded, results_of
 
 
@@ -73,8 +73,8 @@ X = {"x": normal(ROWS, 4, 1, 4)}
 @pytest.mark.parametrize("function", [by_index, by_slice])
 def test_no_buffer_is_left(function: Callable[[Tensor], Tensor]) -> None:
     plan = run(function)
-    assert [u.node.name for u in plan.units if u.node and u.node.written] == ["aten.copy_"]
-    assert not any(u.node and u.node.name.startswith("aten.zeros") for u in plan.units)
+    assert [u.node.name for u in plan.step_ops if u.node and u.node.written] == ["aten.copy_"]
+    assert not any(u.node and u.node.name.startswith("aten.zeros") for u in plan.step_ops)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_no_buffer_is_left(function: Callable[[Tensor], Tensor]) -> None:
 )
 def test_other_buffers_are_kept(function: Callable[[Tensor], Tensor]) -> None:
     plan = run(function)
-    assert any(u.node and u.node.name == "aten.zeros_like" for u in plan.units)
+    assert any(u.node and u.node.name == "aten.zeros_like" for u in plan.step_ops)
 
 
 def run(function: Callable[[Tensor], Tensor]) -> StepPlan:

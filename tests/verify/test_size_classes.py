@@ -29,13 +29,13 @@ from mirage_hf.verify.size_classes import SizeClasses
 from mirage_hf.verify.size_relations import (
     KERNELS,
     PROGRAM,
+    AxisSegment,
     BlockAxis,
-    InputPart,
+    DimSegment,
     Key,
     ResizeError,
     SizeRule,
     TensorDim,
-    TensorPart,
 )
 
 GRID, LOOP = Role.GRID, Role.LOOP
@@ -205,9 +205,9 @@ def test_a_slice_leaves_what_is_before_and_after(
     (rule,) = rules_of(classes)
     keys: list[Key] = [dim(y, 1)]
     if start:
-        keys.insert(0, TensorPart(PROGRAM, y.index, "before"))
+        keys.insert(0, DimSegment(PROGRAM, y.index, "before"))
     if stop < 9:
-        keys.append(TensorPart(PROGRAM, y.index, "after"))
+        keys.append(DimSegment(PROGRAM, y.index, "after"))
     assert rule == SizeRule("sum", dim(x, 1), tuple(keys))
     assert tuple(classes.full[key] for key in rule.parts) == parts
     assert not together(classes, dim(x, 1), dim(y, 1))
@@ -259,7 +259,7 @@ def test_rope_rotates_an_even_part_of_the_last_dim() -> None:
     x, cos, sin = g.new_input((2, 6, 10)), g.new_input((1, 6, 4)), g.new_input((1, 6, 4))
     y = g.rope(x, cos, sin)
     classes = of_program(g, y)
-    two, half, rest = (TensorPart(PROGRAM, y.index, name) for name in ("two", "half", "rest"))
+    two, half, rest = (DimSegment(PROGRAM, y.index, name) for name in ("two", "half", "rest"))
     assert (classes.full[two], classes.full[half], classes.full[rest]) == (2, 2, 6)
     assert together(classes, dim(x, 1), dim(cos, 1), dim(sin, 1), dim(y, 1))
     assert together(classes, dim(x, 0), dim(y, 0))
@@ -298,7 +298,7 @@ def test_an_append_leaves_a_rest_of_the_slots(each: bool) -> None:
     assert all(together(classes, dim(cache, d), dim(y, d)) for d in range(2))
     assert together(classes, dim(rows, 0), dim(y, 0)) and together(classes, dim(rows, 2), dim(y, 2))
     assert together(classes, dim(position, 0), dim(y, 0)) is each
-    rest = TensorPart(PROGRAM, y.index, "rest")
+    rest = DimSegment(PROGRAM, y.index, "rest")
     assert rules_of(classes) == [SizeRule("sum", dim(y, 1), (dim(rows, 1), rest))]
     assert classes.full[rest] == 5
 
@@ -359,7 +359,7 @@ def test_equal_parts_of_equal_dims_are_equal() -> None:
     classes = of_program(g, y, z, c)
     assert together(classes, dim(a, 1), dim(b, 1)) and together(classes, dim(y, 1), dim(z, 1))
     assert not together(classes, dim(a, 1), dim(c, 1))
-    before = [TensorPart(PROGRAM, t.index, "before") for t in (a, b, c)]
+    before = [DimSegment(PROGRAM, t.index, "before") for t in (a, b, c)]
     assert together(classes, *before[:2]) and not together(classes, *before[1:])
 
 
@@ -409,7 +409,7 @@ def test_a_padded_input_is_shorter_than_its_axis() -> None:
             BlockInput("w", (1,), ("m", "k")),
         ],
     )
-    padding = InputPart(PROGRAM, 0, "x", "padding")
+    padding = AxisSegment(PROGRAM, 0, "x", "padding")
     assert rules_of(classes) == [SizeRule("sum", axis("k"), (dim(x, 1), padding))]
     assert classes.full[padding] == 3
     assert together(classes, axis("m"), dim(x, 0), dim(w, 0))
@@ -426,7 +426,7 @@ def test_a_rotation_of_limited_width_cuts_its_axis(width: int | None) -> None:
     if width is None:
         assert not classes.rules
         return
-    rotated, straight = (InputPart(PROGRAM, 0, "x", name) for name in ("rotated", "straight"))
+    rotated, straight = (AxisSegment(PROGRAM, 0, "x", name) for name in ("rotated", "straight"))
     assert rules_of(classes) == [SizeRule("sum", axis("k"), (rotated, straight))]
     assert (classes.full[rotated], classes.full[straight]) == (6, 2)
 
@@ -517,7 +517,7 @@ def test_dims_that_are_made_of_each_other_have_no_small_size() -> None:
     a, b = g.new_input((9,)), g.new_input((8,))
     classes = of_program(g, g.exp(a), g.exp(b))
     for total, part in ((a, b), (b, a)):
-        rest = TensorPart(PROGRAM, total.index, "rest")
+        rest = DimSegment(PROGRAM, total.index, "rest")
         classes.full[rest] = 1
         classes.rules.append(SizeRule("sum", dim(total, 0), (dim(part, 0), rest)))
     with pytest.raises(ResizeError, match="made of each other"):

@@ -212,7 +212,7 @@ def test_a_rotation_shrinks_to_an_even_width_or_the_whole_axis(width: int | None
     sizes = classes.roots() | {
         classes.find(BlockAxis(side, 0, "n")): 7 if width else 6 for side in (PROGRAM, KERNELS)
     }
-    rotated = size_relations.rotated_part(KERNELS, 0, "x")
+    rotated = size_relations.rotated_segment(KERNELS, 0, "x")
     if width:
         sizes[classes.find(rotated)] = 4
     small = shrinking.resized_block(classes, KERNELS, 0, g.ops[0], sizes).inputs[0]

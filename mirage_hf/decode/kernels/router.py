@@ -1,4 +1,4 @@
-"""The kernels of routers, which choose experts by the greatest scores (trace/router.py)."""
+"""The kernels of routers, which choose experts by the greatest scores (trace/routers/)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, library
 from mirage_hf.codegen import launching
 from mirage_hf.codegen.compile import load
 from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
-from mirage_hf.trace.router import route, router_of
-from mirage_hf.trace.router_text import router_text
+from mirage_hf.trace.routers.op import route, router_of
+from mirage_hf.trace.routers.text import router_text
 
 
 def route_by_kernel(inputs: Sequence[Tensor], number: int) -> list[Tensor]:

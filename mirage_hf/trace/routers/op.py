@@ -2,7 +2,7 @@
 
 A router applies functions to a row of scores, may hide groups of experts, chooses the greatest
 scores, and makes weights of them. Run as it is, the op runs these steps by torch. On a GPU one
-kernel runs them (router_text.py).
+kernel runs them (text.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, library
 
-from mirage_hf.trace.router_steps import Local, Router
+from mirage_hf.trace.routers.steps import Local, Router
 
 #: The op's name as nodes have it.
 ROUTE = "mirage_hf.route"

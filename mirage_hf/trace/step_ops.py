@@ -1,4 +1,4 @@
-"""What runs as one in a step: a torch op, or a kernel in place of several of them."""
+"""A step op, which runs as one in a step: a torch op, or a kernel in place of several of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RegionRun:
 
 
 @dataclass(eq=False)
-class Unit:
+class StepOp:
     """What runs as one: a torch op, a group by its kernel, or attention by its kernel.
 
     Attributes:
@@ -68,23 +68,23 @@ def source_of(term: Term, terms: Terms) -> Any:
 
 
 def is_unmade(term: Term, terms: Terms) -> bool:
-    """Return whether no recorded tensor holds the result of a term, as for parts of products."""
+    """Return whether no recorded tensor holds the result of a term, as for slices of products."""
     return term.is_op and term not in terms.made
 
 
-def reads(unit: Unit, terms: Terms) -> list[Key]:
-    """Return the tensors that a unit reads, inputs and held tensors left out."""
+def reads(step_op: StepOp, terms: Terms) -> list[Key]:
+    """Return the tensors that a step op reads, inputs and held tensors left out."""
     sources: list[Any]
-    if unit.node is not None:
-        sources = [*unit.node.operands]
-    elif (one := unit.attention) is not None:
+    if step_op.node is not None:
+        sources = [*step_op.node.operands]
+    elif (one := step_op.attention) is not None:
         sources = [one.q.rows, one.k.rows, one.v.rows, one.q.cos, one.q.sin]
-    elif unit.region is not None:
-        sources = [x.source for x in unit.region.inputs]
+    elif step_op.region is not None:
+        sources = [x.source for x in step_op.region.inputs]
     else:
-        assert unit.program is not None
+        assert step_op.program is not None
         sources = []
-        for term in unit.program.inputs:
+        for term in step_op.program.inputs:
             if term.weight is not None:
                 sources.append(term.weight.source)
             elif is_unmade(term, terms):
@@ -94,11 +94,11 @@ def reads(unit: Unit, terms: Terms) -> list[Key]:
     return [x for x in sources if isinstance(x, (Value, Term))]
 
 
-def kernel_results(unit: Unit, terms: Terms) -> list[Key]:
+def kernel_results(step_op: StepOp, terms: Terms) -> list[Key]:
     """Return what a kernel makes. It may be dropped at once, if nothing reads it."""
-    if unit.region is not None:
-        return [result.value for result in unit.region.results]
-    if unit.program is None:
+    if step_op.region is not None:
+        return [result.value for result in step_op.region.results]
+    if step_op.program is None:
         return []
-    results = [term for term, _, _ in unit.program.results]
+    results = [term for term, _, _ in step_op.program.results]
     return [*results, *(terms.made[t] for t in results if t in terms.made)]

@@ -19,20 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf.trace.experts import MOST_TOKENS, number_of_form
-from mirage_hf.trace.experts_form import ExpertsForm, Linear
-from mirage_hf.trace.record import (
-    Held,
-    Input,
-    Meta,
-    Node,
-    Readers,
-    Recording,
-    Value,
-    readers_of,
-)
+from mirage_hf.trace.experts.form import ExpertsForm, Linear
+from mirage_hf.trace.experts.op import MOST_TOKENS, number_of_form
+from mirage_hf.trace.record import Held, Input, Meta, Node, Readers, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_op
 
 _MINUS_INFINITY = float("-inf")
 
@@ -165,7 +156,7 @@ class _Reader:
             if node.name in ("aten.scatter_", "aten.scatter"):
                 _check(function)
                 return function, reader
-            is_plain = node.name in SAME_TENSOR or elementwise_row(node) is not None
+            is_plain = node.name in SAME_TENSOR or elementwise_op(node) is not None
             _check(is_plain and len(node.operands) == 1 and not node.written)
             _check(self._shape(scores) == self._shape(node.args[0]))
             function.insert(0, reader)

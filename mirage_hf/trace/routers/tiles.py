@@ -1,6 +1,6 @@
 """Write the kernel of a router top to bottom: its loads, tiles and stores.
 
-A tensor of a row is a tile over named axes. router_elements.py and router_choices.py write the ops.
+A tensor of a row is a tile over named axes. elements.py and choices.py write the ops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
-from mirage_hf.trace.router_steps import Form, Local, Router, Step
+from mirage_hf.trace.routers.steps import Form, Local, Router, Step
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def kind_of(dtype: torch.dtype) -> str:
 
 # -- the text of every file ------------------------------------------------------------------------
 
-_HEAD = '''"""A router as one kernel (mirage_hf/trace/router_text.py)."""
+_HEAD = '''"""A router as one kernel (mirage_hf/trace/routers/text.py)."""
 
 import os
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.trace.experts_form import OTHER_FORM, ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts.form import OTHER_FORM, ExpertsForm, form_of, run_decoded
 
 try:
     from transformers.integrations import moe

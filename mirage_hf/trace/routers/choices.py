@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from mirage_hf.codegen import triton_math
-from mirage_hf.trace.router_steps import Local, Step
-from mirage_hf.trace.router_tiles import RouterWriter, Tile, UnwrittenError, padded
-from mirage_hf.trace.router_writers import StepWriters, last_axes
+from mirage_hf.trace.routers.steps import Local, Step
+from mirage_hf.trace.routers.tiles import RouterWriter, Tile, UnwrittenError, padded
+from mirage_hf.trace.routers.writers import StepWriters, last_axes
 
 #: What writes each op.
 WRITERS = StepWriters()

@@ -25,10 +25,10 @@ from mirage_hf.trace.record import (
     readers_of,
     renamed,
 )
-from mirage_hf.trace.router import number_of
-from mirage_hf.trace.router_steps import Form, Local, Router, Step
-from mirage_hf.trace.router_text import can_be_step, router_text
-from mirage_hf.trace.router_tiles import UnwrittenError
+from mirage_hf.trace.routers.op import number_of
+from mirage_hf.trace.routers.steps import Form, Local, Router, Step
+from mirage_hf.trace.routers.text import can_be_step, router_text
+from mirage_hf.trace.routers.tiles import UnwrittenError
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.trace.experts_form import ExpertsForm
+from mirage_hf.trace.experts.form import ExpertsForm
 from mirage_hf.trace.record import FakeOnceMode, Input, Node, TraceError, Value, record
-from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_row
+from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_op
 
 
 def gate(
@@ -57,8 +57,8 @@ def gate(
             made[Value(number)] = made[node.args[0]]
         elif node.name in ("aten.split", "aten.split_with_sizes", "aten.slice"):
             _note_parts(made, number, node)
-        elif (row := elementwise_row(node)) is not None:
-            op, args, attrs = row
+        elif (known := elementwise_op(node)) is not None:
+            op, args, attrs = known
             made[Value(number)] = graph.apply(op, [tensor(a) for a in args], attrs)
         else:
             raise TraceError(f"experts whose gate runs {node.name}")

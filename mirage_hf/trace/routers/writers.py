@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mirage_hf.trace.record import Node
-from mirage_hf.trace.router_steps import Step
-from mirage_hf.trace.router_tiles import RouterWriter, Tile, UnwrittenError
-from mirage_hf.trace.torch_ops import ElementwiseRow, elementwise_row
+from mirage_hf.trace.routers.steps import Step
+from mirage_hf.trace.routers.tiles import RouterWriter, Tile, UnwrittenError
+from mirage_hf.trace.torch_ops import ElementwiseOp, elementwise_op
 
 #: Writes a step, and returns its results.
 StepWriter = Callable[[RouterWriter, Step], list[Tile]]
@@ -40,15 +40,15 @@ def names_of(node: Node | Step) -> list[str]:
     name = f"{node.op.namespace}.{node.op._opname}"
     if name.removeprefix("aten.") in _IN_PLACE:
         name = name[:-1]
-    return [name] if row_of(node) is None else [name, ELEMENTWISE]
+    return [name] if elementwise_op_of(node) is None else [name, ELEMENTWISE]
 
 
-def row_of(node: Node | Step) -> ElementwiseRow | None:
-    """Return the elementwise row of the op table that a node or step is, None if it is none."""
+def elementwise_op_of(node: Node | Step) -> ElementwiseOp | None:
+    """Return the elementwise op of the op table that a node or step is, None if it is none."""
     op = node.op
     if op._opname in _IN_PLACE:
         op = getattr(getattr(torch.ops.aten, op._opname[:-1]), op._overloadname)
-    return elementwise_row(Node(op, node.args, dict(node.kwargs), [], ""))
+    return elementwise_op(Node(op, node.args, dict(node.kwargs), [], ""))
 
 
 def last_axes(tile: Tile, dim: Any) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from mirage_hf.trace import router_choices, router_elements
 from mirage_hf.trace.record import Node
-from mirage_hf.trace.router_steps import Router, Step
-from mirage_hf.trace.router_tiles import RouterText, RouterWriter, SplitError, UnwrittenError
-from mirage_hf.trace.router_writers import StepWriter, names_of
+from mirage_hf.trace.routers import choices, elements
+from mirage_hf.trace.routers.steps import Router, Step
+from mirage_hf.trace.routers.tiles import RouterText, RouterWriter, SplitError, UnwrittenError
+from mirage_hf.trace.routers.writers import StepWriter, names_of
 
-_WRITERS = {**router_elements.WRITERS, **router_choices.WRITERS}
+_WRITERS = {**elements.WRITERS, **choices.WRITERS}
 
 
 def can_be_step(node: Node) -> bool:

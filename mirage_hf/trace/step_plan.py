@@ -1,4 +1,4 @@
-"""Plan a step: run a recording with kernels in place of some of its ops."""
+"""The step plan: how a recording runs with kernels in place of some of its ops."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from torch import Tensor
 
 from mirage_hf.trace.binding import Binding
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
-from mirage_hf.trace.dense_experts import with_chosen_experts
-from mirage_hf.trace.experts_programs import find_experts
+from mirage_hf.trace.experts.dense import with_chosen_experts
+from mirage_hf.trace.experts.programs import find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
 from mirage_hf.trace.record import Input, Recording
 from mirage_hf.trace.regions import Region, find_regions
-from mirage_hf.trace.router_finder import with_routers
+from mirage_hf.trace.routers.finder import with_routers
 from mirage_hf.trace.scheduling import Scheduler
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes
+from mirage_hf.trace.step_ops import AttentionOfSlots, RegionRun, Run, StepOp
 from mirage_hf.trace.term import Term
 from mirage_hf.trace.terms import Terms
-from mirage_hf.trace.units import AttentionOfSlots, RegionRun, Run, Unit
 from mirage_hf.trace.whole_writes import without_whole_writes
-
-__all__ = ["RegionRun", "Run", "StepPlan", "Unit", "weight_bytes"]
 
 
 class StepPlan:
@@ -37,7 +35,7 @@ class StepPlan:
         reasons: Why other groups have none.
         regions: The regions that have a program.
         attentions: The attention of each layer that a kernel may run.
-        units: What runs, in order.
+        step_ops: What runs, in order.
     """
 
     def __init__(self, recording: Recording, rows: int):
@@ -58,7 +56,7 @@ class StepPlan:
                 self.programs[group] = program
         self.attentions = find_attention(recording, rows)
         self.regions = self._find_regions(needed_before)
-        self.units: list[Unit] = []
+        self.step_ops: list[StepOp] = []
         self._attention_runs: dict[CachedAttention, AttentionOfSlots] = {}
         self._region_runs: dict[Region, RegionRun] = {}
 
@@ -91,27 +89,27 @@ class StepPlan:
         """
         self._attention_runs = dict(attention or {})
         self._region_runs = _with_makers(dict(regions or {}))
-        groups = [self._unit_of(group, run) for group, run in kernels.items()]
+        groups = [self._step_op_of(group, run) for group, run in kernels.items()]
         scheduler = Scheduler(self.recording, self.terms, self._before, self._effects)
-        self.units = scheduler.schedule(groups, self._attention_runs, self._region_runs)
+        self.step_ops = scheduler.schedule(groups, self._attention_runs, self._region_runs)
 
-    def _unit_of(self, group: Group, run: Run) -> Unit:
+    def _step_op_of(self, group: Group, run: Run) -> StepOp:
         numbers = tuple(sorted({t.node for t in group.terms}))
-        return Unit(numbers, program=self.programs[group], run=run)
+        return StepOp(numbers, program=self.programs[group], run=run)
 
     def bind(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> Callable[[], None]:
-        """Return a function that runs the units on these inputs, at these sizes.
+        """Return a function that runs the step ops on these inputs, at these sizes.
 
         Args:
             inputs: The tensors that the recording names.
             sizes: What each `Size` is taken at.
         """
         runs = self._attention_runs, self._region_runs
-        return Binding(self.recording, self.terms, *runs, inputs, sizes).bind(self.units)
+        return Binding(self.recording, self.terms, *runs, inputs, sizes).bind(self.step_ops)
 
     def regions_to_run(self) -> list[Region]:
         """Return the regions whose nodes are scheduled as torch ops."""
-        left = {unit.nodes[0] for unit in self.units if unit.node is not None}
+        left = {step_op.nodes[0] for step_op in self.step_ops if step_op.node is not None}
         return [region for region in self.regions if left.issuperset(region.nodes)]
 
     @property
@@ -129,9 +127,9 @@ class StepPlan:
         """Return whether a torch op reads a mask."""
         return any(
             isinstance(x, Input) and x.name.startswith(("mask.", "ring_slot."))
-            for unit in self.units
-            if unit.node is not None
-            for x in unit.node.operands
+            for step_op in self.step_ops
+            if step_op.node is not None
+            for x in step_op.node.operands
         )
 
 

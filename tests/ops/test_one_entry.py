@@ -1,4 +1,4 @@
-"""An elementwise op added by one row works everywhere: search, proof, generated code, models."""
+"""One entry of the op table is an op everywhere: search, proof, generated code, models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def row(monkeypatch: pytest.MonkeyPatch) -> None:
+def entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "OPS", dict(table.OPS))
     table._elementwise(
         "quick_gelu",
@@ -61,6 +61,6 @@ def test_models_with_it_have_kernels() -> None:
     assert dict(gated.block.sizes)["activation"] == "quick_gelu"
 
 
-def test_a_row_that_generated_files_could_not_call_is_rejected_at_once() -> None:
+def test_an_entry_that_generated_files_could_not_call_is_rejected_at_once() -> None:
     with pytest.raises(mi.errors.GraphError, match="its oracle has no name"):
         table._elementwise("halved", "x / 2", lambda x: x / 2.0, lambda x: x / 2)

@@ -14,9 +14,9 @@ from mirage_hf.errors import GraphError
 from mirage_hf.formats.coding import Coding, as_dtype, write_decoded
 from mirage_hf.formats.stored import Stored
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.trace.experts import EXPERTS, MOST_TOKENS, form_named
-from mirage_hf.trace.experts_form import ExpertsForm, Linear, viewed
-from mirage_hf.trace.experts_gate import gate
+from mirage_hf.trace.experts.form import ExpertsForm, Linear, viewed
+from mirage_hf.trace.experts.gate import gate
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, form_named
 from mirage_hf.trace.record import Input, Readers, Recording, TraceError, Value, readers_of
 from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape

@@ -1,4 +1,4 @@
-"""Norms, activations and RoPE as parts of programs, rounded as transformers rounds them."""
+"""Norms, activations and RoPE as fragments of programs, rounded as transformers rounds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELU_SQUARED = "relu squared"
 def activations() -> tuple[str, ...]:
     """Return the names of activations. A probe runs an MLP's module to find out which one it is.
 
-    They are the rows of the op table with `activation=True`, and the square of ReLU.
+    They are the ops of the op table with `activation=True`, and the square of ReLU.
     """
     return (*table.activations(), RELU_SQUARED)
 

@@ -8,9 +8,9 @@ from typing import Any
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.triton_math import TRITON_ALGEBRA, Expr
 from mirage_hf.ops import table
-from mirage_hf.trace.router_steps import Form, Local, Step
-from mirage_hf.trace.router_tiles import RouterWriter, SplitError, Tile, UnwrittenError, kind_of
-from mirage_hf.trace.router_writers import ELEMENTWISE, StepWriters, last_axes, row_of
+from mirage_hf.trace.routers.steps import Form, Local, Step
+from mirage_hf.trace.routers.tiles import RouterWriter, SplitError, Tile, UnwrittenError, kind_of
+from mirage_hf.trace.routers.writers import ELEMENTWISE, StepWriters, elementwise_op_of, last_axes
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
 #: What writes each op.
@@ -31,9 +31,9 @@ def _tile(x: Expr) -> str:
 
 @WRITERS.writes(ELEMENTWISE)
 def _elementwise(writer: RouterWriter, step: Step) -> list[Tile]:
-    row = row_of(step)
-    assert row is not None
-    name, operands, attrs = row
+    known = elementwise_op_of(step)
+    assert known is not None
+    name, operands, attrs = known
     if not all(isinstance(x, (Local, int, float)) for x in operands):
         raise UnwrittenError("an operand of another type")
     texts, axes, dims = writer.broadcast(operands)

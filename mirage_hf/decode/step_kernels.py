@@ -1,0 +1,223 @@
+"""Find the kernels of step plans, and schedule them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mirage_hf.decode.masks import MaskPlan
+from mirage_hf.errors import CodegenError, SearchError, VerificationError
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.layers.cache_kernels import CacheKernels
+from mirage_hf.layers.run_attention import run_attention
+from mirage_hf.patterns.attention import ATTENTION, for_long_caches, for_several_tokens
+from mirage_hf.patterns.schema import PatternBlock
+from mirage_hf.pipeline.resolver import KernelFinder, Resolved
+from mirage_hf.swap.swap_report import TRACED
+from mirage_hf.trace.cached_attention import CachedAttention
+from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS
+from mirage_hf.trace.groups import Group
+from mirage_hf.trace.record import TraceError
+from mirage_hf.trace.regions import Region
+from mirage_hf.trace.step_ops import RegionRun, Run
+from mirage_hf.trace.step_plan import StepPlan, weight_bytes
+
+#: A program, and the options with which it is resolved.
+_Wanted = tuple[KernelGraph, dict[str, Any]]
+
+
+class StepKernels:
+    """Finds the kernels of one model's step plans. Equal programs are resolved once.
+
+    Args:
+        model: The model.
+        masks: Its masks.
+        finder: Finds the kernels of programs.
+        progress: Called with a stage and its detail, as in `optimize`.
+
+    Attributes:
+        found: By the text of a program: its kernel, or why it has none.
+        attention: Likewise for the attention of layers, whose kernels are for short and for long
+            caches. The keys are from `attention_block`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        masks: MaskPlan,
+        finder: KernelFinder,
+        progress: Callable[..., Any] | None,
+    ):
+        self.model, self.masks, self.finder, self.progress = model, masks, finder, progress
+        self.found: dict[str, Resolved | str] = {}
+        self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
+        self.over_cache = CacheKernels(model.device)
+
+    def find(self, plan: StepPlan, whole: bool) -> None:
+        """Find the kernels of a step plan, and schedule them.
+
+        Raises:
+            TraceError: There are none. Or all should be there, and some are missing.
+        """
+        if whole and (why := _why_not_whole(plan)):
+            raise TraceError(why)
+        # updates of states take longest, so their searches begin first
+        updates = [region.graph for region in plan.regions if region.state is not None]
+        products = [program.graph for program in plan.programs.values()]
+        first = [*_traced(updates), *self._attention_programs(plan), *_traced(products)]
+        with self._searching(first):
+            kernels = self._find_kernels(plan)
+            if not kernels:
+                raise TraceError("no product of its step has a kernel")
+            attention = self._find_attention(plan)
+            plan.schedule(kernels, attention)
+            with self._searching(_traced(region.graph for region in plan.regions_to_run())):
+                regions = self._find_regions(plan)
+        if whole:
+            _check_whole(plan, attention, regions)
+        plan.schedule(kernels, attention, regions)
+
+    def _searching(self, wanted: Iterable[_Wanted]) -> AbstractContextManager[None]:
+        """Search for kernels that are not known, each program in a process of its own."""
+        new = {str(program): (program, options) for program, options in wanted}
+        return self.finder.searching([new[text] for text in new if text not in self.found])
+
+    def count(self, plans: Iterable[StepPlan]) -> int:
+        """Return how many different kernels run programs of step plans."""
+        graphs = {str(program.graph) for p in plans for program in p.programs.values()}
+        graphs |= {str(region.graph) for p in plans for region in p.regions}
+        known = (self.found[text] for text in graphs & self.found.keys())
+        return sum(not isinstance(kernel, str) and kernel.runs_kernel for kernel in known)
+
+    def _find_kernels(self, plan: StepPlan) -> dict[Group, Run]:
+        """Return what runs each group that has a kernel."""
+        kernels: dict[Group, Run] = {}
+        for group, program in plan.programs.items():
+            kernel = self._found(program.graph, plan)
+            if not isinstance(kernel, str) and kernel.runs_kernel:
+                kernels[group] = kernel.run
+        return kernels
+
+    def _find_regions(self, plan: StepPlan) -> dict[Region, RegionRun]:
+        """Return what runs each region that has a kernel, and that would run as torch ops."""
+        kernels: dict[Region, RegionRun] = {}
+        for region in plan.regions_to_run():
+            kernel = self._found(region.graph, plan)
+            if not isinstance(kernel, str) and kernel.runs_kernel:
+                kernels[region] = RegionRun(
+                    kernel.run, (0, 0) in kernel.in_place, kernel.runs_generated
+                )
+        return kernels
+
+    def _found(self, program: KernelGraph, plan: StepPlan) -> Resolved | str:
+        """Return the kernel of a program of a plan. Equal programs are resolved once."""
+        text = str(program)
+        if text not in self.found:
+            if self.progress is not None:
+                graphs = [x.graph for x in plan.programs.values()]
+                graphs += [x.graph for x in plan.regions]
+                total = len({str(graph) for graph in graphs} | self.found.keys())
+                self.progress("kernel", (len(self.found) + 1, total, TRACED))
+            self.found[text] = self._kernel(program)
+        return self.found[text]
+
+    def _find_attention(
+        self, plan: StepPlan
+    ) -> dict[CachedAttention, Callable[[int], Callable[..., Tensor]]]:
+        """Return what runs the attention of each layer that has a kernel, by slots."""
+        found: dict[CachedAttention, Callable[[int], Callable[..., Tensor]]] = {}
+        for one in plan.attentions:
+            key = self.attention_block(one, plan)
+            if key not in self.attention:
+                self.attention[key] = self._attention(*key)
+            tuned = [k for k in self.attention[key] if not isinstance(k, str) and k.runs_kernel]
+            if tuned:
+                found[one] = partial(self._running, tuned, *key)
+        return found
+
+    def _running(
+        self, tuned: Sequence[Resolved], block: PatternBlock, rows: int, slots: int
+    ) -> Callable[..., Tensor]:
+        """Return what runs a kernel of attention over caches of so many slots."""
+        kernel = self.over_cache.at(tuned, block, rows, slots)
+        windowed = bool(dict(block.sizes).get("window"))
+        return partial(run_attention, kernel, windowed=windowed)
+
+    def attention_block(self, one: CachedAttention, plan: StepPlan) -> tuple[PatternBlock, int]:
+        """Return the block that attention is, and the rows of its program."""
+        block = ATTENTION.block(**one.sizes)
+        if one.tokens == 1:
+            return block, plan.rows
+        window = dict(self.masks.windows)[one.mask.removeprefix("mask.")]
+        block = for_several_tokens(block, one.tokens, window=window is not None)
+        return block, plan.rows // one.tokens
+
+    def _attention(self, block: PatternBlock, rows: int) -> list[Resolved | str]:
+        """Return the kernels of attention for short and for long caches, or why there are none."""
+        return [
+            self._kernel(program, **options)
+            for program, options in self._programs_of_attention(block, rows)
+        ]
+
+    def _attention_programs(self, plan: StepPlan) -> list[_Wanted]:
+        """Return the programs of a plan's attention that are not resolved yet, with options."""
+        blocks = dict.fromkeys(self.attention_block(one, plan) for one in plan.attentions)
+        new = [key for key in blocks if key not in self.attention]
+        return [x for key in new for x in self._programs_of_attention(*key)]
+
+    def _programs_of_attention(self, block: PatternBlock, rows: int) -> Iterator[_Wanted]:
+        """Yield the programs for short and for long caches, with the options to resolve them."""
+        blocks = [block]
+        if self.model.device.type == "cuda":
+            blocks.append(for_long_caches(block))
+        for each in blocks:
+            yield each.program(rows), {"pattern": ATTENTION.name, "like": each.searched(rows)}
+
+    def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
+        options = {"pattern": TRACED, **options}
+        try:
+            return self.finder.resolve(program, self.progress, **options)
+        except (SearchError, VerificationError, CodegenError) as error:
+            return f"no kernel: {error}"
+
+
+def _traced(programs: Iterable[KernelGraph]) -> list[_Wanted]:
+    return [(program, {"pattern": TRACED}) for program in programs]
+
+
+def _why_not_whole(plan: StepPlan) -> str:
+    """Return which attention or experts of a plan have no program, or ""."""
+    layers = sum(name.startswith("keys.") for name in plan.recording.inputs)
+    if len(plan.attentions) < layers:
+        return f"the attention of {layers - len(plan.attentions)} layers is of another form"
+    programs = sum(bool(region.reads) for region in plan.regions)
+    experts = sum(node.name == EXPERTS for node in plan.recording.nodes)
+    if programs == 2 * experts > 0:
+        return ""
+    return f"experts of another form, or more than {MOST_TOKENS} rows"
+
+
+def _check_whole(
+    plan: StepPlan, attention: Collection[CachedAttention], regions: Collection[Region]
+) -> None:
+    """Check that all attention and experts of a plan have kernels, and not programs alone.
+
+    Raises:
+        TraceError: Some have none.
+    """
+    if len(attention) < len(plan.attentions):
+        raise TraceError("no kernel was found for its attention")
+    if any(region.reads and region not in regions for region in plan.regions):
+        raise TraceError("no kernel was found for its experts")
+
+
+def bytes_read(plan: StepPlan) -> tuple[int, int]:
+    """Return the bytes of products' weights that kernels read in a step, and of all products."""
+    run = {id(step_op.program) for step_op in plan.step_ops if step_op.program is not None}
+    by_kernels = [g for g in plan.groups if id(plan.programs.get(g)) in run]
+    read = sum(weight_bytes(p) for g in by_kernels for p in g.products)
+    return read, sum(weight_bytes(p) for g in plan.groups for p in g.products)

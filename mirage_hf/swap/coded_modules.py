@@ -1,0 +1,100 @@
+"""Let the modules of a model whose weights are codes decode their own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from mirage_hf.errors import CodegenError, OptimizeError, Rejected, SearchError, VerificationError
+from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
+from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES
+from mirage_hf.pipeline.resolver import Resolved
+from mirage_hf.swap.coded_forward import (
+    CodedBinding,
+    ExpertsBinding,
+    Run,
+    bind_codes,
+    decoding_program,
+    use_class_forward,
+)
+from mirage_hf.swap.ledger import Ledger
+from mirage_hf.swap.plain_copies import take_hook
+
+
+def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., Resolved]) -> None:
+    """Let each module whose weights are codes decode its own in calls without a kernel.
+
+    Args:
+        model: The model.
+        ledger: Takes what undoes it.
+        resolve: Finds the kernel of a program, as `resolver.resolve`.
+
+    Raises:
+        OptimizeError: A weight cannot be decoded, or its library computes other numbers. One
+            linear of each coding is compared.
+    """
+    found: dict[Coding, Run] = {}
+    dtype = dtype_of(model)
+    modules = [*model.named_modules()]
+    weights = [(path, m, coded_weight(m, dtype)) for path, m in modules]
+    for module, name in decoding_hooks(model):
+        ledger.undos.append(take_hook(module, name))
+    for path, module, weight in weights:
+        if not isinstance(weight, CodedWeight):
+            continue
+        coding = weight.coding
+        is_first = coding not in found
+        if is_first:
+            found[coding] = _decoder(path, coding, resolve)
+        binding = CodedBinding(weight=weight, decode=found[coding])
+        difference = binding.difference(module) if is_first else None
+        if difference is not None:
+            raise OptimizeError(
+                f"optimize: {path}: our decoding of its codes gives other results than its "
+                f"library (relative difference {difference:.2g}); its weights are damaged, or "
+                "of a version that is read wrongly: load the model again, or leave it stock"
+            )
+        ledger.undos.append(bind_codes(module, binding))
+    for path, module in modules:
+        experts = coded_experts(module, dtype)
+        if isinstance(experts, CodedExperts):
+            for coding in (experts.first.coding, experts.second.coding):
+                if coding not in found:
+                    found[coding] = _decoder(path, coding, resolve)
+            ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=found)))
+        parts = (coded_experts(child, dtype) for child in module.children())
+        if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
+            ledger.undos.append(use_class_forward(module))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which a model computes: its own, or that of its first float weight."""
+    own = getattr(model, "dtype", None)
+    if isinstance(own, torch.dtype) and own in COMPUTE_DTYPES:
+        return own
+    floats = (p.dtype for p in model.parameters() if p.dtype in COMPUTE_DTYPES)
+    return next(floats, torch.bfloat16)
+
+
+def unread_experts(model: nn.Module) -> str:
+    """Return why codes of experts are not read, by the first ones. Empty if there are none."""
+    for path, module in model.named_modules():
+        found = coded_experts(module)
+        if isinstance(found, Rejected):
+            return f"the codes of {path} are not read: {found.reason}"
+    return ""
+
+
+def _decoder(path: str, coding: Coding, resolve: Callable[..., Resolved]) -> Run:
+    """Return what runs the program that decodes a weight.
+
+    Raises:
+        OptimizeError: It cannot be decoded.
+    """
+    try:
+        return resolve(decoding_program(coding), pattern="decoding").run
+    except (SearchError, VerificationError, CodegenError) as error:
+        raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None

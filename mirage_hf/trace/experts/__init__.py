@@ -1,0 +1,10 @@
+"""The chosen experts of a mixture: one op of a recording, and programs that compute it.
+
+The files, in processing order:
+
+- `form`: Read from a module what its experts compute, and run it on decoded weights.
+- `fixed_shape`: Let experts run in a form that can be recorded.
+- `op`: Let the experts of a module be the op `mirage_hf::experts` while a step is recorded.
+- `dense`: Find products with all experts, and put the same op in their place.
+- `gate`, `programs`: Write the op as two programs, with the sums that follow.
+"""
