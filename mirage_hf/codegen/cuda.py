@@ -97,7 +97,7 @@ class _CudaFile:
             for t in op.outputs:
                 self.views[t.index] = _View(t, row_major(t.dims))
             operands = [
-                Operand(t.dtype, v.strides, v.offset)
+                Operand(t.dtype, v.strides, v.offset, v.base.constant)
                 for t in op.inputs
                 if isinstance(t, DTensor)
                 for v in (self.views[t.index],)

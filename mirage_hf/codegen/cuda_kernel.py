@@ -11,18 +11,23 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Operand
-from mirage_hf.codegen.cuda_reductions import THREADS
+from mirage_hf.codegen.cuda_reductions import MOST_AHEAD
 from mirage_hf.codegen.cuda_running import RunningMaximumWriter
-from mirage_hf.graph.block import BlockGraph, BlockInput, Role, Stage
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
 #: sm_100 (CUDA programming guide).
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
+
+#: Threads of a block, without a schedule.
+_THREADS = 256
 
 #: Blocks of a cluster. All GPUs with clusters run these sizes.
 _CLUSTER_SIZES = (2, 4, 8)
@@ -37,26 +42,39 @@ class CudaKernel:
         grid: Number of thread blocks.
         shared: Bytes of dynamic shared memory.
         is_clustered: Whether its blocks form clusters.
+        threads: Threads of a block.
+        loaded_ahead: Vectors of 16 bytes that a thread holds for the next tile of a loop.
+        loaded_early: How many of them it reads before it waits for the previous kernel.
     """
 
     source: str
     grid: int
     shared: int
     is_clustered: bool
+    threads: int = _THREADS
+    loaded_ahead: int = 0
+    loaded_early: int = 0
 
 
 def write_kernel(
-    block: BlockGraph, operands: Sequence[Operand], outputs: Sequence[Operand], name: str
+    block: BlockGraph,
+    operands: Sequence[Operand],
+    outputs: Sequence[Operand],
+    name: str,
+    schedule: Schedule | None = None,
 ) -> CudaKernel:
     """Return a block graph as a CUDA kernel in namespace `name`.
 
-    The kernel takes the largest loop tile whose staged values fit in shared memory.
+    Without a schedule the kernel takes the largest loop tile whose staged values fit in shared
+    memory.
 
     Raises:
         CodegenError: If a value that must be held whole does not fit, or if only the Triton
             generator can write the block graph.
     """
     _refuse(block, name)
+    if schedule is not None:
+        return _scheduled(block, operands, outputs, name, schedule)
     tiles = _grid_tiles(block)
     walks = {a.name: block.split_size(a.name) for a in block.named(Role.LOOP)}
     most = max((min(4096, 1 << (n - 1).bit_length()) for n in walks.values()), default=1)
@@ -76,6 +94,36 @@ def write_kernel(
                 "make one of its tile axes the loop axis or a grid axis"
             )
         tiles = tiles | {widest: tiles[widest] // 2}
+
+
+def _scheduled(
+    block: BlockGraph,
+    operands: Sequence[Operand],
+    outputs: Sequence[Operand],
+    name: str,
+    schedule: Schedule,
+) -> CudaKernel:
+    """Return the kernel of a schedule.
+
+    Raises:
+        CodegenError: If its tiles do not fit in shared memory.
+    """
+    schedule.check(block)
+    tiles = {
+        a.name: min(schedule.tiles[a.name], block.split_size(a.name))
+        for a in block.named(Role.GRID, Role.LOOP)
+        if block.axis_split_by(a.name) is None
+    }
+    threads = 32 * schedule.num_warps
+    kernel = _Writer(
+        block, operands, outputs, tiles, name, threads, schedule=schedule
+    ).kernel()
+    if kernel.shared > SHARED_MOST:
+        raise errors.CodegenError(
+            f"{name}: {schedule} needs {kernel.shared} bytes of shared memory, a block has "
+            f"{SHARED_MOST}; give smaller tiles"
+        )
+    return kernel
 
 
 def _refuse(block: BlockGraph, name: str) -> None:
@@ -145,6 +193,16 @@ def _grid_tiles(block: BlockGraph) -> dict[str, int]:
 class _Writer(RunningMaximumWriter):
     """Writes the text of one kernel, top to bottom."""
 
+    def __init__(self, *args: Any, schedule: Schedule | None = None):
+        """Start the text of a kernel. The other arguments are those of `NestWriter`."""
+        super().__init__(*args)
+        self.loads_ahead = schedule is None or schedule.num_stages > 1
+        self.loads_early = schedule is None or schedule.prefetch_steps > 0
+        self.triggers_early = schedule is not None and schedule.trigger_early
+        #: Loads of constants before the wait for the previous kernel.
+        self.early: list[str] = []
+        self.loaded_early = 0
+
     def kernel(self) -> CudaKernel:
         """Return the kernel."""
         for stage in self.block.stages:
@@ -163,6 +221,9 @@ class _Writer(RunningMaximumWriter):
             grid,
             shared,
             self.block.cluster is not None,
+            self.threads,
+            sum(a.vectors * len(a.values) for a in self.ahead.values()),
+            self.loaded_early,
         )
 
     def head(self) -> list[str]:
@@ -173,7 +234,7 @@ class _Writer(RunningMaximumWriter):
             *(f"// {line}" for line in graph),
             f"namespace {self.name} {{",
             "",
-            f"constexpr int threads = {THREADS};",
+            f"constexpr int threads = {self.threads};",
         ]
         lines += [f"constexpr int cluster_blocks = {cluster.size};"] if cluster else []
         lines += self._sizes()
@@ -193,7 +254,11 @@ class _Writer(RunningMaximumWriter):
                 "  Shared& shared = *reinterpret_cast<Shared*>(memory);",
             ]
         lines += self._block_coordinates()
-        return lines + ["  " + self.address(i) for i in self.block.inputs]
+        lines += ["  " + self.address(i) for i in self.block.inputs]
+        trigger = ["  launch_next_kernel();"]
+        lines += trigger if self.triggers_early else []
+        lines += [*self.early, "  wait_for_previous_kernel();"]
+        return lines + ([] if self.triggers_early else trigger)
 
     def _sizes(self) -> list[str]:
         """Return definitions of the sizes and tiles of axes that the body reads."""
@@ -212,14 +277,19 @@ class _Writer(RunningMaximumWriter):
         return arrays + ([f"  alignas(16) float partial[{self.partial}];"] if self.partial else [])
 
     def _parameters(self) -> str:
-        """Return the kernel's parameters: a pointer for each source and each output."""
+        """Return the kernel's parameters: a pointer for each source and each output.
+
+        Only constants are `__restrict__`. The compiler may move loads of such an input to before
+        the wait for the previous kernel, which may write the others.
+        """
         sources = [
-            f"const {TYPES[self.operands[s].dtype]}* __restrict__ {self.pointer(i, k)}"
+            f"const {TYPES[self.operands[s].dtype]}* "
+            f"{'__restrict__ ' * self.operands[s].constant}{self.pointer(i, k)}"
             for i in self.block.inputs
             for k, s in enumerate(i.sources)
         ]
         outputs = [
-            f"{TYPES[t.dtype]}* __restrict__ {self.var(o.value)}_out{n}"
+            f"{TYPES[t.dtype]}* {self.var(o.value)}_out{n}"
             for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))
         ]
         return ", ".join([*sources, *outputs])
@@ -293,12 +363,19 @@ class _Writer(RunningMaximumWriter):
         def walks(value: str) -> bool:
             return loop is not None and (loop in self.block.carried[value] or value in moving)
 
+        running = self.running_maxima(stage)
+        accumulators = [a for a in stage.accumulators if a.out not in running]
+        if loop is not None and self.loads_ahead:
+            self.load_ahead(stage, loop, accumulators, walks)
         self.prepare(stage, [v for v in wanted if not walks(v)], walks, inside=False)
         if loop is None:
             return
-        running = self.running_maxima(stage)
-        accumulators = [a for a in stage.accumulators if a.out not in running]
-        plans = [self.reduce_plan(a.out, a.arg, loop) for a in accumulators]
+        plans = [
+            (self.ahead[a.out].nest, self.ahead[a.out].lanes)
+            if a.out in self.ahead
+            else self.reduce_plan(a.out, a.arg, loop)
+            for a in accumulators
+        ]
         for maximum in running:
             self.start_maximum(maximum)
         for a, (nest, lanes) in zip(accumulators, plans, strict=True):
@@ -323,6 +400,42 @@ class _Writer(RunningMaximumWriter):
         self.staged |= {maximum: self.top(maximum) for maximum in running}
         for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.combine(a.out, a.kind, nest, lanes)
+
+    def load_ahead(
+        self,
+        stage: Stage,
+        loop: str,
+        accumulators: Sequence[Accumulator],
+        walks: Callable[[str], bool],
+    ) -> None:
+        """Begin to load what the reductions of a loop read in its first trip.
+
+        Constants of the first loop are loaded before the wait for the previous kernel.
+        """
+        reductions = [
+            (op.out, str(op.args[0]), str(op.over))
+            for op in stage.body
+            if op.over is not None and walks(op.out)
+        ]
+        reductions += [(a.out, a.arg, loop) for a in accumulators]
+        left, ahead = MOST_AHEAD, []
+        for out, arg, over in reductions:
+            nest, lanes = self.reduce_plan(out, arg, over)
+            count = self.plan_ahead(out, arg, nest, lanes, loop, left)
+            left -= count
+            ahead += [out] if count else []
+        before, is_first = len(self.lines), not self.loaded_early and self.loads_early
+        for out in ahead:
+            self.first_loads(out, constant=True)
+        if is_first:
+            self.early += self.lines[before:]
+            del self.lines[before:]
+            self.loaded_early = sum(
+                self.ahead[out].vectors * sum(map(self.is_constant, self.ahead[out].values))
+                for out in ahead
+            )
+        for out in ahead:
+            self.first_loads(out, constant=False)
 
     def prepare(
         self, stage: Stage, wanted: Sequence[str], walks: Callable[[str], bool], inside: bool

@@ -24,7 +24,7 @@ _RESERVED = frozenset(
     mutable namespace new not operator or private protected public register return short
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
-    run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
+    run load load_constant load_plain next u to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
     max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined old grown
     """.split()
 )
@@ -32,7 +32,7 @@ _RESERVED = frozenset(
 
 #: Names that a kernel gives to coordinates, constants and pointers.
 _OURS = re.compile(
-    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v)$"
+    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v|_ahead)$"
 )
 
 
@@ -44,11 +44,14 @@ class Operand:
         dtype: The element type.
         strides: Elements between neighbours along each dim.
         offset: The first element after the pointer.
+        constant: Whether nothing writes it while kernels run, so it may be read before the wait for
+            the previous kernel.
     """
 
     dtype: torch.dtype
     strides: tuple[int, ...]
     offset: int = 0
+    constant: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class NestWriter:
         outputs: Sequence[Operand],
         tiles: dict[str, int],
         name: str,
+        threads: int = 256,
     ):
         """Start the text of a kernel.
 
@@ -127,7 +131,9 @@ class NestWriter:
             outputs: Its outputs' tensors.
             tiles: Tile sizes of the axes that are not held whole.
             name: The kernel's namespace.
+            threads: Threads of a block, a power of two from 32 on.
         """
+        self.threads = threads
         self.block, self.operands, self.outputs, self.name = block, operands, outputs, name
         self.tile = {a.name: tiles.get(a.name, self._whole_tile(a)) for a in block.axes}
         self.size = {a.name: a.size for a in block.axes}
@@ -323,8 +329,17 @@ class NestWriter:
             text = f"min({text}, {a}_size - {width})"
         self.put(f"const int at_{a} = {text};")
 
-    def load_vectors(self, nest: Nest, value: str, clamp: bool) -> None:
-        """Read the vectors of all inputs that lie along the fast axis."""
+    def load_vectors(
+        self, nest: Nest, value: str, clamp: bool, loaded: Sequence[str] = ()
+    ) -> None:
+        """Read the vectors of all inputs that lie along the fast axis.
+
+        Args:
+            nest: The nest.
+            value: The value to compute.
+            clamp: Whether to read within the tensor where elements lie beyond its end.
+            loaded: Inputs whose vectors have been read.
+        """
         if nest.vector == 1 or nest.fast is None:
             return
         names = [
@@ -332,13 +347,16 @@ class NestWriter:
             for v in self.direct(value, filling=nest.over is None)
             if nest.fast in self.block.carried[v]
         ]
+        nest.vectors = names
+        names = [v for v in names if v not in loaded]
+        if not names:
+            return
         for v in names:
-            self.put(f"{self.ctype(v)} {self.var(v)}_v[{nest.vector}];")
+            self.put(f"alignas(16) {self.ctype(v)} {self.var(v)}_v[{nest.vector}];")
         with self.scope(""):
             self.global_coordinate(nest.fast, "j", clamp and nest.fast != nest.over, nest.vector)
             for v in names:
                 self.put(f"load({self.var(v)}_v, {self.element(v)});")
-        nest.vectors = names
 
     def ctype(self, value: str) -> str:
         """Return an input's C++ type."""
@@ -398,7 +416,7 @@ class NestWriter:
     def fill(self, value: str) -> None:
         """Stage a value's tile in shared memory."""
         axes = self.block.carried[value]
-        nest = self.plan(value, axes, None, vectors=value in self.inputs)
+        nest = self.plan(value, axes, None, vectors=True)
         last = nest.axes[-1] if nest.axes else None
         order = nest.axes if value in self.inputs else axes
         half = (
@@ -416,17 +434,19 @@ class NestWriter:
             + (" from device memory" if value in self.inputs else "")
         )
         with self.elements(nest):
-            if nest.vector > 1 and array.pitch % nest.vector == 0:
+            if value in self.inputs and nest.vector > 1 and array.pitch % nest.vector == 0:
                 self.put(f"const int i_{last} = j_{last};")
                 self.global_coordinate(str(last), "i", False, 1)
                 self.put(f"copy<{nest.vector}>(&{array.at()}, {self.element(value)});")
             elif nest.vector > 1:
                 self.load_vectors(nest, value, clamp=False)
                 with self.repeat("v", nest.vector):
-                    self.put(
-                        f"const int i_{last} = j_{last} + v;",
-                        f"{array.at()} = {self.var(value)}_v[v];",
-                    )
+                    self.put(f"const int i_{last} = j_{last} + v;")
+                    self.global_coordinate(str(last), "i", False, 1)
+                    text = f"{self.var(value)}_v[v]"
+                    if value not in self.inputs:
+                        text = self.ref(nest, value)
+                    self.put(f"{array.at()} = {text};")
             elif value in self.inputs:
                 self.put(f"{array.at()} = *{self.element(value)};")
             else:

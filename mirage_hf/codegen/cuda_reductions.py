@@ -5,14 +5,17 @@ Each thread owns some elements of the result and a share of the reduced axis.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from mirage_hf.codegen.cuda_nests import Array, Nest, NestWriter
 from mirage_hf.graph.block import BlockOp, Role
 
-#: Threads of a block.
-THREADS = 256
+#: The most vectors of 16 bytes that a thread holds for the next tile of a loop. Each takes 4
+#: registers.
+MOST_AHEAD = 24
 
 #: The C++ type of each kind of reduction.
 _OPS = {"sum": "Sum", "max": "Max"}
@@ -59,14 +62,55 @@ class Lanes:
         return f"r * {width} + v" if width > 1 else "r"
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Loads of a reduction that a thread does one loop trip before it needs them.
+
+    Attributes:
+        loop: The loop axis.
+        arg: The value that is reduced.
+        nest: The nest of the reduction.
+        lanes: Its lanes.
+        values: The inputs that are loaded, 16 bytes at a time.
+        steps: Number of steps of a thread along the reduced axis in one tile.
+    """
+
+    loop: str
+    arg: str
+    nest: Nest
+    lanes: Lanes
+    values: tuple[str, ...]
+    steps: int
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors of each input that a thread holds."""
+        return self.steps * self.lanes.rounds
+
+    @property
+    def slot(self) -> str:
+        """Which of these vectors is the current one."""
+        terms = [f"u * {self.lanes.rounds}" if self.lanes.rounds > 1 else "u"] * (self.steps > 1)
+        return " + ".join([*terms, *(["r"] if self.lanes.rounds > 1 else [])]) or "0"
+
+
 class ReductionWriter(NestWriter):
     """Writes the reductions of a kernel."""
+
+    def __init__(self, *args: Any, **options: Any):
+        """Start the text of a kernel. The arguments are those of `NestWriter`."""
+        super().__init__(*args, **options)
+        #: Loads that are done one loop trip ahead, by the reduction that needs them.
+        self.ahead: dict[str, Ahead] = {}
 
     def reduce(self, op: BlockOp) -> None:
         """Write a sum or maximum over a tile axis."""
         arg = str(op.args[0])
         with self.scope(""):
-            nest, lanes = self.reduce_plan(op.out, arg, str(op.over))
+            if op.out in self.ahead:
+                nest, lanes = self.ahead[op.out].nest, self.ahead[op.out].lanes
+            else:
+                nest, lanes = self.reduce_plan(op.out, arg, str(op.over))
             self.declare(op.out, op.fn, nest, lanes)
             self.accumulate(op.out, arg, op.fn, nest, lanes)
             self.combine(op.out, op.fn, nest, lanes)
@@ -98,7 +142,8 @@ class ReductionWriter(NestWriter):
         self.staged[op.out] = array
 
     def reduce_plan(self, out: str, arg: str, over: str) -> tuple[Nest, Lanes]:
-        """Return how threads share a reduction: `own` · `across` of the lanes is THREADS."""
+        """Return how threads share a reduction: `own` · `across` of the lanes is all threads."""
+        threads = self.threads
         nest = self.plan(arg, self.block.carried[arg], over, vectors=True)
         inner = nest.fast == over
         units = max(1, self.extent(nest.axes) // (1 if inner else nest.vector))
@@ -109,13 +154,13 @@ class ReductionWriter(NestWriter):
             step = 4  # read 4 neighbours at once
         steps = max(1, self.tile[over] // step)
         if inner:
-            across = min(max(32, THREADS // _pow2(units)), _pow2(steps), THREADS)
+            across = min(max(32, threads // _pow2(units)), _pow2(steps), threads)
         elif nest.fast is None:
             # Each thread owns up to 8 elements, so one read serves several.
-            across = min(THREADS // min(THREADS, max(32, _pow2(units) // 8)), _pow2(steps))
+            across = min(threads // min(threads, max(32, _pow2(units) // 8)), _pow2(steps))
         else:
-            across = THREADS // min(THREADS, _pow2(units))
-        own = THREADS // across
+            across = threads // min(threads, _pow2(units))
+        own = threads // across
         return nest, Lanes(own, across, -(-units // own), units, inner, step)
 
     def declare(self, out: str, kind: str, nest: Nest, lanes: Lanes) -> None:
@@ -133,20 +178,19 @@ class ReductionWriter(NestWriter):
     def accumulate(self, out: str, arg: str, kind: str, nest: Nest, lanes: Lanes) -> None:
         """Write the loop in which each lane reduces its part."""
         over, name = str(nest.over), self.var(out)
+        ahead = self.ahead.get(out)
         nest.known, nest.vectors = {}, []
-        width = lanes.step
         end = f"{over}_count" if self.has_partial_tile(over) else str(self.tile[over])
-        start = lanes.lane + (f" * {width}" if width > 1 else "")
         self.put(f"// {out} [{', '.join(self.block.carried[out])}]: {kind} of {arg} over {over}")
-        walker = f"{'j' if width > 1 else 'i'}_{over}"
-        step = lanes.across * width
-        with self.scope(f"for (int {walker} = {start}; {walker} < {end}; {walker} += {step})"):
-            if width == 1:
+        with self._steps_along(over, lanes, end, ahead):
+            if lanes.step == 1:
                 self.global_coordinate_over(over)
             with self.repeat("r", lanes.rounds):
                 self.put(f"const int e = {self.owned(nest, lanes)};")
                 self.coordinates(nest, "e", clamp=True)
-                self.load_vectors(nest, arg, clamp=True)
+                if ahead is not None:
+                    self._take_ahead(out, ahead)
+                self.load_vectors(nest, arg, clamp=True, loaded=ahead.values if ahead else ())
                 along = over if lanes.step > 1 else str(nest.fast)
                 with self.repeat("v", max(lanes.step, nest.vector)):
                     if max(lanes.step, nest.vector) > 1:
@@ -157,6 +201,117 @@ class ReductionWriter(NestWriter):
                     self.put(
                         f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});"
                     )
+
+    @contextmanager
+    def _steps_along(self, over: str, lanes: Lanes, end: str, ahead: Ahead | None) -> Iterator[None]:
+        """Write a lane's loop along the reduced axis: unrolled if its inputs were loaded ahead."""
+        walker = f"{'j' if lanes.step > 1 else 'i'}_{over}"
+        if ahead is None:
+            stride = lanes.across * lanes.step
+            start = _first(lanes)
+            with self.scope(f"for (int {walker} = {start}; {walker} < {end}; {walker} += {stride})"):
+                yield
+            return
+        with self.scope(""), self.repeat("u", ahead.steps):
+            self.put(f"const int {walker} = {_first(lanes)}{_step_of(ahead)};")
+            is_whole = self.tile[over] % (lanes.across * lanes.step) == 0
+            guard = self.has_partial_tile(over) or not is_whole
+            with self.scope(f"if ({walker} < {end})") if guard else nullcontext():
+                yield
+
+    # -- loads one trip ahead ---------------------------------------------------------------------
+
+    def plan_ahead(self, out: str, arg: str, nest: Nest, lanes: Lanes, loop: str, most: int) -> int:
+        """Load the inputs of a reduction one trip of the loop ahead, if `most` vectors are enough.
+
+        Returns:
+            The number of vectors that a thread holds for that.
+        """
+        over = str(nest.over)
+        if nest.vector == 1 or nest.fast is None or (lanes.inner and lanes.step == 1):
+            return 0
+        values = tuple(
+            v for v in self.direct(arg) if {nest.fast, loop} <= {*self.block.carried[v]}
+        )
+        steps = -(-self.tile[over] // (lanes.across * lanes.step))
+        ahead = Ahead(loop, arg, nest, lanes, values, steps)
+        count = ahead.vectors * len(values)
+        if not values or count > most:
+            return 0
+        self.ahead[out] = ahead
+        return count
+
+    def first_loads(self, out: str, constant: bool) -> None:
+        """Declare and load what a reduction reads in the first trip of its loop.
+
+        Args:
+            out: The result of the reduction.
+            constant: Whether to load constants or other inputs.
+        """
+        ahead = self.ahead[out]
+        values = [v for v in ahead.values if self.is_constant(v) is constant]
+        if not values:
+            return
+        for v in values:
+            self.put(f"uint4 {self._ahead_of(out, v)}[{ahead.vectors}];")
+        lanes, over, loop = ahead.lanes, str(ahead.nest.over), ahead.loop
+        begin = f"{loop}_begin" if self.is_split(loop) else "0"
+        with self.scope(""), self.repeat("u", ahead.steps):
+            if self.begins_elsewhere(loop):
+                self.put(f"const int {loop}_0 = {begin};")
+            walker = f"{'j' if lanes.step > 1 else 'i'}_{over}"
+            self.put(f"const int {walker} = {_first(lanes)}{_step_of(ahead)};")
+            with self.repeat("r", lanes.rounds):
+                self.put(f"const int e = {self.owned(ahead.nest, lanes)};")
+                self.coordinates(ahead.nest, "e", clamp=True)
+                self._load_ahead(out, ahead, values)
+
+    def _take_ahead(self, out: str, ahead: Ahead) -> None:
+        """Take the current vectors of a thread, and load those of the next trip in their place."""
+        for v in ahead.values:
+            self.put(f"alignas(16) {self.ctype(v)} {self.var(v)}_v[{ahead.nest.vector}];")
+            held = f"{self._ahead_of(out, v)}[{ahead.slot}]"
+            self.put(f"*reinterpret_cast<uint4*>({self.var(v)}_v) = {held};")
+        loop = ahead.loop
+        if self.trips(loop) == 1:
+            return
+        with self.scope(f"if ({loop}_0 + {loop}_tile < {self.end(loop)})"):
+            self.put(f"const int next = {loop}_0 + {loop}_tile;")
+            with self.scope(""):
+                self.put(f"const int {loop}_0 = next;")
+                for a in ahead.nest.axes:
+                    if not (a == ahead.nest.fast and ahead.nest.vector > 1):
+                        self.global_coordinate(a, "i", True, 1)
+                self._load_ahead(out, ahead, ahead.values)
+
+    def _load_ahead(self, out: str, ahead: Ahead, values: Sequence[str]) -> None:
+        """Load vectors at the current coordinates. What lies beyond the end is not used."""
+        nest, lanes, over = ahead.nest, ahead.lanes, str(ahead.nest.over)
+        if lanes.inner:
+            self._clamped_coordinate(lanes, over, f"j_{over}", nest.vector)
+        else:
+            self._clamped_coordinate(lanes, over, f"i_{over}", 1)
+            self.global_coordinate(str(nest.fast), "j", True, nest.vector)
+        for v in values:
+            kind = "constant" if self.is_constant(v) else "plain"
+            held = f"{self._ahead_of(out, v)}[{ahead.slot}]"
+            self.put(f"{held} = load_{kind}({self.element(v)});")
+
+    def _clamped_coordinate(self, lanes: Lanes, axis: str, local: str, width: int) -> None:
+        """Define a coordinate of the reduced axis, at most that of its last vector."""
+        text = f"{axis}_0 + {local}" if self.begins_elsewhere(axis) else local
+        is_whole = self.tile[axis] % (lanes.across * lanes.step) == 0
+        if not is_whole or self.has_partial_tile(axis):
+            text = f"min({text}, {axis}_size - {width})"
+        self.put(f"const int at_{axis} = {text};")
+
+    def _ahead_of(self, out: str, value: str) -> str:
+        """Return the name of the vectors that are held for a reduction."""
+        return f"{self.var(out)}_{self.var(value)}_ahead"
+
+    def is_constant(self, value: str) -> bool:
+        """Return whether nothing writes an input while kernels run."""
+        return all(self.operands[k].constant for k in self.inputs[value].sources)
 
     def global_coordinate_over(self, over: str) -> None:
         """Define the coordinate of the reduced axis in the tensor."""
@@ -217,6 +372,16 @@ class ReductionWriter(NestWriter):
                 f"joined = {_OPS[kind]}::join(joined, shared.partial[g * {total} + e]);",
                 f"{array.at()} = joined;",
             )
+
+
+def _first(lanes: Lanes) -> str:
+    """Return where a lane begins along the reduced axis."""
+    return lanes.lane + (f" * {lanes.step}" if lanes.step > 1 else "")
+
+
+def _step_of(ahead: Ahead) -> str:
+    """Return how far the current step of a lane is from its first one, as a summand."""
+    return f" + u * {ahead.lanes.across * ahead.lanes.step}" if ahead.steps > 1 else ""
 
 
 def _pow2(n: int) -> int:
