@@ -132,32 +132,31 @@ def _refuse(block: BlockGraph, name: str) -> None:
     Raises:
         CodegenError: If only the Triton generator writes it.
     """
-    way_out = (
-        "the CUDA generator does not write that; generate a Triton program, or choose another "
-        "candidate"
-    )
-    if block.cluster is not None and block.cluster.size not in _CLUSTER_SIZES:
+    why = obstacle(block)
+    if why:
         raise errors.CodegenError(
-            f"{name}: cluster axis {block.cluster.name} has {block.cluster.size} elements; the CUDA "
-            f"generator writes clusters of {', '.join(map(str, _CLUSTER_SIZES))} blocks"
+            f"{name}: {why}; the CUDA generator does not write that; generate a Triton program, or "
+            "choose another candidate"
+        )
+
+
+def obstacle(block: BlockGraph) -> str:
+    """Return why CUDA C++ cannot be written for a block graph; empty if it can."""
+    if block.cluster is not None and block.cluster.size not in _CLUSTER_SIZES:
+        return (
+            f"cluster axis {block.cluster.name} has {block.cluster.size} elements, not one of "
+            f"{', '.join(map(str, _CLUSTER_SIZES))}"
         )
     for i in block.inputs:
         if i.bounds is not None:
-            raise errors.CodegenError(
-                f"{name}: {i.name} holds bounds of axis {i.bounds}; {way_out}"
-            )
+            return f"{i.name} holds bounds of axis {i.bounds}"
         if i.rotation is not None:
-            raise errors.CodegenError(
-                f"{name}: {i.name} is rotated along axis {i.rotation.axis}; {way_out}"
-            )
+            return f"{i.name} is rotated along axis {i.rotation.axis}"
         if i.taken is not None:
-            raise errors.CodegenError(
-                f"{name}: an index chooses the elements of {i.name}; {way_out}"
-            )
+            return f"an index chooses the elements of {i.name}"
         if i.padding is not None:
-            raise errors.CodegenError(
-                f"{name}: {i.name} is padded along axis {i.padding.axis}; {way_out}"
-            )
+            return f"{i.name} is padded along axis {i.padding.axis}"
+    return ""
 
 
 def _grid_tiles(block: BlockGraph) -> dict[str, int]:
@@ -212,7 +211,7 @@ class _Writer(RunningMaximumWriter):
                 self.store(o)
         if self.published:
             self.put("cluster.sync();  // no block ends while another one reads its memory")
-        self.lines = _used(self.lines)
+        self.lines, self.early = _used(self.lines), _used(self.early)
         shared = sum(a.bytes for a in self.arrays.values()) + -(-self.partial * 4 // 16) * 16
         cut = self.block.named(Role.GRID, Role.CLUSTER)
         grid = math.prod(self.trips(a.name) for a in cut)
@@ -262,7 +261,7 @@ class _Writer(RunningMaximumWriter):
 
     def _sizes(self) -> list[str]:
         """Return definitions of the sizes and tiles of axes that the body reads."""
-        read = set(re.findall(r"\w+", "\n".join(self.lines)))
+        read = set(re.findall(r"\w+", "\n".join([*self.early, *self.lines])))
         read |= {f"{a.name}_tile" for a in self.block.named(Role.GRID) if self.trips(a.name) > 1}
         sizes = {f"{a.name}_size": a.size for a in self.block.axes}
         sizes |= {f"{a}_tile": tile for a, tile in self.tile.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mirage_hf import errors
-from mirage_hf.codegen.cuda_kernel import CudaKernel, write_kernel as write_cuda_kernel
+from mirage_hf.codegen import cuda_kernel
+from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.cuda_math import (
     CLUSTERS_WITHOUT_HEADERS,
     DEVICE_HELPERS,
@@ -28,6 +29,18 @@ def helpers() -> str:
     return f'{_HELPERS} = r"""\n{text}\n"""'
 
 
+def obstacle(op: PlacedOp) -> str:
+    """Return why only the Triton generator writes a placed op; empty if CUDA may be written."""
+    tensors = [t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)]
+    unknown = next((t for t in tensors if t.dtype not in TYPES), None)
+    if unknown is not None:
+        return f"{unknown.name} holds {unknown.dtype}"
+    if op.appends or op.caches:
+        return "it appends to a cache"
+    assert op.block is not None
+    return cuda_kernel.obstacle(op.block)
+
+
 def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     """Return the kernel of a placed op.
 
@@ -36,11 +49,10 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     """
     block = op.block
     assert block is not None
-    tensors = [t for t in op.inputs if isinstance(t, DTensor)]
-    unknown = next((t for t in (*tensors, *op.outputs) if t.dtype not in TYPES), None)
-    if op.appends or op.caches or unknown is not None:
-        why = "appends to a cache" if unknown is None else f"has a tensor of {unknown.dtype}"
+    why = obstacle(op)
+    if why:
         raise errors.CodegenError(f"{name}: {why}; the CUDA generator does not write that")
+    tensors = [t for t in op.inputs if isinstance(t, DTensor)]
     if schedule.mma or schedule.cooperating_blocks > 1:
         raise errors.CodegenError(
             f"{name}: {schedule}: CUDA kernels have no tensor cores and no cooperating blocks; "
@@ -49,7 +61,7 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     operands = [Operand(t.dtype, t.strides, constant=t.constant) for t in tensors]
     outputs = [Operand(t.dtype, t.strides) for t in op.outputs]
     early = schedule.trigger_early and op.next_may_launch_early
-    return write_cuda_kernel(block, operands, outputs, name, schedule.triggering_early(early))
+    return cuda_kernel.write_kernel(block, operands, outputs, name, schedule.triggering_early(early))
 
 
 def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelText, Launch]:

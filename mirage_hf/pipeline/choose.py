@@ -18,7 +18,9 @@ from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.tune import relatives, space
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.relatives import TunedKernels
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 
@@ -250,3 +252,22 @@ def promising(
             ordered.remove(pair)
             ordered.insert(place, pair)
     return ordered
+
+
+def promising_in_cuda(
+    candidates: Sequence[Candidate], next_may_launch_early: bool = False
+) -> list[Candidate]:
+    """Return the candidates whose kernels the CUDA generator writes, best estimate first.
+
+    Their products are multiply-adds, so the rounding of these must have been accepted.
+    """
+    found = []
+    for c in candidates:
+        if not c.allows(False):
+            continue
+        ops = place_kernels(c.ugraph, next_may_launch_early)
+        first = [next(iter(cuda_schedules(op)), None) for op in ops]
+        if None not in first:
+            pairs = zip(ops, first, strict=True)
+            found.append((sum(estimated_us(op, s) for op, s in pairs if s is not None), c))
+    return [c for _, c in sorted(found, key=lambda pair: pair[0])]

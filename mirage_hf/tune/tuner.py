@@ -24,7 +24,7 @@ from mirage_hf.tune import measure, space
 from mirage_hf.tune.candidates import MEASURED, ScheduledCandidate, TuneResult, fastest
 from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
-from mirage_hf.tune.ranking import Schedules, rank_by_estimate
+from mirage_hf.tune.ranking import TRITON, Schedules, rank_by_estimate
 from mirage_hf.tune.turns import undisturbed
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Verdict
@@ -65,6 +65,7 @@ def tune(
     resplit: bool = True,
     next_may_launch_early: bool = False,
     patience: int = PATIENCE,
+    generators: Sequence[str] = (TRITON,),
 ) -> TuneResult:
     """Measure candidates for one program on a GPU.
 
@@ -79,7 +80,8 @@ def tune(
         resplit: Also try other numbers of splits.
         next_may_launch_early: See `placement.place_kernels`.
         patience: End the first measurements after so many candidates in a row that were no better;
-            0 never ends them early.
+            0 never ends them early. It counts for each generator.
+        generators: Which generators write the kernels: "triton", "cuda" or both.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
@@ -93,14 +95,18 @@ def tune(
     device = torch.device(device)
     if device.type != "cuda":
         candidates = rank_by_estimate(
-            ugraphs, per_graph=per_graph, schedules=schedules, next_may_launch_early=early
+            ugraphs,
+            per_graph=per_graph,
+            schedules=schedules,
+            next_may_launch_early=early,
+            generators=generators,
         )
         return TuneResult.of("cost model (no GPU)", candidates)
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         gpu = device_named(properties.name, sm)
-        candidates = rank_by_estimate(ugraphs, gpu, per_graph, schedules, early)
+        candidates = rank_by_estimate(ugraphs, gpu, per_graph, schedules, early, generators)
         program = candidates[0].ugraph.program
         cold = measure.cold_inputs(program, device)
         bench = _Bench(
@@ -111,7 +117,7 @@ def tune(
             replays=replays,
             progress=progress or (lambda done, total, what: None),
         )
-        tried = bench.measure(candidates, patience)
+        tried = bench.measure(candidates, patience * len(generators))
         for _ in range(rounds):
             best_us = _best_us(tried)
             near = neighbours(fastest(tried, CLIMBERS), tried, gpu, schedules, resplit)
