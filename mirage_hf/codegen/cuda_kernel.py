@@ -15,11 +15,10 @@ from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.codegen.cuda_math import TYPES
-from mirage_hf.codegen.cuda_nests import Operand
-from mirage_hf.codegen.cuda_reductions import MOST_AHEAD
+from mirage_hf.codegen.cuda_nests import MOST_ROWS, Operand
 from mirage_hf.codegen.cuda_running import RunningMaximumWriter
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Stage
+from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
 from mirage_hf.graph.text import format_block_graph
 
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
@@ -201,9 +200,14 @@ class _Writer(RunningMaximumWriter):
         #: Loads of constants before the wait for the previous kernel.
         self.early: list[str] = []
         self.loaded_early = 0
+        self.first_loop = next((s for s in self.block.stages if s.loop is not None), None)
 
     def kernel(self) -> CudaKernel:
         """Return the kernel."""
+        if self.loads_ahead and self.first_loop is not None:
+            self.load_loop(self.first_loop, early=True)
+        if self.loads_ahead:
+            self.load_once()
         for stage in self.block.stages:
             self.stage(stage)
         for o in self.block.outputs:
@@ -221,7 +225,7 @@ class _Writer(RunningMaximumWriter):
             shared,
             self.block.cluster is not None,
             self.threads,
-            sum(a.vectors * len(a.values) for a in self.ahead.values()),
+            sum(a.held for a in self.ahead.values()),
             self.loaded_early,
         )
 
@@ -364,8 +368,8 @@ class _Writer(RunningMaximumWriter):
 
         running = self.running_maxima(stage)
         accumulators = [a for a in stage.accumulators if a.out not in running]
-        if loop is not None and self.loads_ahead:
-            self.load_ahead(stage, loop, accumulators, walks)
+        if loop is not None and self.loads_ahead and stage is not self.first_loop:
+            self.load_loop(stage, early=False)
         self.prepare(stage, [v for v in wanted if not walks(v)], walks, inside=False)
         if loop is None:
             return
@@ -397,39 +401,55 @@ class _Writer(RunningMaximumWriter):
                 self.put("__syncthreads();")
         self.staged = {v: a for v, a in self.staged.items() if not walks(v)}
         self.staged |= {maximum: self.top(maximum) for maximum in running}
+        self.written |= {out for out, ahead in self.ahead.items() if ahead.loop == loop}
         for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.combine(a.out, a.kind, nest, lanes)
 
-    def load_ahead(
-        self,
-        stage: Stage,
-        loop: str,
-        accumulators: Sequence[Accumulator],
-        walks: Callable[[str], bool],
-    ) -> None:
+    def load_loop(self, stage: Stage, early: bool) -> None:
         """Begin to load what the reductions of a loop read in its first trip.
 
-        Constants of the first loop are loaded before the wait for the previous kernel.
+        Constants may be loaded before the grid wait if `early`.
         """
+        loop, running = stage.loop, self.running_maxima(stage)
+        assert loop is not None
+        self.planned = set(self.wanted(stage))
+        moving = self.moving(stage)
         reductions = [
             (op.out, str(op.args[0]), str(op.over))
             for op in stage.body
-            if op.over is not None and walks(op.out)
+            if op.over is not None
+            and (loop in self.block.carried[op.out] or op.out in moving)
+            and self.block.role(op.over) is not Role.CLUSTER
         ]
-        reductions += [(a.out, a.arg, loop) for a in accumulators]
-        left, ahead = MOST_AHEAD, []
-        for out, arg, over in reductions:
-            nest, lanes = self.reduce_plan(out, arg, over)
-            count = self.plan_ahead(out, arg, nest, lanes, loop, left)
-            left -= count
-            ahead += [out] if count else []
-        before, is_first = len(self.lines), not self.loaded_early and self.loads_early
+        reductions += [(a.out, a.arg, loop) for a in stage.accumulators if a.out not in running]
+        ahead = [out for out, arg, over in reductions if self.plan_ahead(out, arg, over, loop)]
+        self.begin_loads(ahead, early)
+
+    def load_once(self) -> None:
+        """Begin to load what reductions read that no loop contains."""
+        ahead = []
+        for stage in self.block.stages:
+            if stage.loop is None:
+                self.planned = set(self.wanted(stage))
+                reductions = [op for op in stage.body if op.over is not None]
+                ahead += [
+                    op.out
+                    for op in reductions
+                    if self.block.role(str(op.over)) is not Role.CLUSTER
+                    and self.plan_ahead(op.out, str(op.args[0]), str(op.over), None)
+                ]
+        self.begin_loads(ahead, early=True)
+
+    def begin_loads(self, ahead: Sequence[str], early: bool) -> None:
+        """Write the first loads of reductions, those of constants before the grid wait if `early`."""
+        early = early and self.loads_early
+        before = len(self.lines)
         for out in ahead:
             self.first_loads(out, constant=True)
-        if is_first:
+        if early:
             self.early += self.lines[before:]
             del self.lines[before:]
-            self.loaded_early = sum(
+            self.loaded_early += sum(
                 self.ahead[out].vectors * sum(map(self.is_constant, self.ahead[out].values))
                 for out in ahead
             )
@@ -466,6 +486,11 @@ class _Writer(RunningMaximumWriter):
                 self.grow(growing.pop(str(maximum)), str(stage.loop))
                 dirty = False
             if op.over is not None and self.block.role(op.over) is Role.CLUSTER:
+                for part in self.parts_ready(stage, op):
+                    if dirty:
+                        self.put("__syncthreads();")
+                    self.fill(part)
+                    dirty = True
                 self.exchange(op)
                 dirty = False
             elif op.over is not None:
@@ -473,13 +498,44 @@ class _Writer(RunningMaximumWriter):
                     self.put("__syncthreads();")
                 self.reduce(op)
                 dirty = False
-            elif op.out in wanted:
+            elif op.out in wanted and not (self.is_part(stage, op.out) and op.out in self.staged):
                 if dirty:
                     self.put("__syncthreads();")
                 self.fill(op.out)
                 dirty = True
         if dirty:
             self.put("__syncthreads();")
+
+    def is_part(self, stage: Stage, value: str) -> bool:
+        """Return whether the blocks of the cluster exchange a value in a stage."""
+        return any(
+            value in op.args and self.block.role(op.over) is Role.CLUSTER
+            for op in stage.body
+            if op.over is not None
+        )
+
+    def parts_ready(self, stage: Stage, exchange: BlockOp) -> list[str]:
+        """Return the parts of later exchanges that can be staged before an exchange.
+
+        The blocks then wait for each other once.
+        """
+
+        def is_ready(value: str) -> bool:
+            if value in self.inputs or value in self.staged:
+                return True
+            if value not in self.ops or self.is_reduced(value):
+                return False
+            args = [a for a in self.ops[value].args if isinstance(a, str)]
+            return all(map(is_ready, args))
+
+        found = []
+        for op in stage.body[stage.body.index(exchange) + 1 :]:
+            if op.over is not None and self.block.role(op.over) is Role.CLUSTER:
+                part = str(op.args[0])
+                is_new = part not in self.staged and part not in found
+                if part in self.ops and is_new and is_ready(part):
+                    found.append(part)
+        return found
 
     def wanted(self, stage: Stage) -> list[str]:
         """Return the values to stage: those that reductions read more than once per element.
@@ -501,7 +557,8 @@ class _Writer(RunningMaximumWriter):
             if self.is_reduced(value) or value in found:
                 return
             missing = self.extent([a for a in axes if a not in carried])
-            if value in exchanged or (missing > 1 and self.extent(carried) > 1):
+            is_reread = missing > (MOST_ROWS if value == streamed else 1)
+            if value in exchanged or (is_reread and self.extent(carried) > 1):
                 found.append(value)
             elif value in self.ops:
                 for a in self.ops[value].args:
@@ -509,8 +566,29 @@ class _Writer(RunningMaximumWriter):
                         visit(a, axes)
 
         for arg in sums:
+            streamed = self.streamed(str(arg))
             visit(str(arg), self.block.carried[str(arg)])
         return found
+
+    def streamed(self, value: str) -> str | None:
+        """Return the largest input of a value if a thread reads it 16 bytes at a time."""
+        read: list[str] = []
+
+        def visit(v: str) -> None:
+            if v in self.inputs and v not in read:
+                read.append(v)
+            elif v in self.ops and not self.is_reduced(v):
+                for a in self.ops[v].args:
+                    if isinstance(a, str):
+                        visit(a)
+
+        visit(value)
+        largest = max(read, key=lambda v: self.extent(self.block.carried[v]), default=None)
+        if largest is None:
+            return None
+        axis = self.contiguous(largest)
+        is_wide = axis is not None and self.tile[axis] > 1 and self.vector(largest, axis) > 1
+        return largest if is_wide else None
 
 
 def _used(lines: Sequence[str]) -> list[str]:

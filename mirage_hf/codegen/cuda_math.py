@@ -160,6 +160,13 @@ template <> __host__ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(f
 // NaN wins, as in torch
 template <class T> __host__ __device__ inline T maximum(T a, T b) { return a > b || a != a ? a : b; }
 template <class T> __host__ __device__ inline T minimum(T a, T b) { return a < b || a != a ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <> __device__ __forceinline__ float maximum<float>(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+#endif
 
 // N elements that lie side by side, in loads of 16 bytes
 template <int N, class T> __device__ __forceinline__ void load(T (&to)[N], const T* from) {
@@ -219,10 +226,11 @@ struct Max {
   static __device__ float join(float a, float b) { return maximum(a, b); }
 };
 
-// joins the values of W neighbouring lanes; every lane gets the result
-template <class Op, int W> __device__ __forceinline__ float join_lanes(float x) {
+// joins the values of W lanes that are STRIDE lanes apart; every lane gets the result
+template <class Op, int W, int STRIDE = 1> __device__ __forceinline__ float join_lanes(float x) {
 #pragma unroll
-  for (int step = W / 2; step > 0; step /= 2) x = Op::join(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int step = W * STRIDE / 2; step >= STRIDE; step /= 2)
+    x = Op::join(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
 """

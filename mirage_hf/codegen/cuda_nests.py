@@ -24,7 +24,7 @@ _RESERVED = frozenset(
     mutable namespace new not operator or private protected public register return short
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
-    run load load_constant load_plain next u to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
+    run load load_constant load_plain next q u to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
     max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined old grown
     """.split()
 )
@@ -34,6 +34,10 @@ _RESERVED = frozenset(
 _OURS = re.compile(
     r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v|_ahead)$"
 )
+
+
+#: The most elements that a thread computes from one read of an input.
+MOST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Nest:
         fast: The axis along which memory is contiguous.
         vector: Elements along `fast` that are read at a time.
         over: The axis that is reduced, if any.
-        lines: Text so far.
+        rows: Axes along which a thread computes all elements from one read of the inputs.
         known: C++ names of values at the current element.
         vectors: Inputs that were read as vectors.
     """
@@ -106,7 +110,7 @@ class Nest:
     fast: str | None
     vector: int
     over: str | None = None
-    lines: list[str] = field(default_factory=list)
+    rows: tuple[str, ...] = ()
     known: dict[str, str] = field(default_factory=dict)
     vectors: list[str] = field(default_factory=list)
 
@@ -291,6 +295,12 @@ class NestWriter:
             widths = {self.vector(v, fast) for v in carrying}
             width = widths.pop() if len(widths) == 1 else 1
         elements = tuple(a for a in axes if a != over)
+        repeated: tuple[str, ...] = ()
+        if over is not None and width > 1:
+            walked = {a for v in read for a in self.block.carried[v]}
+            repeated = tuple(a for a in elements if a not in walked and self.tile[a] > 1)
+            repeated = repeated if 1 < self.extent(repeated) <= MOST_ROWS else ()
+            elements = tuple(a for a in elements if a not in repeated)
         if fast is None or fast == over:
             # Neighbouring lanes walk along rows of staged values.
             rows = {self.contiguous(v) for v in self.planned if v in self.inputs}
@@ -300,9 +310,8 @@ class NestWriter:
             )
         else:
             last = fast
-        return Nest(
-            (*(a for a in elements if a != last), *([last] if last else [])), fast, width, over
-        )
+        ordered = (*(a for a in elements if a != last), *([last] if last else []))
+        return Nest(ordered, fast, width, over, repeated)
 
     def coordinates(self, nest: Nest, index: str, clamp: bool) -> None:
         """Define i_a (in the tile) and at_a (in the tensor) of every axis from a linear index."""
@@ -390,6 +399,17 @@ class NestWriter:
         return name
 
     @contextmanager
+    def each(self, count: int) -> Iterator[None]:
+        """Write a loop of all threads over `count` elements, or a branch if each has at most one."""
+        if count > self.threads:
+            self.put("#pragma unroll 1")
+            with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
+                yield
+            return
+        with self.scope(f"if (const int e = tid; e < {count})"):
+            yield
+
+    @contextmanager
     def elements(self, nest: Nest, shares: bool = False) -> Iterator[None]:
         """Write a loop over every element of a nest, without those beyond the end of an axis.
 
@@ -398,20 +418,17 @@ class NestWriter:
             shares: Whether the blocks of a cluster share the elements.
         """
         count = self.extent(nest.axes) // nest.vector
-        head = f"for (int e = tid; e < {count}; e += threads)"
-        if shares:
-            first = "tid + threads * cluster.block_rank()"
-            head = f"for (int e = {first}; e < {count}; e += threads * cluster_blocks)"
-        with self.scope(head):
+        first = "tid + threads * cluster.block_rank()"
+        everywhere = f"for (int e = {first}; e < {count}; e += threads * cluster_blocks)"
+        with self.scope(everywhere) if shares else self.each(count):
             self.coordinates(nest, "e", clamp=False)
-            beyond = [
-                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {self.end(a)} - {a}_0"
+            within = [
+                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} < {self.end(a)} - {a}_0"
                 for a in nest.axes
                 if self.has_partial_tile(a)
             ]
-            if beyond:
-                self.put(f"if ({' || '.join(beyond)}) continue;")
-            yield
+            with self.scope(f"if ({' && '.join(within)})") if within else nullcontext():
+                yield
 
     def fill(self, value: str) -> None:
         """Stage a value's tile in shared memory."""
