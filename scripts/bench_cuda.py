@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen import triton
+from mirage_hf.gpus import H200
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import library_ugraph
-from mirage_hf.gpus import H200
 from mirage_hf.pipeline.choose import permitted, promising, promising_in_cuda
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
@@ -176,8 +176,10 @@ def bench(block: Block, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-HEADER = f"{'block, µs':28}{'floor':>8}" + "".join(f"{k:>9}{'chain':>8}" for k in KINDS) + (
-    f"{'library':>9}"
+HEADER = (
+    f"{'block, µs':28}{'floor':>8}"
+    + "".join(f"{k:>9}{'chain':>8}" for k in KINDS)
+    + (f"{'library':>9}")
 )
 
 

@@ -114,9 +114,7 @@ def _scheduled(
         if block.axis_split_by(a.name) is None
     }
     threads = 32 * schedule.num_warps
-    kernel = _Writer(
-        block, operands, outputs, tiles, name, threads, schedule=schedule
-    ).kernel()
+    kernel = _Writer(block, operands, outputs, tiles, name, threads, schedule=schedule).kernel()
     if kernel.shared > SHARED_MOST:
         raise errors.CodegenError(
             f"{name}: {schedule} needs {kernel.shared} bytes of shared memory, a block has "

@@ -218,7 +218,6 @@ _FUNCTIONS = (
 def text() -> str:
     """Return the text of the functions that a generated file carries."""
     state = (
-        "_cubins, _functions, _configs, _bindings = {}, {}, {}, []\n"
-        "_cuda_lock = threading.Lock()"
+        "_cubins, _functions, _configs, _bindings = {}, {}, {}, []\n_cuda_lock = threading.Lock()"
     )
     return "\n\n\n".join([state, *(inspect.getsource(f).rstrip() for f in _FUNCTIONS)])

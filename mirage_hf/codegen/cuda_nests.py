@@ -338,9 +338,7 @@ class NestWriter:
             text = f"min({text}, {a}_size - {width})"
         self.put(f"const int at_{a} = {text};")
 
-    def load_vectors(
-        self, nest: Nest, value: str, clamp: bool, loaded: Sequence[str] = ()
-    ) -> None:
+    def load_vectors(self, nest: Nest, value: str, clamp: bool, loaded: Sequence[str] = ()) -> None:
         """Read the vectors of all inputs that lie along the fast axis.
 
         Args:

@@ -237,18 +237,21 @@ class ReductionWriter(NestWriter):
                         slot = self.slot(nest, lanes)
                         value = self.ref(nest, arg)
                         self.put(
-                            f"{name}_acc[{slot}] = "
-                            f"{_OPS[kind]}::join({name}_acc[{slot}], {value});"
+                            f"{name}_acc[{slot}] = {_OPS[kind]}::join({name}_acc[{slot}], {value});"
                         )
 
     @contextmanager
-    def _steps_along(self, over: str, lanes: Lanes, end: str, ahead: Ahead | None) -> Iterator[None]:
+    def _steps_along(
+        self, over: str, lanes: Lanes, end: str, ahead: Ahead | None
+    ) -> Iterator[None]:
         """Write a lane's loop along the reduced axis: unrolled if its inputs were loaded ahead."""
         walker = f"{'j' if lanes.step > 1 else 'i'}_{over}"
         if ahead is None:
             stride = lanes.across * lanes.step
             start = _first(lanes)
-            with self.scope(f"for (int {walker} = {start}; {walker} < {end}; {walker} += {stride})"):
+            with self.scope(
+                f"for (int {walker} = {start}; {walker} < {end}; {walker} += {stride})"
+            ):
                 yield
             return
         with self.scope(""), self.repeat("u", ahead.steps):

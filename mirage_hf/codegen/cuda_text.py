@@ -61,7 +61,9 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     operands = [Operand(t.dtype, t.strides, constant=t.constant) for t in tensors]
     outputs = [Operand(t.dtype, t.strides) for t in op.outputs]
     early = schedule.trigger_early and op.next_may_launch_early
-    return cuda_kernel.write_kernel(block, operands, outputs, name, schedule.triggering_early(early))
+    return cuda_kernel.write_kernel(
+        block, operands, outputs, name, schedule.triggering_early(early)
+    )
 
 
 def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelText, Launch]:

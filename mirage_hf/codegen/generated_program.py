@@ -8,6 +8,9 @@ from functools import cached_property
 
 import torch
 
+#: The generators of kernels.
+TRITON, CUDA = "triton", "cuda"
+
 #: Triton's pointer type of each dtype.
 POINTER_TYPES = {
     torch.float16: "*fp16",

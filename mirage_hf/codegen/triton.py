@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mirage_hf import errors, files
-from mirage_hf.codegen import cuda_launching, cuda_text, launching
-from mirage_hf.codegen import torch_text, triton_math, triton_run
+from mirage_hf.codegen import (
+    cuda_launching,
+    cuda_text,
+    launching,
+    torch_text,
+    triton_math,
+    triton_run,
+)
 from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.generated_program import POINTER_TYPES, GeneratedProgram, Launch
 from mirage_hf.codegen.placement import VIEWS, PlacedOp, place_kernels
@@ -155,7 +161,11 @@ def _source(
     if not re.search(r"(?<!\w)F\.", source):
         source = source.replace("import torch.nn.functional as F\n", "")
     if has_cuda:
-        source = source.replace("import copy\n", "import copy\nimport ctypes\nimport hashlib\nimport os\nimport tempfile\n", 1)
+        source = source.replace(
+            "import copy\n",
+            "import copy\nimport ctypes\nimport hashlib\nimport os\nimport tempfile\n",
+            1,
+        )
     if not has_triton:
         source = source.replace("import triton\nimport triton.language as tl\n", "")
         source = source.replace("import copy\n", "", 1)

@@ -121,8 +121,7 @@ def _tiles(block: BlockGraph, name: str) -> tuple[int, ...]:
 def _unlikely(block: BlockGraph, tiles: Mapping[str, int]) -> float:
     """Return how far the blocks of a set of tiles are from two for each SM."""
     blocks = math.prod(
-        -(-block.split_size(a.name) // tiles[a.name])
-        for a in block.named(Role.GRID, Role.CLUSTER)
+        -(-block.split_size(a.name) // tiles[a.name]) for a in block.named(Role.GRID, Role.CLUSTER)
     )
     return abs(math.log2(max(1, blocks) / (2 * H200.sms)))
 
@@ -171,9 +170,7 @@ def _us(
     # A block whose threads are few for its work cannot hide the latency of its own instructions.
     serial_us = 1e-3 * 2.0 * work / threads
     loop = block.named(Role.LOOP)
-    trips = math.prod(
-        -(-block.split_size(a.name) // schedule.tiles[a.name]) for a in loop
-    )
+    trips = math.prod(-(-block.split_size(a.name) // schedule.tiles[a.name]) for a in loop)
     loops = sum(stage.loop is not None for stage in block.stages)
     waves = -(-per_sm // resident)
     barriers = kernel.source.count("__syncthreads")

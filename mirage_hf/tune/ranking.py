@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from mirage_hf.codegen.generated_program import CUDA, TRITON
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.gpus import H200, Device
@@ -20,9 +21,6 @@ from mirage_hf.tune.schedule_cost import estimated_us
 
 #: The schedules to try for an op on a GPU, best first.
 Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
-
-#: The generators of kernels.
-TRITON, CUDA = "triton", "cuda"
 
 #: How schedules are listed for a generator, except for Triton, whose kinds of product may be
 #: restricted.
@@ -76,7 +74,7 @@ def _ranked_of(
     """Return the candidates of one generator, best estimate first."""
     found: list[ScheduledCandidate] = []
     for ugraph in ugraphs:
-        if ugraph.is_fused:
+        if ugraph.is_fused and (schedules in SCHEDULES_OF.values() or not ugraph.is_clustered):
             candidates = _scheduled(ugraph, gpu, schedules, next_may_launch_early)
             found += itertools.islice(candidates, per_graph)
     best = min((c.estimate_us for c in found), default=0.0)

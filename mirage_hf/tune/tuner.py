@@ -16,6 +16,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.generated_program import TRITON
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import device_named
@@ -24,7 +25,7 @@ from mirage_hf.tune import measure, space
 from mirage_hf.tune.candidates import MEASURED, ScheduledCandidate, TuneResult, fastest
 from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
-from mirage_hf.tune.ranking import TRITON, Schedules, rank_by_estimate
+from mirage_hf.tune.ranking import Schedules, rank_by_estimate
 from mirage_hf.tune.turns import undisturbed
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.verdict import Verdict

@@ -83,7 +83,9 @@ def test_a_chain_in_a_cuda_graph_computes_the_same(name):
     inputs = on_gpu(u.random_inputs(ugraph.program, 0))
     run = run_of(ugraph)
     want = run(inputs)
-    hot = [torch.empty_like(x) if not t.constant else x for x, t in zip(inputs, ugraph.program.inputs)]
+    hot = [
+        torch.empty_like(x) if not t.constant else x for x, t in zip(inputs, ugraph.program.inputs)
+    ]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -124,7 +126,7 @@ def test_random_block_graphs_at_random_schedules(case, request):
     try:
         run = run_of(ugraph, random_schedules(ugraph, seed))
     except errors.CodegenError as e:
-        assert "shared memory" in str(e)  # noqa: PT017
+        assert "shared memory" in str(e)
         return
     check(run(on_gpu(inputs)), ugraph.kernels, inputs, f"seed {seed}:")
 
