@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf import errors
@@ -24,6 +24,9 @@ from mirage_hf.graph.text import format_block_graph
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and
 #: sm_100 (CUDA programming guide).
 SHARED_PLAIN, SHARED_MOST = 48 * 1024, 227 * 1024
+
+#: The most bytes of a value that is staged for all trips of a loop at once.
+WHOLE_BYTES = 32 * 1024
 
 #: Threads of a block, without a schedule.
 _THREADS = 256
@@ -371,6 +374,12 @@ class _Writer(RunningMaximumWriter):
         self.prepare(stage, [v for v in wanted if not walks(v)], walks, inside=False)
         if loop is None:
             return
+        whole = [v for v in wanted if walks(v) and self.can_hold_whole(v, loop)]
+        for value in whole:
+            self.fill_whole(value, loop)
+        if whole:
+            self.put("__syncthreads();")
+        wanted = [v for v in wanted if v not in whole]
         plans = [
             (self.ahead[a.out].nest, self.ahead[a.out].lanes)
             if a.out in self.ahead
@@ -402,6 +411,37 @@ class _Writer(RunningMaximumWriter):
         self.written |= {out for out, ahead in self.ahead.items() if ahead.loop == loop}
         for a, (nest, lanes) in zip(accumulators, plans, strict=True):
             self.combine(a.out, a.kind, nest, lanes)
+
+    def can_hold_whole(self, value: str, loop: str) -> bool:
+        """Return whether a value is staged for all trips of a loop at once.
+
+        Then the loop needs no barriers for it.
+        """
+
+        def is_known(v: str) -> bool:
+            if v in self.inputs or v in self.staged:
+                return True
+            if self.is_reduced(v) or v not in self.ops:
+                return False
+            return all(is_known(a) for a in self.ops[v].args if isinstance(a, str))
+
+        carried = self.block.carried[value]
+        if loop not in carried or self.trips(loop) == 1 or not is_known(value):
+            return False
+        elements = self.extent(carried) // self.tile[loop] * self.block.split_size(loop)
+        return elements * 4 <= WHOLE_BYTES
+
+    def fill_whole(self, value: str, loop: str) -> None:
+        """Stage a value for all trips of a loop."""
+        tile, self.tile[loop] = self.tile[loop], self.block.split_size(loop)
+        with self.scope(""):
+            if self.is_split(loop):
+                self.put(f"const int {loop}_0 = {loop}_begin;")
+            self.fill(value)
+        self.tile[loop] = tile
+        terms = f"{loop}_0" + f" - {loop}_begin" * self.is_split(loop)
+        terms += f" + i_{loop}" * (tile > 1)
+        self.staged[value] = replace(self.staged[value], loop=loop, index=f"({terms})")
 
     def load_loop(self, stage: Stage, early: bool) -> None:
         """Begin to load what the reductions of a loop read in its first trip.

@@ -168,7 +168,7 @@ def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
     for n in range(len(tensors) - num_outputs):
         if pointers[n] & 15:  # kernels read 16 bytes at a time
             x = tensors[n]
-            reach = 1 + sum((d - 1) * s for d, s in zip(x.shape, x.stride()))
+            reach = 1 + sum((d - 1) * s for d, s in zip(x.shape, x.stride(), strict=True))
             copies.append(x.as_strided((reach,), (1,)).clone())
             pointers[n] = copies[-1].data_ptr()
     key = name, source, device

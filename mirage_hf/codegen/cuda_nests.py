@@ -62,7 +62,8 @@ class Operand:
 class Array:
     """A value's tile in shared memory.
 
-    The last axis is contiguous. The axis before it has the stride `pitch`.
+    The last axis is contiguous. The axis before it has the stride `pitch`. If `loop` is given, the
+    array holds that axis for all trips of its loop, and `index` says where the current element is.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Array:
     axes: tuple[str, ...]
     extents: tuple[int, ...]
     pitch: int
+    loop: str | None = None
+    index: str = ""
 
     @property
     def elements(self) -> int:
@@ -87,7 +90,10 @@ class Array:
         terms, step = [], 1
         for d in reversed(range(len(self.axes))):
             if self.extents[d] > 1:
-                terms.append(f"i_{self.axes[d]}" + (f" * {step}" if step > 1 else ""))
+                index = f"i_{self.axes[d]}"
+                if self.axes[d] == self.loop:
+                    index = self.index
+                terms.append(index + (f" * {step}" if step > 1 else ""))
             step = self.pitch if d == len(self.axes) - 1 else step * self.extents[d]
         return f"{memory}{self.name}[{' + '.join(reversed(terms)) or '0'}]"
 

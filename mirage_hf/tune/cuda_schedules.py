@@ -36,6 +36,9 @@ _SM_THREADS, _SM_BLOCKS, _SM_SHARED = 2048, 32, 228 * 1024
 #: kernels.
 _PLAIN_REGISTERS = 48
 
+#: Bytes that lie side by side below which reads of device memory are wasted.
+_SEGMENT = 64
+
 #: µs of a load from device memory, of a barrier with what it waits for, and of an exchange among
 #: the blocks of a cluster.
 _LOAD_US, _BARRIER_US, _EXCHANGE_US = 0.8, 0.03, 0.45
@@ -195,7 +198,12 @@ def _block_bytes(op: PlacedOp, block: BlockGraph, schedule: Schedule) -> float:
     for i in block.inputs:
         t = op.inputs[i.sources[0]]
         assert isinstance(t, DTensor)
-        total += _seen(block, schedule, tuple(a for a in i.axes if a)) * element_bytes(t.dtype)
+        axes = tuple(a for a in i.axes if a)
+        size = element_bytes(t.dtype)
+        read = _seen(block, schedule, axes) * size
+        lying = tuple(a for a, s in zip(i.axes, t.strides, strict=True) if a and s == 1)
+        row = _seen(block, schedule, lying) * size
+        total += read * max(1.0, _SEGMENT / row) if read > _SEGMENT else _SEGMENT
     return total
 
 

@@ -84,7 +84,8 @@ def test_a_chain_in_a_cuda_graph_computes_the_same(name):
     run = run_of(ugraph)
     want = run(inputs)
     hot = [
-        torch.empty_like(x) if not t.constant else x for x, t in zip(inputs, ugraph.program.inputs)
+        torch.empty_like(x) if not t.constant else x
+        for x, t in zip(inputs, ugraph.program.inputs, strict=True)
     ]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
