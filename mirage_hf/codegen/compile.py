@@ -220,6 +220,12 @@ def ahead_of_time(program: GeneratedProgram, sm: int) -> list[Compiled]:
 
 def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
     """Compile one kernel."""
+    if launch.cuda:
+        try:
+            _, cubin = module.compiled_cuda(launch.kernel, getattr(module, launch.kernel), sm)
+        except Exception as e:
+            raise _refused(launch.kernel, sm, errors.described(e, whole=True)) from e
+        return Compiled(launch.kernel, sm, {"cubin": cubin}, launch.shared, launch.num_warps)
     if not hasattr(getattr(module, launch.kernel), "cache_key"):
         raise errors.CodegenError(
             f"{launch.kernel}: the Triton interpreter is on and cannot compile; unset "
@@ -307,7 +313,8 @@ def in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) ->
     try:
         # The file of a source that was loaded long ago may have been deleted.
         path = _keep(program.source, program.digest)
-        return processes.compile(str(path), module.__name__, [*map(_task, program.launches)], sm)
+        tasks = [_task(launch) for launch in program.launches if not launch.cuda]
+        return processes.compile(str(path), module.__name__, tasks, sm) if tasks else None
     except workers.WorkerError as e:
         raise _refused(", ".join(launch.kernel for launch in program.launches), sm, str(e)) from e
     except OSError:  # no process can be started, so threads do the work

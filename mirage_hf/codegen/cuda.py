@@ -17,6 +17,7 @@ from mirage_hf.codegen import cuda_check
 from mirage_hf.codegen.cuda_kernel import SHARED_PLAIN, CudaKernel, write_kernel
 from mirage_hf.codegen.cuda_math import DEVICE_HELPERS, TYPES
 from mirage_hf.codegen.cuda_nests import Operand
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph import conveniences, json_format
 from mirage_hf.graph.kernel import DTensor, KernelOp, row_major
 from mirage_hf.graph.ugraph import UGraph
@@ -31,35 +32,43 @@ TOLERANCE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0
 
 
 @conveniences.write_cuda_program.register
-def write_program(ugraph: UGraph, path: str | Path) -> Path:
+def write_program(
+    ugraph: UGraph, path: str | Path, schedules: Sequence[Schedule] | None = None
+) -> Path:
     """Write a readable, stand-alone CUDA C++ file, and return its path.
+
+    Args:
+        ugraph: The µGraph.
+        path: Where to write the file.
+        schedules: One for each block graph, in order, each with `cuda=True`. By default the
+            µGraph's own, if they are such. Otherwise each kernel chooses tiles that fit.
 
     Raises:
         CodegenError: A kernel is a library call.
     """
     path = Path(path)
-    files.write_text(path, program_source(ugraph))
+    files.write_text(path, program_source(ugraph, schedules))
     return path
 
 
-def program_source(ugraph: UGraph) -> str:
-    """Return the file as text.
+def program_source(ugraph: UGraph, schedules: Sequence[Schedule] | None = None) -> str:
+    """Return the file as text. The arguments are those of `write_program`.
 
     Raises:
         CodegenError: A kernel is a library call, a block graph is too large for a thread block, or
             an input holds codes.
     """
-    program = _CudaFile(ugraph)
+    program = _CudaFile(ugraph, schedules)
     return f"{program.kernels()}\n{program.check()}"
 
 
-def kernels_source(ugraph: UGraph) -> str:
+def kernels_source(ugraph: UGraph, schedules: Sequence[Schedule] | None = None) -> str:
     """Return the file without its check: kernels, `workspace_bytes` and `launch`.
 
     Raises:
         CodegenError: In the same cases as `program_source`.
     """
-    return _CudaFile(ugraph).kernels()
+    return _CudaFile(ugraph, schedules).kernels()
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,15 @@ class _View:
 class _CudaFile:
     """Where each tensor lies, and the text of the file."""
 
-    def __init__(self, ugraph: UGraph):
+    def __init__(self, ugraph: UGraph, schedules: Sequence[Schedule] | None = None):
         self.ugraph, self.graph = ugraph, ugraph.kernels
+        schedules = schedules or ugraph.schedules or ()
+        given = schedules if schedules and all(s.cuda for s in schedules) else ()
+        if given and len(given) != len(ugraph.block_ops):
+            raise errors.CodegenError(
+                f"{len(given)} schedules for {len(ugraph.block_ops)} block graphs; give one each, "
+                "in order"
+            )
         for t in self.graph.inputs:
             if t.dtype in table.CODE_DTYPES:
                 raise errors.CodegenError(
@@ -97,15 +113,16 @@ class _CudaFile:
             for t in op.outputs:
                 self.views[t.index] = _View(t, row_major(t.dims))
             operands = [
-                Operand(t.dtype, v.strides, v.offset)
+                Operand(t.dtype, v.strides, v.offset, v.base.constant)
                 for t in op.inputs
                 if isinstance(t, DTensor)
                 for v in (self.views[t.index],)
             ]
             outputs = [Operand(t.dtype, row_major(t.dims)) for t in op.outputs]
-            self.launched.append(
-                (op, write_kernel(op.block, operands, outputs, f"kernel_{len(self.launched)}"))
-            )
+            number = len(self.launched)
+            schedule = given[number] if given else None
+            kernel = write_kernel(op.block, operands, outputs, f"kernel_{number}", schedule)
+            self.launched.append((op, kernel))
         self.outputs: dict[int, int] = {}
         for n, t in enumerate(self.graph.outputs):
             v = self.views[t.index]

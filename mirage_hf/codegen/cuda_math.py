@@ -94,6 +94,58 @@ def _lookup(x: Expr, *values: Expr) -> Expr:
 
 FLOAT, DOUBLE = CppNumbers("f", _FLOAT_MAX), CppNumbers("", math.inf)
 
+#: What NVRTC needs instead of headers, which it does not have.
+WITHOUT_HEADERS = """\
+#define INFINITY __int_as_float(0x7f800000)
+
+struct half { unsigned short bits; };
+struct __nv_bfloat16 { unsigned short bits; };
+
+__device__ __forceinline__ float __half2float(half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ half __float2half(float x) {
+  half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
+__device__ __forceinline__ __nv_bfloat16 __float2bfloat16(float x) {
+  __nv_bfloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+"""
+
+#: What replaces cooperative groups, for files whose blocks form clusters.
+CLUSTERS_WITHOUT_HEADERS = """\
+namespace cooperative_groups {
+// the blocks of a cluster
+struct cluster_group {
+  __device__ __forceinline__ unsigned block_rank() const {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+  }
+  __device__ __forceinline__ void sync() const {
+    asm volatile("barrier.cluster.arrive.aligned;\\nbarrier.cluster.wait.aligned;" ::: "memory");
+  }
+  // the address of a block's own memory in the memory of another one
+  template <class T> __device__ __forceinline__ T* map_shared_rank(T* own, unsigned rank) const {
+    T* other;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(own), "r"(rank));
+    return other;
+  }
+};
+__device__ __forceinline__ cluster_group this_cluster() { return {}; }
+}  // namespace cooperative_groups
+namespace cg = cooperative_groups;
+
+"""
+
 DEVICE_HELPERS = """\
 __host__ __device__ inline float to_float(half x) { return __half2float(x); }
 __host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -108,6 +160,13 @@ template <> __host__ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(f
 // NaN wins, as in torch
 template <class T> __host__ __device__ inline T maximum(T a, T b) { return a > b || a != a ? a : b; }
 template <class T> __host__ __device__ inline T minimum(T a, T b) { return a < b || a != a ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <> __device__ __forceinline__ float maximum<float>(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+#endif
 
 // N elements that lie side by side, in loads of 16 bytes
 template <int N, class T> __device__ __forceinline__ void load(T (&to)[N], const T* from) {
@@ -116,7 +175,36 @@ template <int N, class T> __device__ __forceinline__ void load(T (&to)[N], const
   else *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
 }
 
-// the same from device to shared memory
+// 16 bytes that nothing writes while the kernel runs; they are read once
+__device__ __forceinline__ uint4 load_constant(const void* from) {
+#ifdef __CUDA_ARCH__
+  uint4 x;  // volatile and not .nc, so that it stays before the wait for the previous kernel
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+#else
+  return *reinterpret_cast<const uint4*>(from);
+#endif
+}
+
+// 16 bytes that an earlier kernel may have written
+__device__ __forceinline__ uint4 load_plain(const void* from) { return *reinterpret_cast<const uint4*>(from); }
+
+// waits until the kernel before this one is done, if this one was launched early (PDL)
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// lets the next kernel launch, which waits in the same way
+__device__ __forceinline__ void launch_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// 16 bytes from device to shared memory
 template <int N, class T> __device__ __forceinline__ void copy(T* to, const T* from) {
   static_assert(N * sizeof(T) == 16);
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
@@ -138,10 +226,11 @@ struct Max {
   static __device__ float join(float a, float b) { return maximum(a, b); }
 };
 
-// joins the values of W neighbouring lanes; every lane gets the result
-template <class Op, int W> __device__ __forceinline__ float join_lanes(float x) {
+// joins the values of W lanes that are STRIDE lanes apart; every lane gets the result
+template <class Op, int W, int STRIDE = 1> __device__ __forceinline__ float join_lanes(float x) {
 #pragma unroll
-  for (int step = W / 2; step > 0; step /= 2) x = Op::join(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int step = W * STRIDE / 2; step >= STRIDE; step /= 2)
+    x = Op::join(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
 """

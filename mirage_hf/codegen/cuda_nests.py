@@ -24,7 +24,7 @@ _RESERVED = frozenset(
     mutable namespace new not operator or private protected public register return short
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
-    run load to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
+    run load load_constant load_plain next q u to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
     max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined old grown
     """.split()
 )
@@ -32,8 +32,12 @@ _RESERVED = frozenset(
 
 #: Names that a kernel gives to coordinates, constants and pointers.
 _OURS = re.compile(
-    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v)$"
+    r"(i_|at_|j_)|.*(_size|_tile|_0|_begin|_end|_count|_top|_scale|_at|_ptr\d*|_out\d*|_acc|_v|_ahead)$"
 )
+
+
+#: The most elements that a thread computes from one read of an input.
+MOST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -44,18 +48,22 @@ class Operand:
         dtype: The element type.
         strides: Elements between neighbours along each dim.
         offset: The first element after the pointer.
+        constant: Whether nothing writes it while kernels run, so it may be read before the wait for
+            the previous kernel.
     """
 
     dtype: torch.dtype
     strides: tuple[int, ...]
     offset: int = 0
+    constant: bool = False
 
 
 @dataclass(frozen=True)
 class Array:
     """A value's tile in shared memory.
 
-    The last axis is contiguous. The axis before it has the stride `pitch`.
+    The last axis is contiguous. The axis before it has the stride `pitch`. If `loop` is given, the
+    array holds that axis for all trips of its loop, and `index` says where the current element is.
     """
 
     name: str
@@ -63,6 +71,8 @@ class Array:
     axes: tuple[str, ...]
     extents: tuple[int, ...]
     pitch: int
+    loop: str | None = None
+    index: str = ""
 
     @property
     def elements(self) -> int:
@@ -80,7 +90,10 @@ class Array:
         terms, step = [], 1
         for d in reversed(range(len(self.axes))):
             if self.extents[d] > 1:
-                terms.append(f"i_{self.axes[d]}" + (f" * {step}" if step > 1 else ""))
+                index = f"i_{self.axes[d]}"
+                if self.axes[d] == self.loop:
+                    index = self.index
+                terms.append(index + (f" * {step}" if step > 1 else ""))
             step = self.pitch if d == len(self.axes) - 1 else step * self.extents[d]
         return f"{memory}{self.name}[{' + '.join(reversed(terms)) or '0'}]"
 
@@ -94,7 +107,7 @@ class Nest:
         fast: The axis along which memory is contiguous.
         vector: Elements along `fast` that are read at a time.
         over: The axis that is reduced, if any.
-        lines: Text so far.
+        rows: Axes along which a thread computes all elements from one read of the inputs.
         known: C++ names of values at the current element.
         vectors: Inputs that were read as vectors.
     """
@@ -103,7 +116,7 @@ class Nest:
     fast: str | None
     vector: int
     over: str | None = None
-    lines: list[str] = field(default_factory=list)
+    rows: tuple[str, ...] = ()
     known: dict[str, str] = field(default_factory=dict)
     vectors: list[str] = field(default_factory=list)
 
@@ -118,6 +131,7 @@ class NestWriter:
         outputs: Sequence[Operand],
         tiles: dict[str, int],
         name: str,
+        threads: int = 256,
     ):
         """Start the text of a kernel.
 
@@ -127,7 +141,9 @@ class NestWriter:
             outputs: Its outputs' tensors.
             tiles: Tile sizes of the axes that are not held whole.
             name: The kernel's namespace.
+            threads: Threads of a block, a power of two from 32 on.
         """
+        self.threads = threads
         self.block, self.operands, self.outputs, self.name = block, operands, outputs, name
         self.tile = {a.name: tiles.get(a.name, self._whole_tile(a)) for a in block.axes}
         self.size = {a.name: a.size for a in block.axes}
@@ -285,6 +301,12 @@ class NestWriter:
             widths = {self.vector(v, fast) for v in carrying}
             width = widths.pop() if len(widths) == 1 else 1
         elements = tuple(a for a in axes if a != over)
+        repeated: tuple[str, ...] = ()
+        if over is not None and width > 1:
+            walked = {a for v in read for a in self.block.carried[v]}
+            repeated = tuple(a for a in elements if a not in walked and self.tile[a] > 1)
+            repeated = repeated if 1 < self.extent(repeated) <= MOST_ROWS else ()
+            elements = tuple(a for a in elements if a not in repeated)
         if fast is None or fast == over:
             # Neighbouring lanes walk along rows of staged values.
             rows = {self.contiguous(v) for v in self.planned if v in self.inputs}
@@ -294,9 +316,8 @@ class NestWriter:
             )
         else:
             last = fast
-        return Nest(
-            (*(a for a in elements if a != last), *([last] if last else [])), fast, width, over
-        )
+        ordered = (*(a for a in elements if a != last), *([last] if last else []))
+        return Nest(ordered, fast, width, over, repeated)
 
     def coordinates(self, nest: Nest, index: str, clamp: bool) -> None:
         """Define i_a (in the tile) and at_a (in the tensor) of every axis from a linear index."""
@@ -323,8 +344,15 @@ class NestWriter:
             text = f"min({text}, {a}_size - {width})"
         self.put(f"const int at_{a} = {text};")
 
-    def load_vectors(self, nest: Nest, value: str, clamp: bool) -> None:
-        """Read the vectors of all inputs that lie along the fast axis."""
+    def load_vectors(self, nest: Nest, value: str, clamp: bool, loaded: Sequence[str] = ()) -> None:
+        """Read the vectors of all inputs that lie along the fast axis.
+
+        Args:
+            nest: The nest.
+            value: The value to compute.
+            clamp: Whether to read within the tensor where elements lie beyond its end.
+            loaded: Inputs whose vectors have been read.
+        """
         if nest.vector == 1 or nest.fast is None:
             return
         names = [
@@ -332,13 +360,16 @@ class NestWriter:
             for v in self.direct(value, filling=nest.over is None)
             if nest.fast in self.block.carried[v]
         ]
+        nest.vectors = names
+        names = [v for v in names if v not in loaded]
+        if not names:
+            return
         for v in names:
-            self.put(f"{self.ctype(v)} {self.var(v)}_v[{nest.vector}];")
+            self.put(f"alignas(16) {self.ctype(v)} {self.var(v)}_v[{nest.vector}];")
         with self.scope(""):
             self.global_coordinate(nest.fast, "j", clamp and nest.fast != nest.over, nest.vector)
             for v in names:
                 self.put(f"load({self.var(v)}_v, {self.element(v)});")
-        nest.vectors = names
 
     def ctype(self, value: str) -> str:
         """Return an input's C++ type."""
@@ -372,6 +403,17 @@ class NestWriter:
         return name
 
     @contextmanager
+    def each(self, count: int) -> Iterator[None]:
+        """Write a loop of all threads over `count` elements, or a branch if each has at most one."""
+        if count > self.threads:
+            self.put("#pragma unroll 1")
+            with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
+                yield
+            return
+        with self.scope(f"if (const int e = tid; e < {count})"):
+            yield
+
+    @contextmanager
     def elements(self, nest: Nest, shares: bool = False) -> Iterator[None]:
         """Write a loop over every element of a nest, without those beyond the end of an axis.
 
@@ -380,25 +422,22 @@ class NestWriter:
             shares: Whether the blocks of a cluster share the elements.
         """
         count = self.extent(nest.axes) // nest.vector
-        head = f"for (int e = tid; e < {count}; e += threads)"
-        if shares:
-            first = "tid + threads * cluster.block_rank()"
-            head = f"for (int e = {first}; e < {count}; e += threads * cluster_blocks)"
-        with self.scope(head):
+        first = "tid + threads * cluster.block_rank()"
+        everywhere = f"for (int e = {first}; e < {count}; e += threads * cluster_blocks)"
+        with self.scope(everywhere) if shares else self.each(count):
             self.coordinates(nest, "e", clamp=False)
-            beyond = [
-                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} >= {self.end(a)} - {a}_0"
+            within = [
+                f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} < {self.end(a)} - {a}_0"
                 for a in nest.axes
                 if self.has_partial_tile(a)
             ]
-            if beyond:
-                self.put(f"if ({' || '.join(beyond)}) continue;")
-            yield
+            with self.scope(f"if ({' && '.join(within)})") if within else nullcontext():
+                yield
 
     def fill(self, value: str) -> None:
         """Stage a value's tile in shared memory."""
         axes = self.block.carried[value]
-        nest = self.plan(value, axes, None, vectors=value in self.inputs)
+        nest = self.plan(value, axes, None, vectors=True)
         last = nest.axes[-1] if nest.axes else None
         order = nest.axes if value in self.inputs else axes
         half = (
@@ -416,17 +455,19 @@ class NestWriter:
             + (" from device memory" if value in self.inputs else "")
         )
         with self.elements(nest):
-            if nest.vector > 1 and array.pitch % nest.vector == 0:
+            if value in self.inputs and nest.vector > 1 and array.pitch % nest.vector == 0:
                 self.put(f"const int i_{last} = j_{last};")
                 self.global_coordinate(str(last), "i", False, 1)
                 self.put(f"copy<{nest.vector}>(&{array.at()}, {self.element(value)});")
             elif nest.vector > 1:
                 self.load_vectors(nest, value, clamp=False)
                 with self.repeat("v", nest.vector):
-                    self.put(
-                        f"const int i_{last} = j_{last} + v;",
-                        f"{array.at()} = {self.var(value)}_v[v];",
-                    )
+                    self.put(f"const int i_{last} = j_{last} + v;")
+                    self.global_coordinate(str(last), "i", False, 1)
+                    text = f"{self.var(value)}_v[v]"
+                    if value not in self.inputs:
+                        text = self.ref(nest, value)
+                    self.put(f"{array.at()} = {text};")
             elif value in self.inputs:
                 self.put(f"{array.at()} = *{self.element(value)};")
             else:

@@ -45,7 +45,7 @@ class RunningMaximumWriter(ReductionWriter):
     def start_maximum(self, maximum: str) -> None:
         """Start a running maximum before the loop. The first trip's barriers make it visible."""
         nest = Nest(self.block.carried[maximum], None, 1)
-        with self.scope(f"for (int e = tid; e < {self.extent(nest.axes)}; e += threads)"):
+        with self.each(self.extent(nest.axes)):
             self.coordinates(nest, "e", clamp=False)
             self.put(f"{self.top(maximum).at()} = Max::zero();")
 
@@ -59,7 +59,7 @@ class RunningMaximumWriter(ReductionWriter):
         own, top, scale = self.staged[acc.out], self.top(acc.out), self._array_of(acc.out, "scale")
         elements = Nest(self.block.carried[acc.out], None, 1)
         self.put(f"// {acc.out} grows")
-        with self.scope(f"for (int e = tid; e < {self.extent(elements.axes)}; e += threads)"):
+        with self.each(self.extent(elements.axes)):
             self.coordinates(elements, "e", clamp=False)
             self.put(
                 f"const float old = {top.at()}, grown = Max::join(old, {own.at()});",
@@ -80,4 +80,6 @@ class RunningMaximumWriter(ReductionWriter):
             with self.repeat("v", width):
                 if width > 1:
                     self.put(f"const int i_{nest.fast} = j_{nest.fast} + v;")
-                self.put(f"{self.var(acc.out)}_acc[{lanes.slot(width)}] *= {scale.at()};")
+                with self.every_row(nest):
+                    slot = self.slot(nest, lanes)
+                    self.put(f"{self.var(acc.out)}_acc[{slot}] *= {scale.at()};")

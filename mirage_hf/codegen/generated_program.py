@@ -8,6 +8,9 @@ from functools import cached_property
 
 import torch
 
+#: The generators of kernels.
+TRITON, CUDA = "triton", "cuda"
+
 #: Triton's pointer type of each dtype.
 POINTER_TYPES = {
     torch.float16: "*fp16",
@@ -40,6 +43,12 @@ class Launch:
     scratch: int = 0
     #: Counters of arrived blocks.
     counters: int = 0
+    #: Whether the kernel is CUDA C++. Its types are those of Triton all the same.
+    cuda: bool = False
+    #: Bytes of dynamic shared memory of a CUDA kernel.
+    shared: int = 0
+    #: Number of tensors at the end of the signature that a CUDA kernel writes.
+    num_outputs: int = 0
 
 
 @dataclass(frozen=True)

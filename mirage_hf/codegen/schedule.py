@@ -92,6 +92,10 @@ class Schedule:
     #: Let the next kernel launch before this one's grid dependency wait (PDL). It has no effect
     #: unless the placed op says that this is safe (`PlacedOp.next_may_launch_early`).
     trigger_early: bool = False
+    #: Write the kernel as CUDA C++. Such a kernel has no tensor cores and no cooperating blocks.
+    #: With two or more `num_stages` each thread loads what it needs of the next loop tile into
+    #: registers. With `prefetch_steps` it loads its constants of the first tile before the wait.
+    cuda: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tiles, Tiles):

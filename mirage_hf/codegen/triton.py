@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mirage_hf import errors, files
-from mirage_hf.codegen import launching, torch_text, triton_math, triton_run
+from mirage_hf.codegen import (
+    cuda_launching,
+    cuda_text,
+    launching,
+    torch_text,
+    triton_math,
+    triton_run,
+)
 from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.generated_program import POINTER_TYPES, GeneratedProgram, Launch
 from mirage_hf.codegen.placement import VIEWS, PlacedOp, place_kernels
@@ -74,11 +81,19 @@ def generate(
             wrong.
     """
     ops = place_kernels(ugraph, next_may_launch_early)
-    plans = [plan_kernel(op, s) for op, s in zip(ops, _chosen(ugraph, ops, schedules), strict=True)]
-    kernels = [write_kernel(p, f"{name}_{n}") for n, p in enumerate(plans)]
-    launches = tuple(_launch(p, k) for p, k in zip(plans, kernels, strict=True))
-    source = _source(ugraph, ops, plans, kernels, launches)
-    return GeneratedProgram(source, launches, _in_place(ugraph, plans))
+    chosen = _chosen(ugraph, ops, schedules)
+    plans = [None if s.cuda else plan_kernel(op, s) for op, s in zip(ops, chosen, strict=True)]
+    kernels, launches = [], []
+    for n, (op, schedule, plan) in enumerate(zip(ops, chosen, plans, strict=True)):
+        if plan is None:
+            kernel, launch = cuda_text.write_kernel(op, schedule, f"{name}_{n}")
+        else:
+            kernel = write_kernel(plan, f"{name}_{n}")
+            launch = _launch(plan, kernel)
+        kernels.append(kernel)
+        launches.append(launch)
+    source = _source(ugraph, ops, chosen, kernels, launches)
+    return GeneratedProgram(source, tuple(launches), _in_place(ugraph, plans))
 
 
 def _chosen(
@@ -117,7 +132,7 @@ def _launch(plan: KernelPlan, kernel: KernelText) -> Launch:
 def _source(
     ugraph: UGraph,
     ops: Sequence[PlacedOp],
-    plans: Sequence[KernelPlan],
+    schedules: Sequence[Schedule],
     kernels: Sequence[KernelText],
     launches: Sequence[Launch],
 ) -> str:
@@ -125,10 +140,16 @@ def _source(
     # If the program itself is a block graph, there is nothing to compare the kernels with.
     is_checked = all(op.name != CUSTOMIZED for op in ugraph.program.ops)
     sections = [_header(ugraph, is_checked), *_helpers(kernels)]
-    for plan, kernel in zip(plans, kernels, strict=True):
-        sections.append(f"# {plan.schedule}\n{kernel.source.rstrip()}")
-    if kernels:
+    has_cuda = any(s.cuda for s in schedules)
+    has_triton = not all(s.cuda for s in schedules)
+    if has_cuda:
+        sections.append(cuda_text.helpers())
+    for schedule, kernel in zip(schedules, kernels, strict=True):
+        sections.append(f"# {schedule}\n{kernel.source.rstrip()}")
+    if has_triton:
         sections.append(launching.text(any(k.scratch for k in kernels)))
+    if has_cuda:
+        sections.append(cuda_launching.text())
     sections += _torch_functions(ugraph)
     sections.append(triton_run.run_text(ugraph, ops, kernels, launches))
     if is_checked:
@@ -139,9 +160,17 @@ def _source(
         source = source.replace("import copy\n", "import copy\nimport os\n", 1)
     if not re.search(r"(?<!\w)F\.", source):
         source = source.replace("import torch.nn.functional as F\n", "")
-    if not kernels:
+    if has_cuda:
+        source = source.replace(
+            "import copy\n",
+            "import copy\nimport ctypes\nimport hashlib\nimport os\nimport tempfile\n",
+            1,
+        )
+    if not has_triton:
         source = source.replace("import triton\nimport triton.language as tl\n", "")
-        source = source.replace("import copy\nimport threading\n\n", "")
+        source = source.replace("import copy\n", "", 1)
+    if not kernels:
+        source = source.replace("import threading\n\n", "")
     return source
 
 
@@ -188,8 +217,11 @@ import triton.language as tl'''
 # -- outputs over inputs --------------------------------------------------------------------------
 
 
-def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (output, input), by position, that may share memory."""
+def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan | None]) -> tuple[tuple[int, int], ...]:
+    """Return the pairs (output, input), by position, that may share memory.
+
+    A kernel without a plan, which is CUDA C++, has none.
+    """
     graph = ugraph.kernels
     inputs = [t.index for t in graph.inputs]
     last_reader = {
@@ -201,6 +233,8 @@ def _in_place(ugraph: UGraph, plans: Sequence[KernelPlan]) -> tuple[tuple[int, i
         if op.name != CUSTOMIZED:
             continue
         plan = next(remaining)
+        if plan is None:
+            continue
         operands = [x.index for x in op.inputs if isinstance(x, DTensor)]
         kept_here = kept | _stored_unchanged(plan, operands)
         free = [

@@ -117,8 +117,15 @@ class _RunWriter:
                 f"torch.empty({launch.scratch}, dtype=torch.float32, device=device)",
                 f"counters({launch.counters}, device)",
             ]
-        options = f"num_warps={launch.num_warps}, num_stages={launch.num_stages}"
         listed = ", ".join(arguments)
+        if launch.cuda:
+            options = (
+                f"num_outputs={launch.num_outputs}, num_warps={launch.num_warps}, "
+                f"shared={launch.shared}"
+            )
+            head = f'launch_cuda("{kernel.name}", {kernel.name}, {launch.grid}, [{listed}]'
+            return [*lines, f"{head}, {options})"]
+        options = f"num_warps={launch.num_warps}, num_stages={launch.num_stages}"
         return [*lines, f"launch({kernel.name}, {launch.grid}, [{listed}], {options})"]
 
     def _end(self) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mirage_hf.codegen.generated_program import CUDA, TRITON
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
@@ -18,7 +19,9 @@ from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.tune import relatives, space
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.relatives import TunedKernels
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 
@@ -45,8 +48,10 @@ def schedule_candidates(
     Raises:
         SearchError: No kernel keeps to the request's restriction.
     """
-    verified, obstacle = _without_obstacles(verified, request)
     library = library_ugraph(request.program)
+    if TRITON not in request.generators:
+        return _in_cuda(request, verified, library)
+    verified, obstacle = _without_obstacles(verified, request)
     if not verified.candidates:
         return Outcome(request, verified, (library,), obstacle or verified.report.reason)
     if request.restriction is not None:
@@ -68,6 +73,22 @@ def schedule_candidates(
     return Outcome(request, verified, (best, library))
 
 
+def _in_cuda(request: Request, verified: VerifiedCandidates, library: UGraph) -> Outcome:
+    """Return the outcome of a request for CUDA kernels, at the schedules of the best estimates."""
+    usable = tuple(promising_in_cuda(verified.candidates, request.key.next_may_launch_early))
+    left_out = len(verified.candidates) - len(usable)
+    notes = (f"{left_out} µGraphs were left out: the CUDA generator does not write them",)
+    report = replace(verified.report, notes=(*verified.report.notes, *notes[: min(1, left_out)]))
+    verified = replace(verified, candidates=usable, report=report)
+    scheduled = []
+    for c in usable:
+        ops = place_kernels(c.ugraph, request.key.next_may_launch_early)
+        schedules = tuple(cuda_schedules(op)[0] for op in ops)
+        scheduled.append(replace(c.ugraph, schedules=schedules))
+    reason = "" if usable else verified.report.reason or "no candidate is written in CUDA C++"
+    return Outcome(request, verified, (*scheduled, library), reason)
+
+
 def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = None) -> Outcome:
     """Return the outcome with its candidates and the library path measured on the request's GPU.
 
@@ -79,6 +100,10 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
     restriction, effort = request.restriction, request.effort
     if restriction is not None:
         ugraphs: Sequence[UGraph] = [u for u in outcome.ugraphs if u.is_fused]
+    elif CUDA in request.generators:
+        in_cuda = [c.ugraph for c in promising_in_cuda(candidates)]
+        plain = outcome.verified.ugraphs() if TRITON in request.generators else []
+        ugraphs = list({id(u.kernels): u for u in (*plain, *in_cuda)}.values())
     elif request.all_candidates:
         ugraphs = outcome.verified.ugraphs()
     else:
@@ -94,6 +119,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         progress=(lambda *detail: progress("tune", detail)) if progress else None,
         next_may_launch_early=request.key.next_may_launch_early,
         checks_slow=request.all_candidates,
+        generators=request.generators,
     )
     reason = "" if result.searched else next((c.reason for c in result.candidates if c.reason), "")
     return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)
@@ -252,3 +278,22 @@ def promising(
             ordered.remove(pair)
             ordered.insert(place, pair)
     return ordered
+
+
+def promising_in_cuda(
+    candidates: Sequence[Candidate], next_may_launch_early: bool = False
+) -> list[Candidate]:
+    """Return the candidates whose kernels the CUDA generator writes, best estimate first.
+
+    Their products are multiply-adds, so the rounding of these must have been accepted.
+    """
+    found = []
+    for c in candidates:
+        if not c.allows(False):
+            continue
+        ops = place_kernels(c.ugraph, next_may_launch_early)
+        first = [next(iter(cuda_schedules(op)), None) for op in ops]
+        if None not in first:
+            pairs = zip(ops, first, strict=True)
+            found.append((sum(estimated_us(op, s) for op, s in pairs if s is not None), c))
+    return [c for _, c in sorted(found, key=lambda pair: pair[0])]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mirage_hf.codegen.generated_program import TRITON
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.launch_restriction import LaunchRestriction
@@ -59,6 +60,7 @@ class Request:
             only the kernel to run is wanted.
         known: A search of the program's structure for other sizes, which saves a new one. None: the
             stores are asked for it.
+        generators: Which generators may write the kernels.
     """
 
     program: KernelGraph
@@ -74,3 +76,4 @@ class Request:
     runs_generated: bool = True
     all_candidates: bool = False
     known: KnownSearch | None = None
+    generators: tuple[str, ...] = (TRITON,)

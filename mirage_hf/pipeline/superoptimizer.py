@@ -60,9 +60,10 @@ def superoptimize(
     Args:
         graph: The tensor program.
         config: A preset of restrictions: "attention", "lora" or "mlp".
-        backend: "auto" and "triton" measure candidates if there is a GPU. "cpu" never measures; the
-            cost model ranks candidates. The backend decides only this: results run where their
-            inputs are.
+        backend: "auto" and "triton" measure candidates if there is a GPU. "cuda" does so with
+            kernels in CUDA C++ only, which need the packages cuda-bindings and nvidia-cuda-nvrtc.
+            "cpu" never measures; the cost model ranks candidates. Results run where their inputs
+            are.
         griddims: Allowed numbers of blocks per grid dim. Every kernel of a result keeps to them.
         blockdims: Allowed numbers of threads per dim of a block.
         imaps: Allowed maps of every tensor that a kernel reads. A map says which tensor dim each
@@ -75,8 +76,8 @@ def superoptimize(
         max_block_ops: The most ops in one kernel.
         time_limit: The most seconds of the search. Default: MIRAGE_HF_SEARCH_SECONDS, else 60.
         clusters: Also find kernels whose blocks form thread-block clusters (sm_90) and add up
-            splits of an axis among each other. They are generated as CUDA C++ and not launched, so
-            `backend` must be "cpu".
+            splits of an axis among each other. They are CUDA C++. So `backend` must be "cpu" or
+            "cuda", or "auto" on a GPU: then Triton and CUDA kernels are measured side by side.
         checkpoint: A file to load the result from, or to keep it in. It is used instead of the
             cache.
         seed: The seed of the proofs' random inputs.
@@ -119,15 +120,16 @@ def superoptimize(
         time_limit=time_limit,
         clusters=clusters,
     )
-    if clusters and (save_codes or symbolic.dims_of(graph)):
-        what = (
-            "save_codes writes Triton programs" if save_codes else "the program has symbolic dims"
+    if (clusters or backend == "cuda") and symbolic.dims_of(graph):
+        option = "clusters=True" if clusters else "backend='cuda'"
+        raise errors.SearchError(
+            f"superoptimize: the program has symbolic dims, which {option} does not support; give "
+            "each its size"
         )
-        raise errors.SearchError(f"superoptimize: {what}, which clusters=True does not support")
     if checkpoint is not None:
         superoptimizer_options.check_checkpoint(Path(checkpoint))
     folder = superoptimizer_options.codes_folder(save_codes)
-    request = _request(graph, options, restriction, seed, backend)
+    request = _request(graph, options, restriction, seed, backend, clusters)
     progress = progress or (_printer() if verbose else None)
     if checkpoint is not None:
         file = CheckpointFile(Path(checkpoint), checkpoints.identity(request))
@@ -140,7 +142,11 @@ def superoptimize(
         print(result.report, file=sys.stderr)
     if folder is not None:
         for number, ugraph in enumerate(result):
-            ugraph.generate_triton_program(folder / f"ugraph_{number}.py")
+            schedules = ugraph.schedules or ()
+            if ugraph.is_clustered or any(s.cuda for s in schedules):
+                ugraph.generate_cuda_program(folder / f"ugraph_{number}.cu")
+            else:
+                ugraph.generate_triton_program(folder / f"ugraph_{number}.py")
     return result
 
 
@@ -150,6 +156,7 @@ def _request(
     restriction: LaunchRestriction | None,
     seed: int,
     backend: str,
+    clusters: bool,
 ) -> Request:
     graph = graph.copy()  # the caller may add ops to theirs
     device = None
@@ -163,6 +170,7 @@ def _request(
         restriction=restriction,
         device=device,
         all_candidates=True,
+        generators=superoptimizer_options.generators(backend, clusters),
     )
     return replace(request, key=key_of(graph, ANY_TARGET, _options_digest(request)))
 

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mirage_hf import errors
+from mirage_hf.codegen import cuda_launching
+from mirage_hf.codegen.generated_program import CUDA, TRITON
 from mirage_hf.gpus import current_gpu
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.map_restriction import MapRestriction
@@ -15,7 +19,7 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.settings import settings
 from mirage_hf.tune.launch_restriction import LaunchRestriction
 
-BACKENDS = ("auto", "triton", "cpu")
+BACKENDS = ("auto", "triton", "cuda", "cpu")
 
 #: The options that each config sets, see `SearchOptions`. Seconds are on one core, for the programs
 #: of tests/helpers/programs.py, with the cost model's H200.
@@ -99,6 +103,11 @@ def search_options(
     restriction = None
     if any(x is not None for x in (griddims, blockdims, franges)):
         restriction = LaunchRestriction.of(griddims, blockdims, franges)
+    if backend == "cuda" and restriction is not None:
+        raise errors.SearchError(
+            "superoptimize: allowed numbers of blocks, threads and trips hold for Triton kernels; "
+            "leave them out with backend='cuda'"
+        )
     if clusters:
         _check_clusters(backend, restricted=restriction is not None or preset["maps"] is not None)
         preset["clusters"] = True
@@ -116,22 +125,36 @@ def _check_config(config: object) -> None:
 
 
 def _check_backend(backend: object) -> None:
-    if backend == "cuda":
-        raise errors.SearchError(
-            "superoptimize: CUDA C++ is generated but not launched in this version; "
-            "search with backend='triton', then call generate_cuda_program on a result"
-        )
     if backend not in BACKENDS:
         raise errors.SearchError(
             f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}"
         )
+    if backend == "cuda":
+        if not torch.cuda.is_available():
+            raise errors.SearchError(
+                "superoptimize: backend 'cuda' measures kernels, and there is no GPU; search with "
+                "backend='cpu', then call generate_cuda_program on a result"
+            )
+        try:
+            cuda_launching.cuda_bindings()
+        except RuntimeError as e:
+            raise errors.SearchError(f"superoptimize: {e}") from e
+
+
+def generators(backend: str, clusters: bool) -> tuple[str, ...]:
+    """Return which generators write the kernels."""
+    if backend == "cuda":
+        return (CUDA,)
+    return (TRITON, CUDA) if clusters and backend == "auto" else (TRITON,)
 
 
 def _check_clusters(backend: str, restricted: bool) -> None:
-    if backend != "cpu":
+    has_gpu = torch.cuda.is_available()
+    if backend == "triton" or (backend == "auto" and not has_gpu):
+        why = "which Triton does not have" if has_gpu else "and there is no GPU to run it"
         raise errors.SearchError(
-            "superoptimize: kernels whose blocks form clusters are generated as CUDA C++, which "
-            "this version does not launch; pass backend='cpu' with clusters=True"
+            "superoptimize: kernels whose blocks form clusters are generated as CUDA C++, "
+            f"{why}; pass backend='{'cuda' if has_gpu else 'cpu'}' with clusters=True"
         )
     if restricted:
         raise errors.SearchError(

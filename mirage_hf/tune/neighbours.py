@@ -6,21 +6,23 @@ The space of schedules samples these choices only coarsely.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
-from mirage_hf.codegen.plan import KernelPlan, plan_kernel
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import Device
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune.candidates import ScheduledCandidate
-from mirage_hf.tune.cost import Cost, estimate
+from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.cuda_schedules import estimate_cuda
 from mirage_hf.tune.ranking import Schedules
 from mirage_hf.tune.refit import refit
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.space import REGISTER_BUDGET
 
 #: The most splits of an axis.
@@ -64,8 +66,8 @@ def _with_other_splits(
                 continue
             known.add(text)
             planned = _planned(place_kernels(ugraph, early), schedules, gpu)
-            if planned is not None and _all_fit(planned, gpu):
-                us = sum(cost.us for _, cost in planned)
+            if planned is not None and all(p.fits(gpu) for p in planned):
+                us = sum(p.us for p in planned)
                 found.append(ScheduledCandidate(ugraph, schedules, us, next_may_launch_early=early))
     return found
 
@@ -109,22 +111,21 @@ def _with_other_schedules(
     found = []
     for start in starts:
         ops = start.placed()
-        own = sum(
-            estimate(plan_kernel(op, s), gpu).us for op, s in zip(ops, start.schedules, strict=True)
-        )
+        own = sum(estimated_us(op, s, gpu) for op, s in zip(ops, start.schedules, strict=True))
         library = start.estimate_us - own
-        allowed = [{s.mma for s in schedules(op, gpu)} for op in ops]
+        is_cuda = any(s.cuda for s in start.schedules)
+        allowed = [{False} if is_cuda else {s.mma for s in schedules(op, gpu)} for op in ops]
         for chosen in _other_schedules(start, ops):
             planned = _planned(ops, chosen, gpu)
             if (
                 planned is None
-                or not all(_allows(a, p) for (p, _), a in zip(planned, allowed, strict=True))
-                or not _all_fit(planned, gpu)
+                or not all(p.mma in a for p, a in zip(planned, allowed, strict=True))
+                or not all(p.fits(gpu) for p in planned)
                 or (id(start.ugraph), chosen) in known
             ):
                 continue
             known.add((id(start.ugraph), chosen))
-            us = sum(cost.us for _, cost in planned) + library
+            us = sum(p.us for p in planned) + library
             early = start.next_may_launch_early
             candidate = ScheduledCandidate(start.ugraph, chosen, us, next_may_launch_early=early)
             found.append(candidate)
@@ -143,16 +144,19 @@ def _other_schedules(
 
 def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
     """Yield changes of a schedule that keep its tiles."""
-    for steps in (0, s.prefetch_steps // 2, max(1, s.prefetch_steps * 2)):
+    if s.cuda:
+        yield {"prefetch_steps": 1 - s.prefetch_steps}
+        yield {"num_stages": 3 - s.num_stages}
+    for steps in () if s.cuda else (0, s.prefetch_steps // 2, max(1, s.prefetch_steps * 2)):
         if steps != s.prefetch_steps:
             yield {"prefetch_steps": steps}
-    for stages in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2):
+    for stages in () if s.cuda else (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2):
         if stages >= 1:
             yield {"num_stages": stages}
     for warps in (s.num_warps // 2, s.num_warps * 2):
         if 1 <= warps <= _MOST_WARPS:
             yield {"num_warps": warps}
-    for blocks in (s.cooperating_blocks // 2, s.cooperating_blocks * 2):
+    for blocks in () if s.cuda else (s.cooperating_blocks // 2, s.cooperating_blocks * 2):
         if blocks >= 1:
             yield {"cooperating_blocks": blocks}
     if s.mma:
@@ -168,38 +172,58 @@ def _tile_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
     """
     assert op.block is not None
     for axis in op.block.axes:
-        if axis.role is Role.TILE or op.block.axis_split_by(axis.name) is not None:
+        if axis.role in (Role.TILE, Role.CLUSTER) or op.block.axis_split_by(axis.name) is not None:
             continue
         tile = s.tiles[axis.name]
         whole = next_power_of_two(op.block.split_size(axis.name))
         for changed in (tile // 2, tile * 2):
             if 1 <= changed <= whole:
                 yield {"tiles": dict(s.tiles) | {axis.name: changed}}
-        if axis.role is Role.LOOP and tile > 1:
+        if axis.role is Role.LOOP and tile > 1 and not s.cuda:
             half = {"tiles": dict(s.tiles) | {axis.name: tile // 2}}
             yield half | {"num_stages": 2 * s.num_stages}
             yield half | {"cooperating_blocks": 2 * s.cooperating_blocks}
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """The estimate of a kernel with a schedule.
+
+    Attributes:
+        us: Estimated µs.
+        registers: Registers of a thread for tiles.
+        shared: Bytes of shared memory of a block.
+        mma: Whether its products run on tensor cores. None: the schedule asks for that in vain.
+        most_registers: How many registers it may have.
+    """
+
+    us: float
+    registers: int
+    shared: int
+    mma: bool | None
+    most_registers: int
+
+    def fits(self, gpu: Device) -> bool:
+        """Return whether all tiles fit. If they do not, a kernel may take minutes to compile."""
+        return self.shared <= gpu.shared_bytes and self.registers <= self.most_registers
+
+
 def _planned(
     ops: Sequence[PlacedOp], schedules: Sequence[Schedule], gpu: Device
-) -> list[tuple[KernelPlan, Cost]] | None:
-    """Return the plan and the cost of each kernel, or None if one cannot have its schedule."""
+) -> list[_Planned] | None:
+    """Return the estimate of each kernel, or None if one cannot have its schedule."""
     try:
-        plans = [plan_kernel(op, s) for op, s in zip(ops, schedules, strict=True)]
-        return [(plan, estimate(plan, gpu)) for plan in plans]
+        return [_plan(op, s, gpu) for op, s in zip(ops, schedules, strict=True)]
     except errors.CodegenError:
         return None
 
 
-def _all_fit(planned: Sequence[tuple[KernelPlan, Cost]], gpu: Device) -> bool:
-    """Return whether all tiles fit. Kernels whose tiles do not fit may take minutes to compile."""
-    return all(
-        cost.shared <= gpu.shared_bytes and cost.registers <= REGISTER_BUDGET for _, cost in planned
-    )
-
-
-def _allows(kinds: set[bool], plan: KernelPlan) -> bool:
-    """Return whether a plan's kind of product is allowed, and is what its tiles give."""
-    mma = plan.schedule.mma
-    return mma in kinds and (bool(plan.layout.dots) or not mma)
+def _plan(op: PlacedOp, schedule: Schedule, gpu: Device) -> _Planned:
+    if schedule.cuda:
+        found = estimate_cuda(op, schedule, gpu)
+        most = gpu.registers // (32 * schedule.num_warps)
+        return _Planned(found.us, found.registers, found.shared, False, min(255, most))
+    plan = plan_kernel(op, schedule)
+    cost = estimate(plan, gpu)
+    mma = schedule.mma if plan.layout.dots or not schedule.mma else None
+    return _Planned(cost.us, cost.registers, cost.shared, mma, REGISTER_BUDGET)

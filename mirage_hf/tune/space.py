@@ -19,6 +19,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.footprint import Footprint, footprint
 
 #: Registers that a thread may spend on float32 tiles. Beyond it tiles spill.
@@ -66,7 +67,11 @@ def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
 
 @choose_schedule.register
 def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
-    """Return the cost model's first choice."""
+    """Return the cost model's first choice: of Triton kernels, or of CUDA kernels for clusters."""
+    if op.block is not None and op.block.cluster is not None:
+        found = cuda_schedules(op, device, 1)
+        if found:
+            return found[0]
     return schedules(op, device, 1)[0]
 
 

@@ -16,6 +16,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.generated_program import TRITON
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import device_named
@@ -69,6 +70,7 @@ def tune(
     next_may_launch_early: bool = False,
     patience: int = PATIENCE,
     checks_slow: bool = True,
+    generators: Sequence[str] = (TRITON,),
 ) -> TuneResult:
     """Measure candidates for one program on a GPU.
 
@@ -83,7 +85,9 @@ def tune(
         resplit: Also try other numbers of splits.
         next_may_launch_early: See `placement.place_kernels`.
         patience: End a round after so many candidates in a row that were no better; 0 measures all.
+            In the first round it counts for each generator.
         checks_slow: Also check the numbers of candidates that are too slow to be chosen.
+        generators: Which generators write the kernels: "triton", "cuda" or both.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
@@ -97,14 +101,18 @@ def tune(
     device = torch.device(device)
     if device.type != "cuda":
         candidates = rank_by_estimate(
-            ugraphs, per_graph=per_graph, schedules=schedules, next_may_launch_early=early
+            ugraphs,
+            per_graph=per_graph,
+            schedules=schedules,
+            next_may_launch_early=early,
+            generators=generators,
         )
         return TuneResult.of("cost model (no GPU)", candidates)
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         gpu = device_named(properties.name, sm)
-        candidates = rank_by_estimate(ugraphs, gpu, per_graph, schedules, early)
+        candidates = rank_by_estimate(ugraphs, gpu, per_graph, schedules, early, generators)
         program = candidates[0].ugraph.program
         cold = measure.cold_inputs(program, device)
         bench = _Bench(
@@ -116,7 +124,7 @@ def tune(
             checks_slow=checks_slow,
             progress=progress or (lambda done, total, what: None),
         )
-        tried = bench.measure(candidates, patience)
+        tried = bench.measure(candidates, patience * len(generators))
         for _ in range(rounds):
             best_us = _best_us(tried)
             near = neighbours(fastest(tried, CLIMBERS), tried, gpu, schedules, resplit)

@@ -9,12 +9,14 @@ import subprocess
 import pytest
 import torch
 
+from mirage_hf import errors
 from mirage_hf.codegen import cuda
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from tests.helpers import (
     cluster_ugraphs,
     cuda_on_cpu,
+    cuda_schedules,
     kernel_cases,
     multi_kernel_ugraphs,
     random_clusters,
@@ -225,3 +227,52 @@ extern "C" void launch(const {kind}* x, const float* y, float* wide, {kind}* nar
     library.launch_0(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y, wide, narrow)), len(y))
     torch.testing.assert_close(wide, x.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(narrow, y.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+#: µGraphs whose inputs are read 16 bytes at a time, besides the named ones.
+WIDE = {
+    "rms_norm_linear 1": lambda: ugraphs.rms_norm_linear(1, 512, 48, transposed=True),
+    "rms_norm_linear partial": lambda: ugraphs.rms_norm_linear(1, 520, 40, transposed=True),
+    "rms_norm_linear columns": lambda: ugraphs.rms_norm_linear(1, 200, 64, "bfloat16"),
+    "gated_mlp": lambda: ugraphs.gated_mlp(1, 256, 64),
+    "attention": lambda: ugraphs.attention(2, 1, 208, 32),
+    "online_attention": kernel_cases.online_attention,
+    "qkv": lambda: ugraphs.qkv(1, 256, (32, 16, 16)),
+    "split_k": lambda: multi_kernel_ugraphs.split_k(1, 512, 64, 4),
+    "flash": lambda: multi_kernel_ugraphs.flash(2, 1, 320, 32, "bfloat16"),
+    "cluster rms_norm_linear": lambda: cluster_ugraphs.rms_norm_linear(
+        1, 1024, 32, 4, transposed=True
+    ),
+    "cluster attention": lambda: cluster_ugraphs.attention(2, 1, 264, 16, 4, "bfloat16"),
+    "cluster small_mlp": lambda: cluster_ugraphs.small_mlp(1, 64, 64, 32, 4),
+}
+
+#: Random schedules of each µGraph.
+SCHEDULES = thorough.count(16, 3)
+
+
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory):
+    """Return a library of µGraphs at random schedules, and the µGraph of each of its files."""
+    made = []
+    for make in (*NAMED.values(), *WIDE.values()):
+        for seed in range(SCHEDULES):
+            u = cuda_schedules.with_constants(make(), None if seed % 2 else ())
+            try:
+                text = cuda.kernels_source(u, cuda_schedules.random_schedules(u, seed))
+            except errors.CodegenError as e:
+                assert "shared memory" in str(e)
+                continue
+            made.append((u, text))
+    library = Library([text for _, text in made], tmp_path_factory.mktemp("cuda"))
+    return library, [u for u, _ in made]
+
+
+@pytest.mark.slow
+def test_kernels_at_random_schedules_compute_what_their_graphs_do(scheduled):
+    library, built = scheduled
+    assert len(built) > 2 * len(WIDE)
+    for n, u in enumerate(built):
+        inputs = ugraphs.random_inputs(u.program, 0)
+        for order in ORDERS[:3]:
+            assert not wrong(library, n, u.kernels, inputs, order), f"number {n}, order {order}"
