@@ -146,6 +146,8 @@ def _numbers_of_rows(rows: list[dict[str, Any]]) -> Iterator[Number]:
             yield from _numbers_of_block(row, row["block"])
         elif "layers" in row:
             yield from _numbers_of_chain(row)
+        elif "way" in row:
+            yield from _numbers_of_first_use(row)
 
 
 def _numbers_of_model(row: dict[str, Any]) -> Iterator[Number]:
@@ -182,6 +184,15 @@ def _numbers_of_chain(row: dict[str, Any]) -> Iterator[Number]:
     for peer, seen in row["contenders"].items():
         if seen.get("ms") is not None:
             yield subject, row["batch"], "", peer, "ms", seen["ms"], (seen["low"], seen["high"])
+
+
+def _numbers_of_first_use(row: dict[str, Any]) -> Iterator[Number]:
+    place = row["model"], 1, str(row["prompt"]), row["way"]
+    for metric in ("optimize_s", "first_generate_s"):
+        if metric in row:
+            yield *place, metric, row[metric], NO_SPREAD
+    timing = row["ms_per_token"]
+    yield *place, "later_ms_per_token", timing["median"], (timing["min"], timing["max"])
 
 
 def _numbers_of_search(raw: dict[str, Any]) -> Iterator[Number]:

@@ -256,6 +256,42 @@ def drafts(results: Sequence[Result]) -> str:
     return table([*header, "speed-up", "tokens a step", "run"], rows)
 
 
+#: What tables call the ways of `bench_first_use`.
+WAYS = {
+    "auto": "`optimize()`",
+    "never": '`optimize(tune="never")`',
+    "full": '`optimize(tune="full")`',
+    "background": '`optimize(tune="background")`',
+    "static": "static cache",
+    "eager": "eager",
+}
+
+
+def first_uses(results: Sequence[Result]) -> str:
+    """Seconds that the first use of a model takes in a process with empty caches."""
+    rows = []
+    for result in results:
+        if result.metric != "later_ms_per_token":
+            continue
+        place = result.subject, result.batch, result.context, result.peer
+        if pick(results, *place, "later_ms_per_token") != result:
+            continue
+        optimize = pick(results, *place, "optimize_s", result.source)
+        first = pick(results, *place, "first_generate_s", result.source)
+        rows.append(
+            [
+                MODELS.get(result.subject, result.subject),
+                WAYS[result.peer],
+                "–" if optimize is None else number(optimize),
+                number(first),
+                number(result),
+                _run(result),
+            ]
+        )
+    header = ["model", "way", "`optimize()`, s", "first call, s", "later, ms a token", "run"]
+    return table(header, sorted(rows, key=lambda row: row[0].lower()))
+
+
 def first_tokens(results: Sequence[Result]) -> str:
     """Time to the first token of long prompts, beside eager in the same run."""
     rows = []
@@ -479,6 +515,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "other-batches": other_batches,
     "drafts": drafts,
     "first-tokens": first_tokens,
+    "first-uses": first_uses,
     "attention-by-name": attention_by_name,
     "adapters": adapters,
     "weights-in-codes": weights_in_codes,
