@@ -249,8 +249,8 @@ def search(
         bool,
         typer.Option(
             "--clusters",
-            help="Also find kernels whose blocks form clusters (sm_90). They are not launched, so "
-            "it needs --backend cpu.",
+            help="Also find kernels whose blocks form clusters (sm_90). They are CUDA C++, so it "
+            "needs a GPU or --backend cpu.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="The seed of the proofs' random inputs.")] = 0,
