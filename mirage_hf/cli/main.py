@@ -213,7 +213,8 @@ def search(
     backend: Annotated[
         str,
         typer.Option(
-            help="auto and triton measure candidates if there is a GPU. cpu never measures."
+            help="auto and triton measure candidates if there is a GPU. cuda measures CUDA "
+            "kernels. cpu never measures."
         ),
     ] = "auto",
     time_limit: Annotated[
