@@ -213,7 +213,8 @@ def search(
     backend: Annotated[
         str,
         typer.Option(
-            help="auto and triton measure candidates if there is a GPU. cpu never measures."
+            help="auto and triton measure candidates if there is a GPU. cuda measures CUDA "
+            "kernels. cpu never measures."
         ),
     ] = "auto",
     time_limit: Annotated[
@@ -249,8 +250,8 @@ def search(
         bool,
         typer.Option(
             "--clusters",
-            help="Also find kernels whose blocks form clusters (sm_90). They are not launched, so "
-            "it needs --backend cpu.",
+            help="Also find kernels whose blocks form clusters (sm_90). They are CUDA C++, so it "
+            "needs a GPU or --backend cpu.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="The seed of the proofs' random inputs.")] = 0,

@@ -144,8 +144,8 @@ def obstacle(block: BlockGraph) -> str:
     """Return why CUDA C++ cannot be written for a block graph; empty if it can."""
     if block.cluster is not None and block.cluster.size not in _CLUSTER_SIZES:
         return (
-            f"cluster axis {block.cluster.name} has {block.cluster.size} elements, not one of "
-            f"{', '.join(map(str, _CLUSTER_SIZES))}"
+            f"cluster axis {block.cluster.name} has {block.cluster.size} elements; there may be "
+            f"clusters of {', '.join(map(str, _CLUSTER_SIZES))} blocks"
         )
     for i in block.inputs:
         if i.bounds is not None:
@@ -404,13 +404,14 @@ class _Writer(RunningMaximumWriter):
             for o in self.block.outputs:
                 if o.value in here and loop in o.axes:
                     self.store(o)
-            if any("__syncthreads" in line for line in self.lines[before:]):
+            has_barriers = any("__syncthreads" in line for line in self.lines[before:])
+            if has_barriers and self.trips(loop) > 1:
                 self.put("__syncthreads();")
         self.staged = {v: a for v, a in self.staged.items() if not walks(v)}
         self.staged |= {maximum: self.top(maximum) for maximum in running}
         self.written |= {out for out, ahead in self.ahead.items() if ahead.loop == loop}
-        for a, (nest, lanes) in zip(accumulators, plans, strict=True):
-            self.combine(a.out, a.kind, nest, lanes)
+        pairs = zip(accumulators, plans, strict=True)
+        self.combine([(a.out, a.kind, nest, lanes) for a, (nest, lanes) in pairs])
 
     def can_hold_whole(self, value: str, loop: str) -> bool:
         """Return whether a value is staged for all trips of a loop at once.

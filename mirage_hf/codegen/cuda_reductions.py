@@ -49,6 +49,8 @@ class Lanes:
         """The first element that a thread owns."""
         if self.across == 1:
             return "tid"
+        if self.own == 1:
+            return "0"
         return f"tid / {self.across}" if self.inner else f"tid % {self.own}"
 
     @property
@@ -66,6 +68,8 @@ class Lanes:
         """A thread's lane along the reduced axis."""
         if self.across == 1:
             return "0"
+        if self.own == 1:
+            return "tid"
         return f"tid % {self.across}" if self.inner else f"tid / {self.own}"
 
     def slot(self, width: int) -> str:
@@ -134,7 +138,7 @@ class ReductionWriter(NestWriter):
                 nest, lanes = self.reduce_plan(op.out, arg, str(op.over))
             self.declare(op.out, op.fn, nest, lanes)
             self.accumulate(op.out, arg, op.fn, nest, lanes)
-            self.combine(op.out, op.fn, nest, lanes)
+            self.combine([(op.out, op.fn, nest, lanes)])
 
     def exchange(self, op: BlockOp) -> None:
         """Write a sum or maximum among the blocks of a cluster. Every block gets the result.
@@ -205,7 +209,10 @@ class ReductionWriter(NestWriter):
         slot = lanes.slot(1 if lanes.inner else nest.vector)
         if not nest.rows:
             return slot
-        return "q" if slot == "0" else f"({slot}) * {self.extent(nest.rows)} + q"
+        if slot == "0":
+            return "q"
+        slot = f"({slot})" if " " in slot else slot
+        return f"{slot} * {self.extent(nest.rows)} + q"
 
     def owned(self, nest: Nest, lanes: Lanes) -> str:
         """Return the element that a thread owns in round r."""
@@ -370,20 +377,33 @@ class ReductionWriter(NestWriter):
         base = f"{over}_0 + " if is_walked or self.is_split(over) else ""
         self.put(f"const int at_{over} = {base}i_{over};")
 
-    def combine(self, out: str, kind: str, nest: Nest, lanes: Lanes) -> None:
-        """Combine the lanes' partial results and keep the result in shared memory."""
-        array = self.keep(out, "float", self.block.carried[out])
-        groups = lanes.across // lanes.shuffled
-        if groups > 1:
-            self.partial = max(self.partial, groups * self.extent(nest.axes + nest.rows))
-        self._join_lanes(out, kind, nest, lanes, array)
-        self.put("__syncthreads();")
-        if groups > 1:
-            self._join_groups(kind, nest, groups, array)
-            self.put("__syncthreads();")
-        self.staged[out] = array
+    def combine(self, reductions: Sequence[tuple[str, str, Nest, Lanes]]) -> None:
+        """Combine the lanes' partial results, and keep the results in shared memory.
 
-    def _join_lanes(self, out: str, kind: str, nest: Nest, lanes: Lanes, array: Array) -> None:
+        Args:
+            reductions: The result, kind, nest and lanes of each reduction.
+        """
+        begin, grouped = 0, []
+        for out, kind, nest, lanes in reductions:
+            array = self.keep(out, "float", self.block.carried[out])
+            groups = lanes.across // lanes.shuffled
+            place = f"{begin} + " if begin else ""
+            self._join_lanes(out, kind, nest, lanes, array, place)
+            if groups > 1:
+                grouped.append((kind, nest, groups, array, place))
+                begin += groups * self.extent(nest.axes + nest.rows)
+            self.staged[out] = array
+        self.partial = max(self.partial, begin)
+        if reductions:
+            self.put("__syncthreads();")
+        for kind, nest, groups, array, place in grouped:
+            self._join_groups(kind, nest, groups, array, place)
+        if grouped:
+            self.put("__syncthreads();")
+
+    def _join_lanes(
+        self, out: str, kind: str, nest: Nest, lanes: Lanes, array: Array, place: str
+    ) -> None:
         """Join the results of neighbouring lanes by shuffles, and store what each group holds.
 
         A single group stores the result. Several groups store partial results.
@@ -408,22 +428,22 @@ class ReductionWriter(NestWriter):
                 with self.scope(f"if ({' && '.join(guards)})") if guards else nullcontext():
                     if groups > 1:
                         group = f"{lanes.lane} / {shuffled}" if shuffled > 1 else lanes.lane
-                        self.put(f"shared.partial[{group} * {total} + {linear}] = joined;")
+                        self.put(f"shared.partial[{place}{group} * {total} + {linear}] = joined;")
                     else:
                         self.coordinates(Nest(nest.axes + nest.rows, None, 1), linear, clamp=False)
                         self.put(f"{array.at()} = joined;")
 
-    def _join_groups(self, kind: str, nest: Nest, groups: int, array: Array) -> None:
+    def _join_groups(self, kind: str, nest: Nest, groups: int, array: Array, place: str) -> None:
         """Join the partial results of all groups of lanes."""
         axes = nest.axes + nest.rows
         total = self.extent(axes)
         with self.each(total):
             self.coordinates(Nest(axes, None, 1), "e", clamp=False)
             self.put(
-                "float joined = shared.partial[e];",
+                f"float joined = shared.partial[{place}e];",
                 "#pragma unroll",
                 f"for (int g = 1; g < {groups}; ++g) "
-                f"joined = {_OPS[kind]}::join(joined, shared.partial[g * {total} + e]);",
+                f"joined = {_OPS[kind]}::join(joined, shared.partial[{place}g * {total} + e]);",
                 f"{array.at()} = joined;",
             )
 

@@ -55,7 +55,7 @@ class RunningMaximumWriter(ReductionWriter):
             nest, lanes = self.reduce_plan(acc.out, acc.arg, loop)
             self.declare(acc.out, acc.kind, nest, lanes)
             self.accumulate(acc.out, acc.arg, acc.kind, nest, lanes)
-            self.combine(acc.out, acc.kind, nest, lanes)
+            self.combine([(acc.out, acc.kind, nest, lanes)])
         own, top, scale = self.staged[acc.out], self.top(acc.out), self._array_of(acc.out, "scale")
         elements = Nest(self.block.carried[acc.out], None, 1)
         self.put(f"// {acc.out} grows")

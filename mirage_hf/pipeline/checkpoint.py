@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mirage_hf import errors, files
+from mirage_hf.codegen.generated_program import TRITON
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.pipeline.outcome import Outcome
@@ -33,18 +34,19 @@ MOST_BYTES = 1 << 28
 def identity(request: Request) -> str:
     """Return a digest of the request that a result belongs to.
 
-    It covers the program with its names, and everything that decides which µGraphs are found. The
-    number of threads is left out.
+    It covers the program with its names, and everything that decides which µGraphs are found and
+    kept. The number of threads is left out.
     """
-    return json_format.digest(
-        {
-            "program": json_format.graph_to_dict(request.program),
-            "options": repr(replace(request.options, threads=0)),
-            "restriction": repr(request.restriction),
-            "seed": request.seed,
-            "version": VERSION,
-        }
-    )
+    content: dict[str, Any] = {
+        "program": json_format.graph_to_dict(request.program),
+        "options": repr(replace(request.options, threads=0)),
+        "restriction": repr(request.restriction),
+        "seed": request.seed,
+        "version": VERSION,
+    }
+    if request.generators != (TRITON,):
+        content["generators"] = list(request.generators)
+    return json_format.digest(content)
 
 
 class CheckpointJournal:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mirage_hf import errors, files
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.render import picture
@@ -20,7 +19,8 @@ from mirage_hf.search import counter_labels
 from mirage_hf.search.search_report import SearchReport, StopReason
 from mirage_hf.tune import space
 from mirage_hf.tune.candidates import TuneResult
-from mirage_hf.tune.cost import estimate, library_us
+from mirage_hf.tune.cost import library_us
+from mirage_hf.tune.schedule_cost import estimated_us
 
 #: Results that are shown with picture and code. All results are in the table.
 MOST_SHOWN = 4
@@ -151,7 +151,7 @@ def estimate_us(u: UGraph) -> float | None:
                 total += library_us(op)
             else:
                 schedule = next(schedules, None) or space.default_schedule(op)
-                total += estimate(plan_kernel(op, schedule)).us
+                total += estimated_us(op, schedule)
     except errors.CodegenError:
         return None
     return total

@@ -19,7 +19,6 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import CodegenError, Rejected
 from mirage_hf.pipeline import trust, versions
 from mirage_hf.pipeline.outcome import Outcome, library_wins
@@ -27,8 +26,8 @@ from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.reuse import search_to_keep
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_journal import SearchJournal
-from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.relatives import TunedKernels
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.zoo import known_search
 from mirage_hf.zoo.entry import ENTRY, Entry
 from mirage_hf.zoo.entry_reader import read_entry
@@ -230,12 +229,12 @@ def _tuned_in(folder: Path, written: int) -> TunedKernels | None:
     entry = read_entry(folder)
     if isinstance(entry, Rejected) or not entry.timings or not entry.schedules:
         return None
-    if library_wins(entry):
+    if library_wins(entry) or any(s.cuda for s in entry.schedules):
         return None
     try:
         ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
         for op, schedule in zip(ops, entry.schedules, strict=True):
-            estimate(plan_kernel(op, schedule))
+            estimated_us(op, schedule)
     except Exception:  # whatever an edited schedule leads to
         return None
     return TunedKernels(ops, entry.schedules)

@@ -64,7 +64,7 @@ def cuda_schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> lis
 
     The list is empty if only the Triton generator writes the op.
     """
-    assert isinstance(op, PlacedOp)
+    op = placed(op)
     known = _known.get((op, device))
     if known is None:
         costs: dict[Schedule, float] = {}
@@ -80,6 +80,13 @@ def cuda_schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> lis
             _known.clear()
         _known[op, device] = known
     return list(known[:limit])
+
+
+def placed(op: KernelOp) -> PlacedOp:
+    """Return an op as it runs by itself, if no µGraph has placed it."""
+    if isinstance(op, PlacedOp):
+        return op
+    return PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
 
 
 _known: dict[tuple[KernelOp, Device], tuple[Schedule, ...]] = {}

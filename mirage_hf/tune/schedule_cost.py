@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.cuda_schedules import estimate_cuda
+from mirage_hf.tune.cuda_schedules import estimate_cuda, placed
 
 
 def estimated_us(op: KernelOp, schedule: Schedule, device: Device = H200) -> float:
@@ -18,6 +17,5 @@ def estimated_us(op: KernelOp, schedule: Schedule, device: Device = H200) -> flo
         CodegenError: The op has no kernel with this schedule.
     """
     if schedule.cuda:
-        assert isinstance(op, PlacedOp)
-        return estimate_cuda(op, schedule, device).us
+        return estimate_cuda(placed(op), schedule, device).us
     return estimate(plan_kernel(op, schedule), device).us

@@ -131,7 +131,7 @@ def without_each(text: str, what: str) -> list[str]:
 
 
 def test_a_missing_barrier_is_found(tmp_path):
-    """Some barriers are not needed at these sizes. Those between a writer and its reader are."""
+    """Every barrier stands between a writer and its reader."""
     u = ugraphs.rms_norm_linear()
     texts = without_each(cuda.kernels_source(u), "__syncthreads();")
     library = Library(texts, tmp_path)
@@ -140,7 +140,7 @@ def test_a_missing_barrier_is_found(tmp_path):
         any(wrong(library, n, u.kernels, inputs, order) for order in ORDERS)
         for n in range(len(texts))
     ]
-    assert found == [False, True, False, False, True, False]
+    assert found == [True, True, True]
 
 
 @pytest.mark.parametrize("name", cluster_ugraphs.ALL)

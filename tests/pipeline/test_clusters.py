@@ -1,11 +1,14 @@
 """Kernels whose blocks form clusters: accepted, run on the CPU, and never run by Triton."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import triton
+from mirage_hf.codegen.generated_program import CUDA
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.pipeline.choose import promising, schedule_candidates
@@ -22,12 +25,39 @@ REASON = "axis [chs] is cut among the blocks of a cluster, which Triton cannot e
 
 
 @pytest.mark.parametrize("name", cluster_ugraphs.ALL)
-def test_the_triton_generator_refuses_clusters_and_names_the_way_out(name, tmp_path):
+def test_the_triton_generator_refuses_clusters_and_names_the_way_out(name):
     u = cluster_ugraphs.ALL[name]()
-    for generate in (triton.generate, lambda u: u.generate_triton_program(tmp_path / "kernel.py")):
-        with pytest.raises(errors.CodegenError, match=f"{REASON}; generate_cuda_program"):
-            generate(u)
+    ops = place_kernels(u)
+    schedules = [replace(space.default_schedule(op), cuda=False) for op in ops]
+    with pytest.raises(errors.CodegenError, match=f"{REASON}; give the kernel a schedule"):
+        triton.generate(u, schedules)
     assert "which Triton cannot express" in space.obstacle(place_kernels(u))
+
+
+@pytest.mark.parametrize("name", cluster_ugraphs.ALL)
+def test_kernels_without_schedules_are_cuda_kernels(name):
+    u = cluster_ugraphs.ALL[name]()
+    program = triton.generate(u)
+    clustered = [op.block.cluster is not None for op in u.block_ops]
+    assert [launch.cuda for launch in program.launches] == clustered
+
+
+def test_backend_cuda_takes_what_the_cuda_generator_writes():
+    clustered, plain = cluster_ugraphs.rms_norm_linear(), ugraphs.rms_norm_linear()
+    request = Request(
+        plain.program,
+        key_of(plain.program, ANY_TARGET),
+        SearchOptions(clusters=True),
+        all_candidates=True,
+        generators=(CUDA,),
+    )
+    candidates = (examined(clustered), examined(plain))
+    report = SearchReport(Counters(), StopReason.EXHAUSTED)
+    outcome = schedule_candidates(request, VerifiedCandidates(candidates, report), lambda: ())
+    fused = [u for u in outcome.ugraphs if u.is_fused]
+    assert {u.is_clustered for u in fused} == {True, False}
+    assert all(s.cuda for u in fused for s in u.schedules)
+    assert "launch_cuda(" in outcome.entry().kernel
 
 
 def examined(u) -> Candidate:

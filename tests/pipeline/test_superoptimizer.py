@@ -190,7 +190,6 @@ def test_the_papers_grid_dims_are_accepted():
         (dict(franges=[3]), "allow other numbers"),
         (dict(config="atention"), "did you mean attention"),
         (dict(backend="opencl"), "backends are"),
-        (dict(backend="cuda"), "backend='triton'"),
         (dict(time_limit=0), "time_limit must be positive"),
         (dict(max_block_ops=-1), "max_block_ops"),
         (dict(max_kernels=0), "max_kernels"),

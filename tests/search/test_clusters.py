@@ -204,16 +204,23 @@ def test_results_with_clusters_are_read_from_the_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"backend": "auto"}, "this version does not launch; pass backend='cpu'"),
+        ({"backend": "triton"}, r"generated as CUDA C\+\+, .*; pass backend='c"),
         ({"griddims": [(4,)]}, "allowed maps, blocks, threads and trips do not hold for clusters"),
         ({"imaps": [{"x": 0}]}, "allowed maps, blocks, threads and trips do not hold for clusters"),
-        ({"save_codes": True}, "save_codes writes Triton programs"),
         ({"clusters": 4}, "clusters must be True or False"),
     ],
 )
 def test_options_that_do_not_go_with_clusters_are_refused(options, says):
     with pytest.raises(errors.SearchError, match=says):
         mi.superoptimize(rms_norm(), **{"backend": "cpu", "clusters": True, **options})
+
+
+def test_codes_of_clusters_are_cuda_files(tmp_path):
+    found = mi.superoptimize(rms_norm(), backend="cpu", clusters=True, save_codes=tmp_path)
+    for n, ugraph in enumerate(found):
+        kind = "cu" if ugraph.is_clustered else "py"
+        assert (tmp_path / f"ugraph_{n}.{kind}").exists()
+    assert any(u.is_clustered for u in found)
 
 
 def test_symbolic_dims_are_refused():

@@ -138,7 +138,7 @@ def check_roles(block: BlockGraph) -> None:
     if block.cluster is not None:
         raise errors.CodegenError(
             f"axis {block.cluster.name} is cut among the blocks of a cluster, which Triton cannot "
-            "express; generate_cuda_program() writes CUDA C++, which this version does not launch"
+            "express; give the kernel a schedule with cuda=True"
         )
 
 

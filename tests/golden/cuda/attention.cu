@@ -30,11 +30,9 @@ constexpr int h_tile = 1;
 constexpr int j_tile = 24;
 
 struct Shared {
-  alignas(16) half q[30];  // [h, i, c]
-  alignas(16) half k[240];  // [h, j, c]
+  alignas(16) half q_[30];  // [h, i, c]
   alignas(16) float s0[72];  // [h, i, j]
   alignas(16) float top[3];  // [h, i]
-  alignas(16) half v_[192];  // [h, j, e]
   alignas(16) float s1[72];  // [h, i, j]
   alignas(16) float w[72];  // [h, i, j]
   alignas(16) float l[3];  // [h, i]
@@ -42,91 +40,89 @@ struct Shared {
   alignas(16) float partial[192];
 };
 
-__global__ void __launch_bounds__(threads) run(const half* __restrict__ q_ptr, const half* __restrict__ k_ptr, const half* __restrict__ v__ptr, half* __restrict__ o_out0) {
+__global__ void __launch_bounds__(threads) run(const half* q__ptr, const half* k_ptr, const half* v__ptr, half* o_out0) {
   const int tid = threadIdx.x;
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   int block = blockIdx.x;
   const int h_0 = block % 2 * h_tile;
-  const auto q_at = [&](int at_h, int at_i, int at_c) { return q_ptr + at_h * 24 + at_i * 8 + at_c; };
+  const auto q__at = [&](int at_h, int at_i, int at_c) { return q__ptr + at_h * 24 + at_i * 8 + at_c; };
   const auto k_at = [&](int at_h, int at_j, int at_c) { return k_ptr + at_h * 192 + at_j * 8 + at_c; };
   const auto v__at = [&](int at_h, int at_j, int at_e) { return v__ptr + at_h * 192 + at_j * 8 + at_e; };
+  wait_for_previous_kernel();
+  launch_next_kernel();
+  uint4 s0_k_ahead[1];
+  {
+    const int j_c = 0 * 8;
+    const int e = min(tid, 23);
+    const int i_j = e;
+    const int at_j = i_j;
+    const int at_h = h_0;
+    const int at_c = j_c;
+    s0_k_ahead[0] = load_plain(k_at(at_h, at_j, at_c));
+  }
   // q [h, i, c] from device memory
-  for (int e = tid; e < 3; e += threads) {
+  if (const int e = tid; e < 3) {
     const int j_c = e % 1 * 8;
     const int i_i = e / 1;
     const int at_h = h_0;
     const int at_i = i_i;
-    half q_v[8];
+    alignas(16) half q__v[8];
     {
       const int at_c = j_c;
-      load(q_v, q_at(at_h, at_i, at_c));
+      load(q__v, q__at(at_h, at_i, at_c));
     }
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
       const int i_c = j_c + v;
-      shared.q[i_i * 10 + i_c] = q_v[v];
+      shared.q_[i_i * 10 + i_c] = q__v[v];
     }
   }
   __syncthreads();
   float top_acc[1];
   top_acc[0] = Max::zero();
   for (int j_0 = 0; j_0 < j_size; j_0 += j_tile) {
-    // k [h, c, j] from device memory
-    for (int e = tid; e < 24; e += threads) {
-      const int j_c = e % 1 * 8;
-      const int i_j = e / 1;
-      const int at_h = h_0;
-      const int at_j = i_j;
-      half k_v[8];
-      {
-        const int at_c = j_c;
-        load(k_v, k_at(at_h, at_j, at_c));
-      }
-#pragma unroll
-      for (int v = 0; v < 8; ++v) {
-        const int i_c = j_c + v;
-        shared.k[i_j * 10 + i_c] = k_v[v];
-      }
-    }
-    __syncthreads();
     {
-      float s0_acc[1];
-      s0_acc[0] = Sum::zero();
-      // s0 [h, i, j]: sum of p0 over c
-      for (int j_c = tid / 128 * 4; j_c < 8; j_c += 8) {
-        const int e = min(tid % 128, 71);
-        const int i_j = e % 24;
-        const int i_i = e / 24;
+      float s0_acc[3];
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
+      for (int r = 0; r < 3; ++r) {
+        s0_acc[r] = Sum::zero();
+      }
+      // s0 [h, i, j]: sum of p0 over c
+      {
+        const int j_c = 0 * 8;
+        alignas(16) half k_v[8];
+        *reinterpret_cast<uint4*>(k_v) = s0_k_ahead[0];
+#pragma unroll
+        for (int v = 0; v < 8; ++v) {
           const int i_c = j_c + v;
-          const float q = to_float(shared.q[i_i * 10 + i_c]);
-          const float k = to_float(shared.k[i_j * 10 + i_c]);
-          const float p0 = q * k;
-          s0_acc[0] = Sum::join(s0_acc[0], p0);
+#pragma unroll
+          for (int q = 0; q < 3; ++q) {
+            const int i_i = q;
+            const float q_ = to_float(shared.q_[i_i * 10 + i_c]);
+            const float k = to_float(k_v[v]);
+            const float p0 = q_ * k;
+            s0_acc[q] = Sum::join(s0_acc[q], p0);
+          }
         }
       }
       {
-        const int e = tid % 128;
-        const float joined = s0_acc[0];
-        if (e < 72) {
-          shared.partial[tid / 128 * 72 + e] = joined;
+        const int e = tid;
+#pragma unroll
+        for (int q = 0; q < 3; ++q) {
+          const float joined = s0_acc[q];
+          if (e < 24) {
+            const int i_i = (e * 3 + q) % 3;
+            const int i_j = (e * 3 + q) / 3;
+            shared.s0[i_i * 24 + i_j] = joined;
+          }
         }
-      }
-      __syncthreads();
-      for (int e = tid; e < 72; e += threads) {
-        const int i_j = e % 24;
-        const int i_i = e / 24;
-        float joined = shared.partial[e];
-        for (int g = 1; g < 2; ++g) joined = Sum::join(joined, shared.partial[g * 72 + e]);
-        shared.s0[i_i * 24 + i_j] = joined;
       }
       __syncthreads();
     }
     // top [h, i]: max of z0 over j
-    for (int j_j = tid / 32 * 4; j_j < 24; j_j += 32) {
-      const int e = min(tid % 32, 2);
+    for (int j_j = tid % 8 * 4; j_j < 24; j_j += 32) {
+      const int e = min(tid / 8, 2);
       const int i_i = e;
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
@@ -136,94 +132,86 @@ __global__ void __launch_bounds__(threads) run(const half* __restrict__ q_ptr, c
         top_acc[0] = Max::join(top_acc[0], z0);
       }
     }
-    __syncthreads();
   }
   {
-    const int e = tid % 32;
-    const float joined = top_acc[0];
-    if (e < 3) {
-      shared.partial[tid / 32 * 3 + e] = joined;
+    const int e = tid / 8;
+    const float joined = join_lanes<Max, 8>(top_acc[0]);
+    if (e < 3 && tid % 8 == 0) {
+      const int i_i = e;
+      shared.top[i_i] = joined;
     }
   }
   __syncthreads();
-  for (int e = tid; e < 3; e += threads) {
-    const int i_i = e;
-    float joined = shared.partial[e];
-    for (int g = 1; g < 8; ++g) joined = Max::join(joined, shared.partial[g * 3 + e]);
-    shared.top[i_i] = joined;
+  uint4 s1_k_ahead[1];
+  {
+    const int j_c = 0 * 8;
+    const int e = min(tid, 23);
+    const int i_j = e;
+    const int at_j = i_j;
+    const int at_h = h_0;
+    const int at_c = j_c;
+    s1_k_ahead[0] = load_plain(k_at(at_h, at_j, at_c));
   }
-  __syncthreads();
+  uint4 acc_v__ahead[1];
+  {
+    const int i_j = tid;
+    const int e = 0;
+    const int j_e = e * 8;
+    const int at_h = h_0;
+    const int at_j = min(i_j, j_size - 1);
+    const int at_e = j_e;
+    acc_v__ahead[0] = load_plain(v__at(at_h, at_j, at_e));
+  }
   float l_acc[1];
   l_acc[0] = Sum::zero();
-  float acc_acc[1];
-  acc_acc[0] = Sum::zero();
+  float acc_acc[24];
+#pragma unroll
+  for (int r = 0; r < 24; ++r) {
+    acc_acc[r] = Sum::zero();
+  }
   for (int j_0 = 0; j_0 < j_size; j_0 += j_tile) {
-    // k [h, c, j] from device memory
-    for (int e = tid; e < 24; e += threads) {
-      const int j_c = e % 1 * 8;
-      const int i_j = e / 1;
-      const int at_h = h_0;
-      const int at_j = i_j;
-      half k_v[8];
-      {
-        const int at_c = j_c;
-        load(k_v, k_at(at_h, at_j, at_c));
-      }
-#pragma unroll
-      for (int v = 0; v < 8; ++v) {
-        const int i_c = j_c + v;
-        shared.k[i_j * 10 + i_c] = k_v[v];
-      }
-    }
-    // v [h, e, j] from device memory
-    for (int e = tid; e < 24; e += threads) {
-      const int j_e = e % 1 * 8;
-      const int i_j = e / 1;
-      const int at_h = h_0;
-      const int at_j = i_j;
-      const int i_e = j_e;
-      const int at_e = i_e;
-      copy<8>(&shared.v_[i_j * 8 + i_e], v__at(at_h, at_j, at_e));
-    }
-    __syncthreads();
     {
-      float s1_acc[1];
-      s1_acc[0] = Sum::zero();
-      // s1 [h, i, j]: sum of p1 over c
-      for (int j_c = tid / 128 * 4; j_c < 8; j_c += 8) {
-        const int e = min(tid % 128, 71);
-        const int i_j = e % 24;
-        const int i_i = e / 24;
+      float s1_acc[3];
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
+      for (int r = 0; r < 3; ++r) {
+        s1_acc[r] = Sum::zero();
+      }
+      // s1 [h, i, j]: sum of p1 over c
+      {
+        const int j_c = 0 * 8;
+        alignas(16) half k_v[8];
+        *reinterpret_cast<uint4*>(k_v) = s1_k_ahead[0];
+#pragma unroll
+        for (int v = 0; v < 8; ++v) {
           const int i_c = j_c + v;
-          const float q = to_float(shared.q[i_i * 10 + i_c]);
-          const float k = to_float(shared.k[i_j * 10 + i_c]);
-          const float p1 = q * k;
-          s1_acc[0] = Sum::join(s1_acc[0], p1);
+#pragma unroll
+          for (int q = 0; q < 3; ++q) {
+            const int i_i = q;
+            const float q_ = to_float(shared.q_[i_i * 10 + i_c]);
+            const float k = to_float(k_v[v]);
+            const float p1 = q_ * k;
+            s1_acc[q] = Sum::join(s1_acc[q], p1);
+          }
         }
       }
       {
-        const int e = tid % 128;
-        const float joined = s1_acc[0];
-        if (e < 72) {
-          shared.partial[tid / 128 * 72 + e] = joined;
+        const int e = tid;
+#pragma unroll
+        for (int q = 0; q < 3; ++q) {
+          const float joined = s1_acc[q];
+          if (e < 24) {
+            const int i_i = (e * 3 + q) % 3;
+            const int i_j = (e * 3 + q) / 3;
+            shared.s1[i_i * 24 + i_j] = joined;
+          }
         }
-      }
-      __syncthreads();
-      for (int e = tid; e < 72; e += threads) {
-        const int i_j = e % 24;
-        const int i_i = e / 24;
-        float joined = shared.partial[e];
-        for (int g = 1; g < 2; ++g) joined = Sum::join(joined, shared.partial[g * 72 + e]);
-        shared.s1[i_i * 24 + i_j] = joined;
       }
       __syncthreads();
     }
     // w [h, i, j]
-    for (int e = tid; e < 72; e += threads) {
-      const int i_j = e % 24;
-      const int i_i = e / 24;
+    if (const int e = tid; e < 72) {
+      const int i_i = e % 3;
+      const int i_j = e / 3;
       const float s1 = shared.s1[i_i * 24 + i_j];
       const float z1 = s1 * 0.35355339059327373f;
       const float top = shared.top[i_i];
@@ -233,8 +221,8 @@ __global__ void __launch_bounds__(threads) run(const half* __restrict__ q_ptr, c
     }
     __syncthreads();
     // l [h, i]: sum of w over j
-    for (int j_j = tid / 32 * 4; j_j < 24; j_j += 32) {
-      const int e = min(tid % 32, 2);
+    for (int j_j = tid % 8 * 4; j_j < 24; j_j += 32) {
+      const int e = min(tid / 8, 2);
       const int i_i = e;
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
@@ -244,54 +232,58 @@ __global__ void __launch_bounds__(threads) run(const half* __restrict__ q_ptr, c
       }
     }
     // acc [h, i, e]: sum of wv over j
-    for (int j_j = tid / 32 * 4; j_j < 24; j_j += 32) {
-      const int e = min(tid % 32, 23);
-      const int i_e = e % 8;
-      const int i_i = e / 8;
+    {
+      const int i_j = tid;
+      if (i_j < 24) {
+        alignas(16) half v__v[8];
+        *reinterpret_cast<uint4*>(v__v) = acc_v__ahead[0];
 #pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        const int i_j = j_j + v;
-        const float w = shared.w[i_i * 24 + i_j];
-        const float v_ = to_float(shared.v_[i_j * 8 + i_e]);
-        const float wv = w * v_;
-        acc_acc[0] = Sum::join(acc_acc[0], wv);
+        for (int v = 0; v < 8; ++v) {
+#pragma unroll
+          for (int q = 0; q < 3; ++q) {
+            const int i_i = q;
+            const float w = shared.w[i_i * 24 + i_j];
+            const float v_ = to_float(v__v[v]);
+            const float wv = w * v_;
+            acc_acc[v * 3 + q] = Sum::join(acc_acc[v * 3 + q], wv);
+          }
+        }
       }
     }
-    __syncthreads();
   }
   {
-    const int e = tid % 32;
-    const float joined = l_acc[0];
-    if (e < 3) {
-      shared.partial[tid / 32 * 3 + e] = joined;
+    const int e = tid / 8;
+    const float joined = join_lanes<Sum, 8>(l_acc[0]);
+    if (e < 3 && tid % 8 == 0) {
+      const int i_i = e;
+      shared.l[i_i] = joined;
+    }
+  }
+  {
+    const int e = 0;
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int q = 0; q < 3; ++q) {
+        const float joined = join_lanes<Sum, 32>(acc_acc[v * 3 + q]);
+        if (tid % 32 == 0) {
+          shared.partial[tid / 32 * 24 + ((e * 8 + v) * 3 + q)] = joined;
+        }
+      }
     }
   }
   __syncthreads();
-  for (int e = tid; e < 3; e += threads) {
-    const int i_i = e;
+  if (const int e = tid; e < 24) {
+    const int i_i = e % 3;
+    const int i_e = e / 3;
     float joined = shared.partial[e];
-    for (int g = 1; g < 8; ++g) joined = Sum::join(joined, shared.partial[g * 3 + e]);
-    shared.l[i_i] = joined;
-  }
-  __syncthreads();
-  {
-    const int e = tid % 32;
-    const float joined = acc_acc[0];
-    if (e < 24) {
-      shared.partial[tid / 32 * 24 + e] = joined;
-    }
-  }
-  __syncthreads();
-  for (int e = tid; e < 24; e += threads) {
-    const int i_e = e % 8;
-    const int i_i = e / 8;
-    float joined = shared.partial[e];
+#pragma unroll
     for (int g = 1; g < 8; ++g) joined = Sum::join(joined, shared.partial[g * 24 + e]);
     shared.acc[i_i * 8 + i_e] = joined;
   }
   __syncthreads();
   // o [h, i, e] to device memory
-  for (int e = tid; e < 24; e += threads) {
+  if (const int e = tid; e < 24) {
     const int i_e = e % 8;
     const int i_i = e / 8;
     const int at_h = h_0;
@@ -311,7 +303,7 @@ extern "C" size_t workspace_bytes() { return 0; }
 
 // launches every kernel on a stream; returns the cudaError_t of the first that fails
 extern "C" int launch(const void* q, const void* k, const void* v, void* out0, void* workspace, cudaStream_t stream) {
-  kernel_0::run<<<2, kernel_0::threads, 2688, stream>>>(
+  kernel_0::run<<<2, kernel_0::threads, 1824, stream>>>(
       (const half*)(q), (const half*)(k), (const half*)(v), (half*)(out0));
   if (cudaError_t e = cudaGetLastError()) return e;
   return cudaSuccess;

@@ -22,20 +22,20 @@ namespace kernel_0 {
 
 constexpr int threads = 256;
 constexpr int cluster_blocks = 4;
+constexpr int k_size = 64;
 constexpr int n_tile = 16;
 constexpr int k_tile = 16;
 
 struct Shared {
-  alignas(16) half w[256];  // [k, n]
   alignas(16) float xg[48];  // [m, k]
   alignas(16) float s_part[3];  // [m, c]
   alignas(16) float y_part[48];  // [m, n, c]
   alignas(16) float s[3];  // [m]
   alignas(16) float y[48];  // [m, n]
-  alignas(16) float partial[192];
+  alignas(16) float partial[384];
 };
 
-__global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads) run(const half* __restrict__ x_ptr, const half* __restrict__ gamma_ptr, const half* __restrict__ w_ptr, half* __restrict__ o_out0) {
+__global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads) run(const half* x_ptr, const half* gamma_ptr, const half* w_ptr, half* o_out0) {
   const int tid = threadIdx.x;
   const cg::cluster_group cluster = cg::this_cluster();
   extern __shared__ __align__(16) unsigned char memory[];
@@ -48,43 +48,62 @@ __global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads
   const auto x_at = [&](int at_m, int at_k) { return x_ptr + at_m * 64 + at_k; };
   const auto gamma_at = [&](int at_k) { return gamma_ptr + at_k; };
   const auto w_at = [&](int at_k, int at_n) { return w_ptr + at_k * 48 + at_n; };
+  wait_for_previous_kernel();
+  launch_next_kernel();
+  uint4 s_part_x_ahead[1];
+  {
+    const int k_0 = k_begin;
+    const int j_k = tid % 2 * 8;
+    const int e = min(tid / 2, 2);
+    const int i_m = e;
+    const int at_m = i_m;
+    const int at_k = k_0 + j_k;
+    s_part_x_ahead[0] = load_plain(x_at(at_m, at_k));
+  }
+  uint4 y_part_w_ahead[1];
+  {
+    const int k_0 = k_begin;
+    const int i_k = tid / 2;
+    const int e = tid % 2;
+    const int j_n = e * 8;
+    const int at_k = min(k_0 + i_k, k_size - 1);
+    const int at_n = n_0 + j_n;
+    y_part_w_ahead[0] = load_plain(w_at(at_k, at_n));
+  }
   float s_part_acc[1];
   s_part_acc[0] = Sum::zero();
-  float y_part_acc[1];
-  y_part_acc[0] = Sum::zero();
+  float y_part_acc[24];
+#pragma unroll
+  for (int r = 0; r < 24; ++r) {
+    y_part_acc[r] = Sum::zero();
+  }
   for (int k_0 = k_begin; k_0 < k_end; k_0 += k_tile) {
-    // w [n, k] from device memory
-    for (int e = tid; e < 32; e += threads) {
-      const int j_n = e % 2 * 8;
-      const int i_k = e / 2;
-      const int at_k = k_0 + i_k;
-      const int i_n = j_n;
-      const int at_n = n_0 + i_n;
-      copy<8>(&shared.w[i_k * 16 + i_n], w_at(at_k, at_n));
-    }
-    __syncthreads();
     // xg [m, k]
-    for (int e = tid; e < 48; e += threads) {
-      const int i_k = e % 16;
-      const int i_m = e / 16;
+    if (const int e = tid; e < 6) {
+      const int j_k = e % 2 * 8;
+      const int i_m = e / 2;
       const int at_m = i_m;
-      const int at_k = k_0 + i_k;
-      const float x = to_float(*x_at(at_m, at_k));
-      const float gamma = to_float(*gamma_at(at_k));
-      const float xg = x * gamma;
-      shared.xg[i_m * 16 + i_k] = xg;
-    }
-    __syncthreads();
-    // s_part [m, c]: sum of x2 over k
-    for (int j_k = tid % 2 * 8; j_k < 16; j_k += 16) {
-      const int e = min(tid / 2, 2);
-      const int i_m = e;
-      const int at_m = i_m;
-      half x_v[8];
+      alignas(16) half x_v[8];
+      alignas(16) half gamma_v[8];
       {
         const int at_k = k_0 + j_k;
         load(x_v, x_at(at_m, at_k));
+        load(gamma_v, gamma_at(at_k));
       }
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        const int i_k = j_k + v;
+        const float x = to_float(x_v[v]);
+        const float gamma = to_float(gamma_v[v]);
+        const float xg = x * gamma;
+        shared.xg[i_m * 16 + i_k] = xg;
+      }
+    }
+    __syncthreads();
+    // s_part [m, c]: sum of x2 over k
+    {
+      alignas(16) half x_v[8];
+      *reinterpret_cast<uint4*>(x_v) = s_part_x_ahead[0];
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
         const float x = to_float(x_v[v]);
@@ -93,20 +112,24 @@ __global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads
       }
     }
     // y_part [m, n, c]: sum of p over k
-    for (int j_k = tid / 64 * 4; j_k < 16; j_k += 16) {
-      const int e = min(tid % 64, 47);
-      const int i_n = e % 16;
-      const int i_m = e / 16;
+    {
+      const int i_k = tid / 2;
+      if (i_k < 16) {
+        alignas(16) half w_v[8];
+        *reinterpret_cast<uint4*>(w_v) = y_part_w_ahead[0];
 #pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        const int i_k = j_k + v;
-        const float xg = shared.xg[i_m * 16 + i_k];
-        const float w = to_float(shared.w[i_k * 16 + i_n]);
-        const float p = xg * w;
-        y_part_acc[0] = Sum::join(y_part_acc[0], p);
+        for (int v = 0; v < 8; ++v) {
+#pragma unroll
+          for (int q = 0; q < 3; ++q) {
+            const int i_m = q;
+            const float xg = shared.xg[i_m * 16 + i_k];
+            const float w = to_float(w_v[v]);
+            const float p = xg * w;
+            y_part_acc[v * 3 + q] = Sum::join(y_part_acc[v * 3 + q], p);
+          }
+        }
       }
     }
-    __syncthreads();
   }
   {
     const int e = tid / 2;
@@ -116,26 +139,32 @@ __global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads
       shared.s_part[i_m] = joined;
     }
   }
-  __syncthreads();
   {
-    const int e = tid % 64;
-    const float joined = y_part_acc[0];
-    if (e < 48) {
-      shared.partial[tid / 64 * 48 + e] = joined;
+    const int e = tid % 2;
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int q = 0; q < 3; ++q) {
+        const float joined = join_lanes<Sum, 16, 2>(y_part_acc[v * 3 + q]);
+        if (tid / 2 % 16 == 0) {
+          shared.partial[tid / 2 / 16 * 48 + ((e * 8 + v) * 3 + q)] = joined;
+        }
+      }
     }
   }
   __syncthreads();
-  for (int e = tid; e < 48; e += threads) {
-    const int i_n = e % 16;
-    const int i_m = e / 16;
+  if (const int e = tid; e < 48) {
+    const int i_m = e % 3;
+    const int i_n = e / 3;
     float joined = shared.partial[e];
-    for (int g = 1; g < 4; ++g) joined = Sum::join(joined, shared.partial[g * 48 + e]);
+#pragma unroll
+    for (int g = 1; g < 8; ++g) joined = Sum::join(joined, shared.partial[g * 48 + e]);
     shared.y_part[i_m * 16 + i_n] = joined;
   }
   __syncthreads();
   // s [m]: sum of s_part among the blocks of the cluster
   cluster.sync();  // all of them hold their parts
-  for (int e = tid; e < 3; e += threads) {
+  if (const int e = tid; e < 3) {
     const int i_m = e;
     float joined = Sum::zero();
 #pragma unroll
@@ -146,7 +175,7 @@ __global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads
   }
   __syncthreads();
   // y [m, n]: sum of y_part among the blocks of the cluster
-  for (int e = tid; e < 48; e += threads) {
+  if (const int e = tid; e < 48) {
     const int i_n = e % 16;
     const int i_m = e / 16;
     float joined = Sum::zero();
@@ -181,7 +210,7 @@ extern "C" size_t workspace_bytes() { return 0; }
 
 // launches every kernel on a stream; returns the cudaError_t of the first that fails
 extern "C" int launch(const void* x, const void* gamma, const void* w, void* out0, void* workspace, cudaStream_t stream) {
-  kernel_0::run<<<12, kernel_0::threads, 1888, stream>>>(
+  kernel_0::run<<<12, kernel_0::threads, 2144, stream>>>(
       (const half*)(x), (const half*)(gamma), (const half*)(w), (half*)(out0));
   if (cudaError_t e = cudaGetLastError()) return e;
   return cudaSuccess;
