@@ -36,58 +36,29 @@ def run_kernel_graph(
     Returns:
         The outputs.
     """
-    values = _Values(graph, inputs, wide)
-    for number, op in enumerate(graph.ops):
-        args = [values.of(x) if isinstance(x, DTensor) else x for x in op.inputs]
+    stored = {t.index: (t, x) for t, x in zip(graph.inputs, inputs, strict=True)}
+    values: dict[int, torch.Tensor] = {}  # each is held from its first to its last use
+
+    def value(t: DTensor) -> torch.Tensor:
+        """Return the value of a tensor. An input is converted when it is first used."""
+        x = values.get(t.index)
+        if x is None:
+            x = unpacked(*stored[t.index])
+            if wide is not None and x.is_floating_point():
+                x = x.to(wide)
+            values[t.index] = x
+        return x
+
+    for op, ended in zip(graph.ops, graph.last_uses, strict=True):
+        args = [value(x) if isinstance(x, DTensor) else x for x in op.inputs]
         results = _run_op(op, args, wide, as_on_gpu)
         del args
         for t, y in zip(op.outputs, results, strict=True):
-            values.put(t, y if err is None else err(op, y))
+            values[t.index] = y if err is None else err(op, y)
         del results
-        values.free_after(number)
-    return [values.of(t) for t in graph.outputs]
-
-
-class _Values:
-    """The tensors of a run. Each is held from its first to its last use.
-
-    An input is unpacked and converted when it is first used.
-    """
-
-    def __init__(
-        self, graph: KernelGraph, inputs: Sequence[torch.Tensor], wide: torch.dtype | None
-    ) -> None:
-        self._wide = wide
-        self._inputs = {t.index: (t, x) for t, x in zip(graph.inputs, inputs, strict=True)}
-        self._values: dict[int, torch.Tensor] = {}
-        kept = {t.index for t in graph.outputs}
-        last = {t.index: n for n, op in enumerate(graph.ops) for t in _tensors(op)}
-        #: Tensors by the number of the op after which nothing reads them.
-        self._ends: dict[int, list[int]] = {}
-        for index, number in last.items():
-            if index not in kept:
-                self._ends.setdefault(number, []).append(index)
-
-    def of(self, t: DTensor) -> torch.Tensor:
-        """Return the value of a tensor."""
-        if t.index not in self._values:
-            x = unpacked(*self._inputs[t.index])
-            to_wide = self._wide is not None and x.is_floating_point()
-            self._values[t.index] = x.to(self._wide) if to_wide else x
-        return self._values[t.index]
-
-    def put(self, t: DTensor, x: torch.Tensor) -> None:
-        """Hold the result of an op."""
-        self._values[t.index] = x
-
-    def free_after(self, number: int) -> None:
-        """Let go of the tensors that no op after this one reads."""
-        for index in self._ends.get(number, ()):
-            self._values.pop(index, None)
-
-
-def _tensors(op: KernelOp) -> list[DTensor]:
-    return [x for x in (*op.inputs, *op.outputs) if isinstance(x, DTensor)]
+        for index in ended:
+            values.pop(index, None)
+    return [value(t) for t in graph.outputs]
 
 
 def _run_op(

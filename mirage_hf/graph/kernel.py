@@ -82,6 +82,7 @@ class KernelGraph:
         self._inputs: list[DTensor] = []
         self._ops: list[KernelOp] = []
         self._marked: list[DTensor] = []
+        self._last_uses: tuple[tuple[int, ...], ...] = ()
 
     # -- inputs and outputs ------------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ class KernelGraph:
     def mark_output(self, *tensors: DTensor) -> None:
         """Make tensors outputs, in this order."""
         self._marked += [self._own(t, "mark_output") for t in tensors]
+        self._last_uses = ()
 
     # -- ops ---------------------------------------------------------------------------------------
 
@@ -459,6 +461,19 @@ class KernelGraph:
         return tuple(o for op in self._ops for o in op.outputs if o.index not in read)
 
     @property
+    def last_uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the indices of the tensors that nothing uses after it, except outputs."""
+        if len(self._last_uses) != len(self._ops):
+            last = {t.index: n for n, op in enumerate(self._ops) for t in _tensors(op)}
+            for t in self.outputs:
+                last.pop(t.index, None)
+            ended: list[list[int]] = [[] for _ in self._ops]
+            for index, number in last.items():
+                ended[number].append(index)
+            self._last_uses = tuple(map(tuple, ended))
+        return self._last_uses
+
+    @property
     def names(self) -> set[str]:
         """The names of all tensors."""
         return {t.name for t in self._tensors}
@@ -495,6 +510,10 @@ table.add_methods(KernelGraph, "_apply")
 def new_kernel_graph() -> KernelGraph:
     """Return an empty tensor program."""
     return KernelGraph()
+
+
+def _tensors(op: KernelOp) -> list[DTensor]:
+    return [x for x in (*op.inputs, *op.outputs) if isinstance(x, DTensor)]
 
 
 # -- checks ----------------------------------------------------------------------------------------

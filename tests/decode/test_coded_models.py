@@ -193,13 +193,17 @@ def snapshot(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         yield name, list(module._forward_pre_hooks.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    # other versions of transformers store blocks of GGUF alike, so one type of them is enough there
+    "kind",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x == "q6_k")) for x in KINDS],
+)
 def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> None:
     model = coded(kind)
     plain = decoded_twin(model)
     before = list(snapshot(model))
     # kernels for several rows read codes as those for one row do
-    sizes = (1, 3) if THOROUGH or kind in ("int8", "q8_0") else (1,)
+    sizes = (1, 3) if THOROUGH or kind == "int8" else (1,)
     mi.optimize(model, batch_sizes=sizes)
     report = model.mirage.report
     products = [row for row in report.rows if row.pattern == "traced"]

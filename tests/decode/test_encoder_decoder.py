@@ -22,7 +22,7 @@ from mirage_hf.decode.not_covered import NotCoveredError
 from mirage_hf.errors import OptimizeWarning
 from tests.helpers.encoder_decoders import MODELS, POSITIONS, built, inputs, whisper_with_timestamps
 from tests.helpers.generate_comparison import assert_same_cache
-from tests.helpers.step_pairs import FULL, agree, no_kernels, steps, stocks
+from tests.helpers.step_pairs import FULL, agree, no_kernels, shared, steps, stocks
 from tests.helpers.thorough import count
 from tests.helpers.tiny_models import same, snapshot, twin_of
 
@@ -39,9 +39,12 @@ def pair(name: str, batch_sizes: tuple[int, ...] = (1, 3)) -> tuple[Any, Any]:
     return stock, optimize(twin_of(stock), batch_sizes=batch_sizes, verify=False)
 
 
+shared_pair = shared(pair)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
-    stock, ours = pair(name)
+    stock, ours = shared_pair(name)
     for batch in (1, 3):
         agree(stock, ours, {**inputs(stock, batch), **GREEDY, **FULL})
         agree(stock, ours, {**inputs(stock, batch), **GREEDY})
@@ -64,7 +67,7 @@ def test_a_model_is_as_it_was_after_restore(name: str) -> None:
 @pytest.mark.parametrize("length", [3, 90, 150])
 def test_texts_of_other_lengths_leave_nothing_behind(length: int) -> None:
     """A block keeps what the encoder gave, until the next call."""
-    stock, ours = pair("bart")
+    stock, ours = shared_pair("bart")
     for next_length in (length, 7, length):
         given = inputs(stock, 3, next_length, seed=next_length)
         # Some CPUs add in another order: one logit of 633 then differs by 2.9e-5.
@@ -82,7 +85,7 @@ def test_a_text_for_which_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sampling_draws_from_stocks_probabilities() -> None:
-    stock, ours = pair("marian")
+    stock, ours = shared_pair("marian")
     for options in ({}, {"top_k": 20, "temperature": 1.5}, {"top_p": 0.8}):
         given = {**inputs(stock, 3), "do_sample": True, "max_new_tokens": 24, **options}
         agree(stock, ours, given)
@@ -103,13 +106,13 @@ def test_sampling_draws_from_stocks_probabilities() -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_options_are_stocks(options: dict[str, Any]) -> None:
-    stock, ours = pair("bart")
+    stock, ours = shared_pair("bart")
     agree(stock, ours, {**inputs(stock, 1), **SHORT, **options})
     assert steps(ours) == {"traced": 1}
 
 
 def test_forced_and_suppressed_tokens_of_whisper() -> None:
-    stock, ours = pair("whisper")
+    stock, ours = shared_pair("whisper")
     got = agree(stock, ours, {**inputs(stock, 3), **GREEDY, "return_dict_in_generate": False})
     assert not (got == 7).any()
     assert ours.mirage.report.decode["selection: on the device"] == 1
@@ -158,7 +161,7 @@ def test_prompts_of_a_decoder_with_padding() -> None:
     """Whisper gives them positions of their own; BART counts slots."""
     ids = torch.tensor([[0, 0, 9, 31], [0, 8, 9, 32], [2, 8, 9, 33]])
     for name in ("whisper", "bart"):
-        stock, ours = pair(name)
+        stock, ours = shared_pair(name)
         given = {"decoder_input_ids": ids, "decoder_attention_mask": (ids != 0).long()}
         want = stock.generate(**inputs(stock, 3), **given, **{**SHORT, **FULL})
         got = ours.generate(**inputs(stock, 3), **given, **{**SHORT, **FULL})
@@ -168,7 +171,7 @@ def test_prompts_of_a_decoder_with_padding() -> None:
 
 
 def test_the_encoders_output_may_be_given() -> None:
-    stock, ours = pair("t5")
+    stock, ours = shared_pair("t5")
     given = inputs(stock, 3)
     outputs = stock.get_encoder()(**given)
     mask = given["attention_mask"]
@@ -178,7 +181,7 @@ def test_the_encoders_output_may_be_given() -> None:
 
 
 def test_a_users_cache_is_filled_and_continued() -> None:
-    stock, ours = pair("bart")
+    stock, ours = shared_pair("bart")
     given, ids = inputs(stock, 3), torch.full((3, 1), 2)
     caches = []
     for model in (stock, ours):
@@ -216,7 +219,7 @@ def test_streamers_get_every_token_once(name: str) -> None:
         def end(self) -> None:
             self.tokens.append(-1)
 
-    stock, ours = pair(name, (1,))
+    stock, ours = shared_pair(name, (1,))
     streamed = []
     for model in (stock, ours):
         streamer = Tokens()
@@ -230,13 +233,13 @@ def test_streamers_get_every_token_once(name: str) -> None:
 
 
 def test_beams_run_stock() -> None:
-    stock, ours = pair("bart", (1,))
+    stock, ours = shared_pair("bart", (1,))
     agree(stock, ours, {**inputs(stock, 1), **SHORT, "num_beams": 3})
     assert stocks(ours) == ["stock: beam search (num_beams=3)"]
 
 
 def test_other_batch_sizes_run_stock() -> None:
-    stock, ours = pair("bart", (1,))
+    stock, ours = shared_pair("bart", (1,))
     agree(stock, ours, {**inputs(stock, 3), **SHORT})
     assert stocks(ours) == [f"stock: {no_kernels(3)}"]
 
@@ -255,7 +258,7 @@ def test_texts_beyond_a_table_of_positions_run_stock() -> None:
 
 
 def test_a_mask_of_another_length_than_the_encoders_output_runs_stock() -> None:
-    stock, ours = pair("bart", (1,))
+    stock, ours = shared_pair("bart", (1,))
     states = stock.get_encoder()(**inputs(stock, 1)).last_hidden_state
     given = {"encoder_outputs": (states,), "attention_mask": torch.tensor([[1, 1, 0]])}
     with pytest.raises((RuntimeError, ValueError, AttributeError)):
@@ -287,7 +290,7 @@ def test_a_step_that_differs_from_stocks_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("name", "use"), [("bart", "hides"), ("whisper", "ignores")])
 def test_what_a_model_does_with_a_mask_is_found(name: str, use: str) -> None:
-    _, ours = pair(name, (1,))
+    _, ours = shared_pair(name, (1,))
     assert ours.generate.runner.traced.mask_use == use
 
 

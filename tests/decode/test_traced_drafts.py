@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from scripts.survey_images import image_inputs
 from tests.decode.test_traced_steps import built
 from tests.helpers.drafted import scripts, taken
 from tests.helpers.generate_comparison import our_numbers
-from tests.helpers.step_pairs import generated, stocks
+from tests.helpers.step_pairs import generated, shared, stocks
 from tests.helpers.tiny_models import twin_of
 
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("resolved")]
@@ -41,6 +42,9 @@ def pair(name: str, **options: Any) -> tuple[Any, Any]:
     stock = built(name).eval()
     given = {"batch_sizes": (3,), "draft_tokens": (3,), "verify": False, **options}
     return stock, optimize(twin_of(stock), **given)
+
+
+shared_pair = shared(pair)
 
 
 def texts(model: Any, length: int = 9) -> list[dict[str, torch.Tensor]]:
@@ -67,7 +71,7 @@ WITH_STATES = ["qwen3_next", "mamba2", more("lfm2"), more("falcon_h1"), more("ja
 
 @pytest.mark.parametrize("name", PLAIN + WITH_STATES)
 def test_greedy_tokens_are_stocks_whatever_is_drafted(name: str) -> None:
-    stock, ours = pair(name)
+    stock, ours = shared_pair(name)
     assert_tokens(stock, ours, {**texts(stock)[1], **GREEDY})
     assert taken(ours) > 60
     by_kernels = {r.tokens for r in ours.mirage.report.swapped if r.pattern == "attention"}
@@ -76,7 +80,7 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_ONE_LENGTH)
 def test_each_row_has_its_own_number_of_cached_tokens(name: str) -> None:
-    stock, ours = pair(name, batch_sizes=(1, 3))
+    stock, ours = shared_pair(name, batch_sizes=(1, 3))
     for given in texts(stock):
         assert_tokens(stock, ours, {**given, **GREEDY, "max_new_tokens": 60})
     assert taken(ours) > 200
@@ -91,7 +95,7 @@ def test_keys_of_an_indexer_go_to_the_slots_of_their_text() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", more("mamba2")])
 def test_a_state_moves_on_by_one_kernel_for_each_token(name: str) -> None:
-    _, ours = pair(name)
+    _, ours = shared_pair(name)
     plan = ours.generate.runner.traced.drafting[StepShape(3, 4)]
     states = [
         unit.region.target.name for unit in plan.step_ops if unit.region and unit.region.target
@@ -125,7 +129,7 @@ def test_texts_after_an_image(name: str) -> None:
 
 
 def test_windows_move_with_each_token() -> None:
-    stock, ours = pair("gemma3")
+    stock, ours = shared_pair("gemma3")
     assert stock.config.get_text_config().sliding_window < 60
     assert_tokens(stock, ours, {**texts(stock, length=50)[1], **GREEDY})
     assert taken(ours)
@@ -140,7 +144,7 @@ def test_a_cache_that_grows_keeps_the_drafts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_drafts_after_the_end_of_a_table_of_positions_read_nothing() -> None:
-    stock, ours = pair("gpt2", batch_sizes=(1,))
+    stock, ours = shared_pair("gpt2", batch_sizes=(1,))
     most = stock.config.max_position_embeddings
     given = {**texts(stock, length=most - 23)[0], **GREEDY, "max_new_tokens": 23}
     want = stock.generate(**given)
@@ -152,7 +156,7 @@ def test_drafts_after_the_end_of_a_table_of_positions_read_nothing() -> None:
 
 
 def test_samples_are_those_of_plain_decoding() -> None:
-    stock, ours = pair("gpt2")
+    stock, ours = shared_pair("gpt2")
     given = {**texts(stock)[1], **GREEDY, "do_sample": True, "temperature": 1.3, "top_k": 30}
     with our_numbers():
         want = generated(stock, given, 3)
@@ -214,8 +218,8 @@ def test_the_check_finds_a_row_that_is_wrong(wrong: str, monkeypatch: pytest.Mon
 
 
 def test_more_rows_read_more_experts_so_they_cost_more() -> None:
-    _, dense = pair("gpt2", batch_sizes=(1,))
-    _, mixture = pair("qwen3_moe", batch_sizes=(1,))
+    _, dense = shared_pair("gpt2", batch_sizes=(1,))
+    _, mixture = shared_pair("qwen3_moe", batch_sizes=(1,))
     shapes = [StepShape(1, 1), StepShape(1, 4)]
     costs = [step_costs(model.generate.runner.traced, shapes) for model in (dense, mixture)]
     assert costs[0] == pytest.approx({1: 1.0, 4: 1 + 3 * COST_OF_ROW})
@@ -239,7 +243,7 @@ def test_keys_of_several_tokens_go_to_the_slots_of_their_text() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_traced_assistant_drafts(rows: int) -> None:
     """The assistant is a model of the same kind. It drafts the tokens of its own text."""
-    stock, ours = pair("gpt2", batch_sizes=(rows,))
+    stock, ours = shared_pair("gpt2", batch_sizes=(rows,))
     helper = optimize(twin_of(stock), batch_sizes=(rows,), draft_tokens=(1,), verify=False)
     helper.generation_config.num_assistant_tokens = 3
     given = {**texts(stock)[rows > 1], **GREEDY}
@@ -251,7 +255,7 @@ def test_a_traced_assistant_drafts(rows: int) -> None:
 
 
 def test_an_assistant_without_steps_for_several_lengths_is_stocks() -> None:
-    stock, ours = pair("gpt2")
+    stock, ours = shared_pair("gpt2")
     helper = optimize(twin_of(stock), batch_sizes=(3,), verify=False)
     given = {**texts(stock)[1], **GREEDY}
     with pytest.raises(ValueError, match="batch_size = 1"):  # stock takes one row only
@@ -262,7 +266,7 @@ def test_an_assistant_without_steps_for_several_lengths_is_stocks() -> None:
 
 @pytest.mark.parametrize("quality", ["good", "often right", "wrong"])
 def test_states_of_a_cache_handed_back_are_those_of_the_text(quality: str) -> None:
-    stock, ours = pair("qwen3_next", batch_sizes=(1,))
+    stock, ours = shared_pair("qwen3_next", batch_sizes=(1,))
     given = {**texts(stock)[0], **GREEDY, "return_dict_in_generate": True}
     given["eos_token_id"] = int(stock.generate(**given).sequences[0, -5])
     want = stock.generate(**given)
@@ -280,11 +284,21 @@ def test_states_of_a_cache_handed_back_are_those_of_the_text(quality: str) -> No
             torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", more("lfm2"), more("falcon_h1")])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("qwen3_next", 1),
+        ("mamba2", 3),
+        *(
+            pytest.param(name, rows, marks=pytest.mark.thorough)
+            for name, rows in [("qwen3_next", 3), ("mamba2", 1)]
+            + [*itertools.product(["lfm2", "falcon_h1"], [1, 3])]
+        ),
+    ],
+)
 def test_states_of_an_assistant_follow_the_accepted_text(name: str, rows: int) -> None:
     """The same model drafts what the other chooses. Other weights draft something else."""
-    stock, ours = pair(name, batch_sizes=(rows,))
+    stock, ours = shared_pair(name, batch_sizes=(rows,))
     given = {**texts(stock)[rows > 1], **GREEDY, "max_new_tokens": 40}
     want = stock.generate(**given).tolist()
     for seed in (0, 1):
@@ -305,7 +319,7 @@ def test_states_of_an_assistant_follow_the_accepted_text(name: str, rows: int) -
     assert not stocks(ours)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_capturing_a_step_leaves_the_states_of_an_assistant(rows: int, captures: list[str]) -> None:
     """A step is warmed up before it is captured, in the middle of a call."""
     stock, ours = pair("qwen3_next", batch_sizes=(rows,))

@@ -37,6 +37,7 @@ from tests.helpers.step_pairs import (
     agree,
     generated,
     no_kernels,
+    shared,
     steps,
     stocks,
 )
@@ -85,6 +86,9 @@ def pair(name: str, batch_sizes: tuple[int, ...] = (1,), **options: Any) -> tupl
     return stock, ours
 
 
+shared_pair = shared(pair)
+
+
 def prefills(model: Any) -> dict[str, int]:
     """Return how prompts were run other than by a call of stock's prefill."""
     return dict(model.generate.runner.prefills)
@@ -130,7 +134,7 @@ def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
 )
 def test_tokens_logits_and_caches_are_stocks(name: str) -> None:
     sizes = (1, 3) if THOROUGH or name in ("gpt2", "qwen3_moe") else (3,)
-    stock, ours = pair(name, sizes)
+    stock, ours = shared_pair(name, sizes)
     if 1 in sizes:
         agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
     agree(stock, ours, {**padded(), **FULL, **GREEDY})
@@ -268,9 +272,12 @@ def test_a_prefill_that_cannot_be_repeated_is_called(
     assert steps(ours) == {"traced": 5}
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_vl", pytest.param("smolvlm", marks=pytest.mark.thorough), "gemma3"],  # as qwen3_vl
+)
 def test_images_are_in_the_prompt_only(name: str) -> None:
-    stock, ours = pair(name)
+    stock, ours = shared_pair(name)
     inputs = survey_models.image_inputs(stock, name)
     agree(stock, ours, {**inputs, **FULL, **GREEDY})
     agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
@@ -283,7 +290,7 @@ def test_images_are_in_the_prompt_only(name: str) -> None:
 
 @pytest.mark.parametrize("length", [9, 40, 300])
 def test_windows_of_32_tokens_in_texts_of_all_lengths(length: int) -> None:
-    stock, ours = pair("gemma3")
+    stock, ours = shared_pair("gemma3")
     given = {"inputs": text(1, length), **FULL, **GREEDY, "max_new_tokens": 40}
     agree(stock, ours, lambda: {**given, "past_key_values": DynamicCache(config=stock.config)})
     agree(stock, ours, given)
@@ -291,14 +298,14 @@ def test_windows_of_32_tokens_in_texts_of_all_lengths(length: int) -> None:
 
 
 def test_samples_are_drawn_with_our_numbers() -> None:
-    stock, ours = pair("gpt2", (3,))
+    stock, ours = shared_pair("gpt2", (3,))
     drawn = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "max_new_tokens": 24}
     agree(stock, ours, {**padded(), **FULL, **drawn})
     assert steps(ours) == TRACED
 
 
 def test_a_cache_that_grows_over_a_block_of_slots() -> None:
-    stock, ours = pair("gpt2")
+    stock, ours = shared_pair("gpt2")
     agree(stock, ours, {"inputs": text(1, 225), **FULL, **GREEDY})
     agree(stock, ours, {"inputs": text(1, 5), **GREEDY})
     assert steps(ours) == {"traced": 2}
@@ -307,9 +314,12 @@ def test_a_cache_that_grows_over_a_block_of_slots() -> None:
 # -- caches of the caller's -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "lfm2", "qwen3_next", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", pytest.param("opt", marks=pytest.mark.thorough), "lfm2", "qwen3_next", "gemma3"],
+)
 def test_a_text_goes_on_from_the_cache_of_the_last_call(name: str) -> None:
-    stock, ours = pair(name)
+    stock, ours = shared_pair(name)
     outputs = []
     for model in (stock, ours):
         first = generated(
@@ -378,7 +388,7 @@ def test_named_patterns_trace_nothing() -> None:
 )
 def test_batch_sizes_that_were_not_traced(name: str, where: dict[str, int]) -> None:
     """A model whose own forward was never compared with stock's steps runs stock."""
-    stock, ours = pair(name)
+    stock, ours = shared_pair(name)
     agree(stock, ours, {**padded(2), **FULL, **GREEDY})
     assert steps(ours) == where
     assert stocks(ours) == ([] if where else [f"stock: {no_kernels(2)}"])

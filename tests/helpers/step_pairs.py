@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,24 @@ def pair(
     """
     stock = tiny(make) if isinstance(make, str) else make()
     return stock, optimize(twin_of(stock), batch_sizes=batch_sizes, **{"verify": False, **options})
+
+
+def shared(make: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Let a function that makes pairs return the same pair for the same arguments.
+
+    Tests that only call generate may share a pair. The counts of its report begin at 0 in each.
+    """
+    made = functools.cache(make)
+
+    @functools.wraps(make)
+    def pair_of(*args: Any, **options: Any) -> tuple[Any, Any]:
+        stock, ours = made(*args, **options)
+        runner = ours.generate.runner
+        for counter in (runner.counts, runner.prefills, runner.selections, runner.drafts):
+            counter.clear()
+        return stock, ours
+
+    return pair_of
 
 
 def generated(model: Any, arguments: Any, seed: int = 5) -> Any:

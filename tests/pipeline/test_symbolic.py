@@ -76,9 +76,9 @@ def test_results_of_programs_with_dims_are_kept_and_loaded(tmp_path, monkeypatch
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     for kept in (dict(checkpoint=tmp_path / "checkpoint.json"), {}):
         superoptimizer._memory.clear()
-        first = mi.superoptimize(norm_linear(), backend="cpu", **kept)
+        first = mi.superoptimize(norm_linear(k=32, n=16), backend="cpu", **kept)
         superoptimizer._memory.clear()
-        again = mi.superoptimize(norm_linear(), backend="cpu", **kept)
+        again = mi.superoptimize(norm_linear(k=32, n=16), backend="cpu", **kept)
         assert again.report.stop == "loaded" and list(again) == list(first)
         assert [str(u) for u in again.at(tokens=3)] == [str(u) for u in first.at(tokens=3)]
     superoptimizer._memory.clear()
