@@ -436,8 +436,8 @@ class _Writer(RunningMaximumWriter):
         """Stage a value for all trips of a loop."""
         tile, self.tile[loop] = self.tile[loop], self.block.split_size(loop)
         with self.scope(""):
-            if self.is_split(loop):
-                self.put(f"const int {loop}_0 = {loop}_begin;")
+            begin = f"{loop}_begin" if self.is_split(loop) else "0"
+            self.put(f"const int {loop}_0 = {begin};")
             self.fill(value)
         self.tile[loop] = tile
         terms = f"{loop}_0" + f" - {loop}_begin" * self.is_split(loop)

@@ -403,14 +403,23 @@ class NestWriter:
         return name
 
     @contextmanager
-    def each(self, count: int) -> Iterator[None]:
-        """Write a loop of all threads over `count` elements, or a branch if each has at most one."""
-        if count > self.threads:
+    def each(self, count: int, shares: bool = False) -> Iterator[None]:
+        """Write a loop of all threads over `count` elements, or a branch if each has at most one.
+
+        Args:
+            count: Number of elements.
+            shares: Whether the blocks of a cluster share the elements.
+        """
+        first, threads, most = "tid", "threads", self.threads
+        if shares and self.block.cluster is not None:
+            first = "tid + threads * int(cluster.block_rank())"
+            threads, most = "threads * cluster_blocks", most * self.block.cluster.size
+        if count > most:
             self.put("#pragma unroll 1")
-            with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
+            with self.scope(f"for (int e = {first}; e < {count}; e += {threads})"):
                 yield
             return
-        with self.scope(f"if (const int e = tid; e < {count})"):
+        with self.scope(f"if (const int e = {first}; e < {count})"):
             yield
 
     @contextmanager
@@ -422,9 +431,7 @@ class NestWriter:
             shares: Whether the blocks of a cluster share the elements.
         """
         count = self.extent(nest.axes) // nest.vector
-        first = "tid + threads * cluster.block_rank()"
-        everywhere = f"for (int e = {first}; e < {count}; e += threads * cluster_blocks)"
-        with self.scope(everywhere) if shares else self.each(count):
+        with self.each(count, shares):
             self.coordinates(nest, "e", clamp=False)
             within = [
                 f"{'j' if a == nest.fast and nest.vector > 1 else 'i'}_{a} < {self.end(a)} - {a}_0"

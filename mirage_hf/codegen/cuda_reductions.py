@@ -151,6 +151,8 @@ class ReductionWriter(NestWriter):
         carried = ", ".join(self.block.carried[op.out])
         self.put(f"// {op.out} [{carried}]: {op.fn} of {part} among the blocks of the cluster")
         if part not in self.published:
+            if self.lines[-2].strip() == "__syncthreads();":  # the cluster's barrier includes it
+                del self.lines[-2]
             self.put("cluster.sync();  // all of them hold their parts")
             self.published |= set(self.staged)
         array = self.keep(op.out, "float", self.block.carried[op.out])

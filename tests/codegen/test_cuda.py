@@ -144,7 +144,7 @@ def test_blocks_of_a_cluster_add_up_in_the_order_of_their_ranks():
     assert "for (int rank = 0; rank < cluster_blocks; ++rank)" in text
     assert "Sum::join(joined, cluster.map_shared_rank(&shared, rank)->s_part[i_m])" in text
     assert "kernel_0::run<<<12, " in text  # 3 tiles of n, 4 blocks each
-    assert "e = tid + threads * cluster.block_rank()" in text  # the blocks share the store
+    assert "e = tid + threads * int(cluster.block_rank())" in text  # the blocks share the store
     assert "cluster" not in cuda.program_source(ugraphs.rms_norm_linear())
 
 

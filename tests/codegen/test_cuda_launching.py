@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -64,6 +65,25 @@ def test_kernels_compile_without_headers(name, sm):
     compiled = compiler.ahead_of_time(program, sm)
     assert len(compiled) == len(program.launches)
     assert all(c.asm["cubin"].startswith(b"\x7fELF") for c in compiled)
+
+
+@needs_nvrtc
+def test_constants_are_read_before_the_wait_in_machine_code(tmp_path):
+    """The compiler moves some kinds of loads past the wait."""
+    from triton import knobs
+
+    ugraph = with_constants(ugraphs.rms_norm_linear(1, 2048, 512, transposed=True), ("w",))
+    program = generated(ugraph)
+    assert program.launches[0].cuda
+    [compiled] = compiler.ahead_of_time(program, 90)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    before, _, after = text.partition("ACQBULK")
+    assert "LDG.E.NA.128" in before and "LDG.E.NA.128" not in after
+    assert "LDG.E.128" not in before and "LDG.E.128" in after
+    assert "STL" not in text and "LDL" not in text  # nothing is spilled
 
 
 @needs_nvrtc

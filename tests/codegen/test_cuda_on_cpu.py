@@ -247,6 +247,9 @@ WIDE = {
     "cluster small_mlp": lambda: cluster_ugraphs.small_mlp(1, 64, 64, 32, 4),
 }
 
+#: Random block graphs of each kind.
+RANDOM = thorough.count(64, 8)
+
 #: Random schedules of each µGraph.
 SCHEDULES = thorough.count(16, 3)
 
@@ -255,9 +258,13 @@ SCHEDULES = thorough.count(16, 3)
 def scheduled(tmp_path_factory):
     """Return a library of µGraphs at random schedules, and the µGraph of each of its files."""
     made = []
-    for make in (*NAMED.values(), *WIDE.values()):
+    graphs = [graph for _, graph, _ in random_cases(RANDOM)]
+    graphs += [graph for _, graph in random_clusters.graphs(RANDOM)]
+    cases = [*(make() for make in (*NAMED.values(), *WIDE.values()))]
+    cases += [UGraph(graph, graph) for graph in graphs]
+    for case in cases:
         for seed in range(SCHEDULES):
-            u = cuda_schedules.with_constants(make(), None if seed % 2 else ())
+            u = cuda_schedules.with_constants(case, None if seed % 2 else ())
             try:
                 text = cuda.kernels_source(u, cuda_schedules.random_schedules(u, seed))
             except errors.CodegenError as e:

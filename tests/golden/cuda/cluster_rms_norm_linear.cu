@@ -161,7 +161,6 @@ __global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads
     for (int g = 1; g < 8; ++g) joined = Sum::join(joined, shared.partial[g * 48 + e]);
     shared.y_part[i_m * 16 + i_n] = joined;
   }
-  __syncthreads();
   // s [m]: sum of s_part among the blocks of the cluster
   cluster.sync();  // all of them hold their parts
   if (const int e = tid; e < 3) {
@@ -187,7 +186,7 @@ __global__ void __cluster_dims__(cluster_blocks, 1, 1) __launch_bounds__(threads
   }
   __syncthreads();
   // o [m, n] to device memory
-  for (int e = tid + threads * cluster.block_rank(); e < 48; e += threads * cluster_blocks) {
+  if (const int e = tid + threads * int(cluster.block_rank()); e < 48) {
     const int i_n = e % 16;
     const int i_m = e / 16;
     const int at_m = i_m;
