@@ -148,6 +148,8 @@ def _numbers_of_rows(rows: list[dict[str, Any]]) -> Iterator[Number]:
             yield from _numbers_of_chain(row)
         elif "way" in row:
             yield from _numbers_of_first_use(row)
+        elif "kinds" in row:
+            yield from _numbers_of_kinds(row)
 
 
 def _numbers_of_model(row: dict[str, Any]) -> Iterator[Number]:
@@ -193,6 +195,15 @@ def _numbers_of_first_use(row: dict[str, Any]) -> Iterator[Number]:
             yield *place, metric, row[metric], NO_SPREAD
     timing = row["ms_per_token"]
     yield *place, "later_ms_per_token", timing["median"], (timing["min"], timing["max"])
+
+
+def _numbers_of_kinds(row: dict[str, Any]) -> Iterator[Number]:
+    yield row["name"], 1, "", "floor", "us", row["floor_us"], NO_SPREAD
+    for kind, seen in row["kinds"].items():
+        if kind != "library" and seen.get("us") is not None:
+            yield row["name"], 1, "", kind, "us", seen["us"], (seen["low"], seen["high"])
+            if seen.get("chain_us") is not None:
+                yield row["name"], 1, "", kind, "chain_us", seen["chain_us"], NO_SPREAD
 
 
 def _numbers_of_search(raw: dict[str, Any]) -> Iterator[Number]:

@@ -451,6 +451,30 @@ def blocks(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
+#: What the table of CUDA kernels calls the blocks of `bench_cuda`, and its kinds of kernels.
+CUDA_BLOCKS = {
+    "norm_linear_2048_512": "RMSNorm + Linear 2048→512",
+    "norm_linear_4096_4096": "RMSNorm + Linear 4096→4096",
+    "attention_8x4_64_256": "GQA decode, 8 keys of 4 heads, d 64, 256 keys",
+}
+KINDS = {"triton": "Triton", "cuda": "CUDA", "cluster": "CUDA, clusters"}
+
+
+def cuda_kernels(results: Sequence[Result]) -> str:
+    """Kernels of both generators for the same programs, µs alone and in a chain."""
+    rows = []
+    for subject, title in CUDA_BLOCKS.items():
+        source = max(r.source for r in results if r.subject == subject and r.peer == "cluster")
+        cells = []
+        for kind in KINDS:
+            for metric in ("us", "chain_us"):
+                cells.append(number(pick(results, subject, 1, "", kind, metric, source)))
+        floor = number(pick(results, subject, 1, "", "floor", "us", source))
+        rows.append([title, floor, *cells, source[:10]])
+    header = [f"{name}{where}" for name in KINDS.values() for where in ("", ", chained")]
+    return table(["block, one row", "floor", *header, "run"], rows)
+
+
 def chains(results: Sequence[Result]) -> str:
     """All linears of a model as one chain of dependent kernels."""
     rows = []
@@ -520,6 +544,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "adapters": adapters,
     "weights-in-codes": weights_in_codes,
     "blocks": blocks,
+    "cuda-kernels": cuda_kernels,
     "chains": chains,
     "sizes": sizes,
     "searches": searches,
