@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import mirage_hf as mi
 from mirage_hf.attention_interface import AttentionReport, attention_report
+from mirage_hf.errors import OptimizeWarning
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from scripts.bench_prompts import Prompts, mask_of, text_vocab
 from scripts.coded_models import product_bytes, with_int4_products
@@ -188,9 +190,20 @@ def with_liger(model: PreTrainedModel) -> PreTrainedModel:
     return patched
 
 
+def made_fast(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """Optimize a model in place, and return it.
+
+    Raises:
+        OptimizeWarning: Nothing was replaced. The text says why.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* was replaced, it runs as before", OptimizeWarning)
+        return mi.optimize(model, **options)  # type: ignore[no-any-return]
+
+
 def ours(model: PreTrainedModel, prompts: Prompts, new: int, tune: str) -> Peer:
     """Return an optimized twin."""
-    fast = mi.optimize(twin(model), batch_sizes=(len(prompts.ids),), tune=tune)
+    fast = made_fast(twin(model), batch_sizes=(len(prompts.ids),), tune=tune)
     return Peer(generate_with(fast, prompts, new), fast)
 
 
@@ -218,7 +231,7 @@ def drafted(
     fast = twin(model)
     if is_ours:
         batch_sizes, counts = (len(prompts.ids),), (args.draft_tokens,)
-        mi.optimize(fast, batch_sizes=batch_sizes, draft_tokens=counts, tune=args.tune)
+        made_fast(fast, batch_sizes=batch_sizes, draft_tokens=counts, tune=args.tune)
     options = draft_options(model, is_ours, prompts, args)
     call = generate_with(fast, prompts, args.new, **options)
     optimized = fast if is_ours else None
@@ -253,7 +266,7 @@ def draft_options(
     assistant.generation_config.num_assistant_tokens_schedule = schedule
     assistant.generation_config.assistant_confidence_threshold = 0.0
     if is_ours:
-        mi.optimize(assistant, batch_sizes=(len(prompts.ids),), tune=args.tune)
+        made_fast(assistant, batch_sizes=(len(prompts.ids),), tune=args.tune)
     return {"assistant_model": assistant}
 
 

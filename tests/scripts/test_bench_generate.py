@@ -18,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from mirage_hf.errors import OptimizeWarning
 from scripts import bench_generate, bench_measures, bench_peers, bench_prompts, benching, configs
 from scripts.survey_configs import small_config
 
@@ -135,6 +136,14 @@ def test_drafts_are_timed_beside_stocks(draft, accept, adapt):
     if not adapt:
         assert drafts["drafts: tokens of a step: 4"] > 0
         assert "drafts: tokens of a step: 1" not in drafts
+
+
+def test_ours_fails_with_the_reason_if_nothing_was_replaced():
+    model = small_config("reformer")
+    model = AutoModelForCausalLM.from_config(model).eval()
+    prompts = SimpleNamespace(ids=torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(OptimizeWarning, match=r"nothing in this ReformerModelWithLMHead .* \(.+\)"):
+        bench_peers.ours(model, prompts, 2, "never")
 
 
 def test_attention_by_name_that_torch_runs_is_no_peer():
