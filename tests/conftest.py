@@ -37,29 +37,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-#: Files that start first when several processes share the work, so that no long one is left at the
-#: end.
+#: The files that take longest, in CPU seconds, the longest first. They start first when several
+#: processes share the work, so that no long one is left at the end.
 LONGEST = (
-    "scripts/test_build_wheels.py",
-    "search/test_fusable_dags.py",
+    "decode/test_traced_steps.py",
+    "decode/test_traced_drafts.py",
+    "decode/test_encoder_drafts.py",
+    "codegen/test_cuda_on_cpu.py",
+    "decode/test_drafts.py",
+    "docs/test_pages.py",
+    "swap/test_traced.py",
+    "decode/test_prefill_by_kernels.py",
+    "decode/test_step_forms.py",
+    "pipeline/test_superoptimizer.py",
+    "decode/test_encoder_decoder.py",
+    "pipeline/test_searching_ahead.py",
+    "api/test_optimize.py",
     "api/test_background.py",
     "pipeline/test_background.py",
+    "search/test_clusters.py",
+    "swap/test_lora.py",
     "pipeline/test_windows.py",
-    "pipeline/test_superoptimizer.py",
-    "api/test_searched.py",
-    "patterns/test_attention.py",
-    "codegen/test_random.py",
+    "scripts/test_bench_generate.py",
     "codegen/test_append.py",
-    "decode/test_step.py",
-    "decode/test_step_changes.py",
-    "decode/test_step_own_forward.py",
-    "decode/test_drafts.py",
-    "swap/test_traced.py",
     "pipeline/test_kernels.py",
-    "api/test_optimize.py",
-    "cli/test_cli.py",
+    "decode/test_step.py",
+    "decode/test_generate.py",
     "search/test_search.py",
-    "search/test_brute_force.py",
+    "decode/test_generate_life.py",
+    "scripts/test_soak.py",
+    "codegen/test_cuda.py",
+    "cli/test_cli.py",
 )
 
 

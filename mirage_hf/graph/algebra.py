@@ -176,7 +176,7 @@ class TorchAlgebra:
     def contract(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the sum of a·b over `dim`."""
         a, b = self._rounded(a), self._rounded(b)
-        if torch.broadcast_shapes(a.shape, b.shape) in (a.shape, b.shape):
+        if _spans(a, b) or _spans(b, a):
             # A kernel runs it as multiply-adds and adds them up in pairs, as `sum` does.
             return (a * b).sum(dim, keepdim=True)
         letters = "abcdefghijklmnopqrstuvwxyz"[: a.dim()]
@@ -191,3 +191,8 @@ class TorchAlgebra:
 
     def _is_exact(self, x: torch.Tensor) -> bool:
         return x.untyped_storage().data_ptr() in self._exact
+
+
+def _spans(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether an array has all elements of another one that is broadcast with it."""
+    return all(n in (1, most) for n, most in zip(other.shape, x.shape, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from mirage_hf import errors
@@ -36,6 +37,7 @@ _CHOICES = 4
 _MOST_ELEMENTS = 1 << 16
 
 
+@functools.lru_cache(maxsize=1)  # a candidate is judged twice, with and without tensor cores
 def narrowed(ugraph: UGraph) -> UGraph | None:
     """Return the µGraph with the dims that its program does not reduce cut short.
 

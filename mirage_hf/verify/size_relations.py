@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PROGRAM, KERNELS = "program", "kernels"
 
@@ -13,8 +14,10 @@ class ResizeError(Exception):
     """The dims of a program and its kernels cannot be resized together. The message says why."""
 
 
-@dataclass(frozen=True)
-class TensorDim:
+# Keys are tuples, because proofs look them up very often.
+
+
+class TensorDim(NamedTuple):
     """A dim of a tensor of the program or of the kernels (`side`)."""
 
     side: str
@@ -22,8 +25,7 @@ class TensorDim:
     dim: int
 
 
-@dataclass(frozen=True)
-class BlockAxis:
+class BlockAxis(NamedTuple):
     """An axis of the block graph of an op, by the op's number."""
 
     side: str
@@ -31,17 +33,17 @@ class BlockAxis:
     axis: str
 
 
-@dataclass(frozen=True)
-class DimSegment:
+class DimSegment(NamedTuple):
     """A segment of a dim that is no dim of any tensor, such as the rest of a slice."""
 
     side: str
     tensor: int
     name: str
+    #: Without it, the tuple could equal that of a `BlockAxis`.
+    kind: str = "segment of a dim"
 
 
-@dataclass(frozen=True)
-class AxisSegment:
+class AxisSegment(NamedTuple):
     """A segment of an axis of a block graph's input: the padding, or what a rotation moves."""
 
     side: str
@@ -83,14 +85,15 @@ class SizeRelations:
         self.splits: list[tuple[BlockAxis, BlockAxis]] = []
         self.reduced: set[Key] = set()
         self.fixed: set[Key] = set()
+        #: Of keys that represent no class: another key of their class.
         self._parent: dict[Key, Key] = {}
 
     def find(self, key: Key) -> Key:
         """Return the representative of a class."""
         root = key
-        while (above := self._parent.get(root, root)) != root:
+        while (above := self._parent.get(root)) is not None:
             root = above
-        if root != key:
+        if root is not key:
             self._parent[key] = root  # so that the next call takes one step
         return root
 
@@ -103,7 +106,9 @@ class SizeRelations:
         if self.full[a] != self.full[b]:
             sizes = sorted((self.full[a], self.full[b]))
             raise ResizeError(f"axes of sizes {sizes} meet in one dim")
-        self._parent[self.find(a)] = self.find(b)
+        first, second = self.find(a), self.find(b)
+        if first != second:
+            self._parent[first] = second
 
     def roots(self) -> dict[Key, int]:
         """Return the full size of each class."""

@@ -123,3 +123,19 @@ def test_numbers_keep_the_dtype_and_their_precision():
     got = run_kernel_graph(g, [torch.tensor([1.0, 2.0, 3.0]).half()])
     assert [t.dtype for t in got] == [torch.float16] * 2
     torch.testing.assert_close(got[0], torch.tensor([1 / 3, 2 / 3, 1.0]).half())
+
+
+def test_a_graph_that_grows_between_runs_keeps_what_it_reads_and_returns():
+    g = mi.new_graph()
+    x = g.new_input((3,), "float32")
+    y = g.exp(x)
+    assert g.last_uses == ((x.index,),)  # the result is an output
+    numbers = torch.tensor([0.5, 1.0, 2.0])
+    run_kernel_graph(g, [numbers])
+    z = g.mul(y, x)
+    assert g.last_uses == ((), (x.index, y.index))
+    assert torch.equal(run_kernel_graph(g, [numbers])[0], numbers.exp() * numbers)
+    g.mark_output(y, z)
+    assert g.last_uses == ((), (x.index,))
+    got = run_kernel_graph(g, [numbers])
+    assert torch.equal(got[0], numbers.exp()) and torch.equal(got[1], numbers.exp() * numbers)

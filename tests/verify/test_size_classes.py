@@ -540,3 +540,13 @@ def test_an_op_that_nobody_described_is_not_proven(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(op_sizes, "_RULES", {})
     with pytest.raises(ResizeError, match="exp cannot be proven yet"):
         of_program(g, g.exp(x))
+
+
+def test_axes_and_parts_of_tensors_with_equal_names_and_numbers_are_apart() -> None:
+    keys = [
+        TensorDim(PROGRAM, 0, 0),
+        BlockAxis(PROGRAM, 0, "rest"),
+        DimSegment(PROGRAM, 0, "rest"),
+        AxisSegment(PROGRAM, 0, "x", "rest"),
+    ]
+    assert len(set(keys)) == len(keys)
