@@ -375,7 +375,9 @@ class _Writer(RunningMaximumWriter):
         if loop is None:
             return
         whole = [v for v in wanted if walks(v) and self.can_hold_whole(v, loop)]
-        for value in whole:
+        for number, value in enumerate(whole):
+            if number and value in self.ops:  # it may read what has just been staged
+                self.put("__syncthreads();")
             self.fill_whole(value, loop)
         if whole:
             self.put("__syncthreads();")

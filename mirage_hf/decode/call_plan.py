@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,8 +255,16 @@ def _why_no_drafts(selection: Selection | str, past: int, rows: int) -> str | No
 
 
 def _prompt_inputs(kwargs: dict[str, Any]) -> list[str]:
-    """Return the model's kwargs beside those of any text, such as the pixels of images."""
-    return [name for name, x in kwargs.items() if name not in MODEL_INPUTS and x is not None]
+    """Return the model's kwargs beside those of any text, such as the pixels of images.
+
+    transformers 5.23 gives every model of images a mapping of encoded inputs. A text has none.
+    """
+    given = {name: x for name, x in kwargs.items() if name not in MODEL_INPUTS}
+    return [name for name, x in given.items() if x is not None and not _is_empty(x)]
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, Mapping) and not x
 
 
 def _check_options(inputs: CallInputs, *, is_traced: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import mirage_hf as mi
@@ -211,7 +212,7 @@ def test_the_second_search_is_loaded(capture, program):
         (["--blockdims", "100"], "power of two"),
         (["--time-limit", "0"], "time_limit must be positive"),
         (["--max-kernels", "0"], "max_kernels"),
-        (["--backend", "cuda"], "backend='triton'"),
+        (["--backend", "cuda"], "there is no GPU; search with backend='cpu'"),
         (["--seed", "a"], "--seed"),
         (["--threads", "0"], "--threads"),
         (["--nope"], "--nope"),
@@ -222,6 +223,7 @@ def test_the_second_search_is_loaded(capture, program):
 )
 def test_misuse_prints_one_line_and_exits_with_2(capture, program, options, says, monkeypatch):
     monkeypatch.setattr(mi, "superoptimize", None)  # nothing is searched
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out, err = capture("search", program, *options, code=2)
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and says in err
     assert "search --help)" in err

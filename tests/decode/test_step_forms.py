@@ -81,8 +81,12 @@ def test_a_table_of_positions_ends_a_trace() -> None:
 def test_a_prompt_of_which_a_model_keeps_only_the_last_token_runs_stock() -> None:
     stock, ours = pair("fsmt/seq2seq")
     given = {**survey_models.text_calls(stock, "fsmt/seq2seq")[0].inputs, **GREEDY}
-    agree(stock, ours, {**given, "decoder_input_ids": torch.tensor([[2, 9, 11]])})
-    assert stocks(ours) == ["stock: a model that keeps only the last token of a prompt"]
+    given["decoder_input_ids"] = torch.tensor([[2, 9, 11]])
+    found = stock.generate(**{**given, "max_new_tokens": 1}, return_dict_in_generate=True)
+    keeps_all = found.past_key_values.get_seq_length() > 1  # transformers 5.23 does, 5.17 does not
+    agree(stock, ours, given)
+    why = "stock: a model that keeps only the last token of a prompt"
+    assert stocks(ours) == ([] if keeps_all else [why])
 
 
 def test_layers_share_no_slots_if_their_order_counts() -> None:

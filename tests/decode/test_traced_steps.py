@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
+from transformers import DynamicCache, GenerationMixin, Lfm2Config, Lfm2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
@@ -247,19 +247,25 @@ def test_a_prefill_that_cannot_be_repeated_is_called(
     what: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, ours = pair("lfm2")
-    own = type(ours)._prefill
+    own, has_mask = GenerationMixin._prefill, []
 
     def of_mask(model: Any, ids: Tensor, config: Any, kwargs: Any, **options: Any) -> Any:
+        has_mask.append(kwargs.get("attention_mask") is not None)
         outputs = own(model, ids, config, kwargs, **options)
-        if what == "reads the host" and kwargs.get("attention_mask") is None:
+        if what == "reads the host" and not has_mask[-1]:
             raise RuntimeError("operation not permitted when stream is capturing")
-        if what == "needs a mask" and kwargs.get("attention_mask") is None:
+        if what == "needs a mask" and not has_mask[-1]:
             outputs.logits.mul_(-1)
         return outputs
 
-    monkeypatch.setattr(type(ours), "_prefill", of_mask)
+    monkeypatch.setattr(GenerationMixin, "_prefill", of_mask)
     if what == "is long":
         monkeypatch.setattr(prompts, "MAX_STOCK_TOKENS", 8)
+    else:
+        with contextlib.suppress(RuntimeError):
+            generated(stock, {"inputs": text(), **GREEDY})
+        if not any(has_mask):
+            pytest.skip("this version of transformers gives texts without padding no mask")
     for length in (9, 9, 9, 7, 7):
         agree(stock, ours, {"inputs": text(1, length), **GREEDY})
     ((found, times),) = prefills(ours).items()
