@@ -226,9 +226,8 @@ class _CudaFile:
             pointers += [f"({TYPES[t.dtype]}*)({self.pointer(t)})" for t in op.outputs]
             if kernel.shared > SHARED_PLAIN:
                 lines += [
-                    "  constexpr auto shared_bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;",
-                    f"  if (cudaError_t e = cudaFuncSetAttribute({name}::run, shared_bytes, "
-                    f"{kernel.shared})) return e;",
+                    f"  if (cudaError_t e = cudaFuncSetAttribute({name}::run, "
+                    f"cudaFuncAttributeMaxDynamicSharedMemorySize, {kernel.shared})) return e;",
                 ]
             lines += [
                 f"  {name}::run<<<{kernel.grid}, {name}::threads, {kernel.shared}, stream>>>(",

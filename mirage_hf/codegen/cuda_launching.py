@@ -37,7 +37,7 @@ def cuda_bindings():
         raise RuntimeError(
             "CUDA kernels are compiled by NVRTC and launched through the driver, but "
             f"cuda.bindings cannot be used ({e}); install the packages cuda-bindings and "
-            "nvidia-cuda-nvrtc for the CUDA version of torch, or use Triton kernels "
+            "nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or use Triton kernels "
             "(backend='triton')"
         ) from e
     _bindings.append((driver, nvrtc, (major, minor)))
@@ -76,14 +76,16 @@ def compiled_cuda(name, source, sm):
     if made is None:
         made = _compile_cuda(nvrtc, name, source, options)
         check = hashlib.sha256(made[0] + made[1]).hexdigest().encode()
+        partial = None
         try:
             os.makedirs(folder, exist_ok=True)
             handle, partial = tempfile.mkstemp(dir=folder)
             with os.fdopen(handle, "wb") as f:
                 f.write(b"\n".join([check, *made]))
             os.replace(partial, path)
-        except OSError:
-            pass  # the folder cannot be written to
+        except OSError:  # the folder cannot be written to, or is full
+            if partial is not None and os.path.exists(partial):
+                os.unlink(partial)
     _cubins[name, source, sm] = made
     return made
 
@@ -174,14 +176,16 @@ def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
     key = name, source, device
     if key not in _functions:
         with _cuda_lock:
-            _functions[key] = cuda_function(name, source, device, shared)
+            if key not in _functions:
+                _functions[key] = cuda_function(name, source, device, shared)
     function = _functions[key]
     stream = torch._C._cuda_getCurrentRawStream(device)
     overlaps = torch.cuda.is_current_stream_capturing()
     overlaps = overlaps and torch.cuda.get_device_capability(device) >= (9, 0)
     driver, _, _ = cuda_bindings()
     at = grid, num_warps, shared, stream, overlaps
-    if at not in _configs:
+    config = _configs.get(at)
+    if config is None:
         if len(_configs) > 4096:
             _configs.clear()
         config = driver.CUlaunchConfig()
@@ -199,7 +203,7 @@ def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
     values = (ctypes.c_uint64 * len(pointers))(*pointers)
     first = ctypes.addressof(values)
     addresses = (ctypes.c_void_p * len(pointers))(*[first + 8 * n for n in range(len(pointers))])
-    (status,) = driver.cuLaunchKernelEx(_configs[at], function, ctypes.addressof(addresses), 0)
+    (status,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0)
     if int(status):
         raise RuntimeError(f"{name}: cuLaunchKernelEx: {getattr(status, 'name', status)}")
 

@@ -25,6 +25,8 @@ _RESERVED = frozenset(
     signed sizeof static struct switch template this throw true try typedef union unsigned
     using virtual void volatile while xor half uint4 threads tid block memory shared partial
     run load load_constant load_plain next q u to_float from_float maximum minimum join_lanes Sum Max Shared e r v g x_ min
+    copy bits_of INFINITY wait_for_previous_kernel launch_next_kernel expf sqrtf rsqrtf tanhf erff
+    log1pf powf logf fmaf floorf
     max exp sqrt tanh erf log1p pow cg cluster cluster_blocks rank joined old grown
     """.split()
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.drafts import Drafts
-from mirage_hf.decode.recorded_inputs import sizes_of, state_names, step_inputs, tensors_of
+from mirage_hf.decode.recorded_inputs import sizes_of, step_inputs, tensors_of
 from mirage_hf.decode.rings import Rings
 from mirage_hf.decode.sources import MaskUse
 from mirage_hf.decode.step_forms import FORMS, Form
@@ -60,11 +60,6 @@ class TracedSteps:
     def shapes(self) -> tuple[StepShape, ...]:
         """The shapes of the steps that verify drafts."""
         return tuple(self.drafting)
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether layers keep states besides keys and values."""
-        return any(state_names(plan.recording) for plan in self.all_plans)
 
     @property
     def call_options(self) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def _in_cuda(request: Request, verified: VerifiedCandidates, library: UGraph) ->
         ops = place_kernels(c.ugraph, request.key.next_may_launch_early)
         schedules = tuple(cuda_schedules(op)[0] for op in ops)
         scheduled.append(replace(c.ugraph, schedules=schedules))
-    reason = "" if usable else verified.report.reason or "no candidate is written in CUDA C++"
+    none = verified.report.reason or "the CUDA generator writes no candidate; use backend='triton'"
+    reason = "" if usable else none
     return Outcome(request, verified, (*scheduled, library), reason)
 
 
@@ -120,6 +121,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         next_may_launch_early=request.key.next_may_launch_early,
         checks_slow=request.all_candidates,
         generators=request.generators,
+        in_cuda=permitted_in_cuda(candidates),
     )
     reason = "" if result.searched else next((c.reason for c in result.candidates if c.reason), "")
     return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)
@@ -161,8 +163,8 @@ def _only(verified: VerifiedCandidates, ugraphs: Sequence[UGraph]) -> VerifiedCa
 def _has_schedules(candidate: Candidate, request: Request) -> bool:
     """Return whether a result of `superoptimize()` gets schedules.
 
-    Those of many kernels are scheduled when their code is generated. Clusters that were asked for
-    are written as CUDA C++, which has no schedules.
+    Those of many kernels, and those whose blocks form clusters, are scheduled when their code is
+    generated.
     """
     is_clustered = request.options.clusters and candidate.ugraph.is_clustered
     return not is_clustered and len(candidate.ugraph.block_ops) <= _MOST_SCHEDULED
@@ -238,6 +240,13 @@ def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], l
     Schedules on tensor cores are among them only if their rounding was accepted.
     """
     return space.permitted((c.ugraph, kinds_of_product(c)) for c in candidates)
+
+
+def permitted_in_cuda(
+    candidates: Sequence[Candidate],
+) -> Callable[[KernelOp, Device], list[Schedule]]:
+    """Return the same for CUDA kernels."""
+    return space.permitted_in_cuda((c.ugraph, kinds_of_product(c)) for c in candidates)
 
 
 def promising(

@@ -86,8 +86,8 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
             yield
         finally:
             for name, search in mine.items():
-                _begun.pop(name, None)
-                search.begins()  # so that no worker begins it any more
+                if _begun.pop(name, None) is not None:
+                    search.begins()  # so that no worker begins it any more
             executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from mirage_hf import errors
 from mirage_hf.graph import conveniences, json_format, symbolic
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import checkpoint as checkpoints
 from mirage_hf.pipeline import superoptimizer_options, versions
 from mirage_hf.pipeline.checkpoint import CheckpointFile
@@ -142,12 +145,25 @@ def superoptimize(
         print(result.report, file=sys.stderr)
     if folder is not None:
         for number, ugraph in enumerate(result):
-            schedules = ugraph.schedules or ()
-            if ugraph.is_clustered or any(s.cuda for s in schedules):
-                ugraph.generate_cuda_program(folder / f"ugraph_{number}.cu")
-            else:
-                ugraph.generate_triton_program(folder / f"ugraph_{number}.py")
+            _save_code(ugraph, folder / f"ugraph_{number}")
     return result
+
+
+def _save_code(ugraph: UGraph, path: Path) -> None:
+    """Write a µGraph's kernels as CUDA C++ if all are CUDA kernels, else as a Python file.
+
+    Warns:
+        UserWarning: There is no file for them.
+    """
+    schedules = ugraph.schedules or ()
+    try:
+        if ugraph.is_clustered or any(s.cuda for s in schedules):
+            with contextlib.suppress(errors.CodegenError):  # a library call, or a Triton kernel
+                ugraph.generate_cuda_program(path.with_suffix(".cu"))
+                return
+        ugraph.generate_triton_program(path.with_suffix(".py"))
+    except errors.CodegenError as e:
+        warnings.warn(f"superoptimize: save_codes: no code for {path.name}: {e}", stacklevel=3)
 
 
 def _request(

@@ -135,10 +135,14 @@ def _check_backend(backend: object) -> None:
                 "superoptimize: backend 'cuda' measures kernels, and there is no GPU; search with "
                 "backend='cpu', then call generate_cuda_program on a result"
             )
-        try:
-            cuda_launching.cuda_bindings()
-        except RuntimeError as e:
-            raise errors.SearchError(f"superoptimize: {e}") from e
+        _check_bindings()
+
+
+def _check_bindings() -> None:
+    try:
+        cuda_launching.cuda_bindings()
+    except RuntimeError as e:
+        raise errors.SearchError(f"superoptimize: {e}") from e
 
 
 def generators(backend: str, clusters: bool) -> tuple[str, ...]:
@@ -161,6 +165,13 @@ def _check_clusters(backend: str, restricted: bool) -> None:
             "superoptimize: allowed maps, blocks, threads and trips do not hold for clusters; "
             "leave them out with clusters=True"
         )
+    if backend != "cpu":
+        if torch.cuda.get_device_capability() < (9, 0):
+            raise errors.SearchError(
+                f"superoptimize: {torch.cuda.get_device_name()} has no clusters of thread blocks, "
+                "which need compute capability 9.0; leave clusters=True out, or pass backend='cpu'"
+            )
+        _check_bindings()
 
 
 def _check_count(name: str, value: object) -> None:

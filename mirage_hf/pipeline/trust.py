@@ -22,6 +22,7 @@ from importlib import metadata
 import torch
 
 from mirage_hf import errors
+from mirage_hf.codegen import cuda_launching
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.block import BlockGraph
@@ -143,15 +144,29 @@ def _digest(entry: Entry, is_compiled: bool) -> str:
             [s.to_dict() for s in entry.schedules],
             versions.search_version(),
             torch.__version__,
-            _gpu() if is_compiled else [],
+            _compilers(entry) if is_compiled else [],
         ]
     )
 
 
+def _compilers(entry: Entry) -> list[str]:
+    """Return what decides how an entry's kernels are compiled and run."""
+    has_cuda = any(schedule.cuda for schedule in entry.schedules)
+    return [*_gpu(), *([_nvrtc()] if has_cuda else [])]
+
+
 @cache
-def _gpu() -> list[str]:
-    """Return what decides how kernels are compiled and run."""
-    return [torch.cuda.get_device_name(), metadata.version("triton")]
+def _gpu() -> tuple[str, str]:
+    return torch.cuda.get_device_name(), metadata.version("triton")
+
+
+@cache
+def _nvrtc() -> str:
+    try:
+        _driver, _nvrtc, version = cuda_launching.cuda_bindings()
+    except RuntimeError:
+        return "none"
+    return f"nvrtc {version}"
 
 
 def _prove(entry: Entry, device: torch.device | None) -> float | Rejected:

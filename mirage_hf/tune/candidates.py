@@ -131,7 +131,7 @@ class TuneResult:
     def ugraphs(self) -> tuple[UGraph, ...]:
         """Return every µGraph once, with its best schedules, best first.
 
-        Those of which every candidate was too slow or rejected are left out.
+        A µGraph is left out if all its candidates were too slow or rejected.
         """
         best: dict[int, UGraph] = {}
         for c in self.candidates:

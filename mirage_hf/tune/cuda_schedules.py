@@ -29,8 +29,12 @@ _WARPS = (1, 2, 4, 8, 16)
 #: The most schedules that are estimated for one op.
 _MOST = 400
 
-#: Threads, blocks and bytes of shared memory of an SM.
-_SM_THREADS, _SM_BLOCKS, _SM_SHARED = 2048, 32, 228 * 1024
+#: Threads and blocks of an SM of Hopper. Others have fewer of either.
+_SM_THREADS, _SM_BLOCKS = 2048, 32
+
+#: Bytes of shared memory that the system takes from each block. An SM has as many more than a block
+#: may have.
+_SYSTEM_SHARED = 1024
 
 #: Registers of a thread besides the vectors that it loads ahead, in the machine code of a few
 #: kernels.
@@ -68,7 +72,7 @@ def cuda_schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> lis
     known = _known.get((op, device))
     if known is None:
         costs: dict[Schedule, float] = {}
-        for schedule in itertools.islice(_space(op), _MOST):
+        for schedule in itertools.islice(_space(op, device), _MOST):
             try:
                 cost = estimate_cuda(op, schedule, device)
             except errors.CodegenError:
@@ -92,7 +96,7 @@ def placed(op: KernelOp) -> PlacedOp:
 _known: dict[tuple[KernelOp, Device], tuple[Schedule, ...]] = {}
 
 
-def _space(op: PlacedOp) -> Iterator[Schedule]:
+def _space(op: PlacedOp, device: Device) -> Iterator[Schedule]:
     """Yield schedules to estimate."""
     block = op.block
     assert block is not None
@@ -101,7 +105,7 @@ def _space(op: PlacedOp) -> Iterator[Schedule]:
     choices = {a.name: _tiles(block, a.name) for a in block.axes}
     products = itertools.product(*choices.values())
     sets = [dict(zip(choices, tiles, strict=True)) for tiles in products]
-    sets.sort(key=lambda tiles: _unlikely(block, tiles))
+    sets.sort(key=lambda tiles: _unlikely(block, tiles, device))
     has_loop = bool(block.named(Role.LOOP))
     constant = any(t.constant for t in op.inputs if isinstance(t, DTensor))
     for tiles in sets:
@@ -128,12 +132,12 @@ def _tiles(block: BlockGraph, name: str) -> tuple[int, ...]:
     return tuple(t for t in _GRID_TILES if t <= min(size, most))
 
 
-def _unlikely(block: BlockGraph, tiles: Mapping[str, int]) -> float:
+def _unlikely(block: BlockGraph, tiles: Mapping[str, int], device: Device) -> float:
     """Return how far the blocks of a set of tiles are from two for each SM."""
     blocks = math.prod(
         -(-block.split_size(a.name) // tiles[a.name]) for a in block.named(Role.GRID, Role.CLUSTER)
     )
-    return abs(math.log2(max(1, blocks) / (2 * H200.sms)))
+    return abs(math.log2(max(1, blocks) / (2 * device.sms)))
 
 
 def estimate_cuda(op: PlacedOp, schedule: Schedule, device: Device = H200) -> CudaCost:
@@ -150,11 +154,14 @@ def estimate_cuda(op: PlacedOp, schedule: Schedule, device: Device = H200) -> Cu
     resident = min(
         _SM_THREADS // threads,
         device.registers // (registers * threads),
-        _SM_SHARED // (kernel.shared + 1024),
+        (device.shared_bytes + _SYSTEM_SHARED) // (kernel.shared + _SYSTEM_SHARED),
         _SM_BLOCKS,
     )
     if resident < 1 or registers > 255:
-        raise errors.CodegenError(f"kernel: {schedule} needs {registers} registers a thread")
+        raise errors.CodegenError(
+            f"kernel: {schedule} needs {registers} registers a thread and {kernel.shared} bytes of "
+            f"shared memory, and fits on no SM of {device.name}"
+        )
     return CudaCost(_us(op, block, schedule, kernel, resident, device), registers, kernel.shared)
 
 
@@ -172,7 +179,7 @@ def _us(
     per_sm = -(-kernel.grid // device.sms)
     at_once = min(resident, per_sm)
     flight = at_once * threads * 16 * max(1, min(kernel.loaded_ahead, 16) or 2)
-    rate = min(device.sm_bandwidth, 1e6 * flight / (1e6 * _LOAD_US) * 1e6)
+    rate = min(device.sm_bandwidth, 1e6 * flight / _LOAD_US)
     bytes_us = 1e6 * read * per_sm / rate
     memory_us = 1e6 * unique / device.bandwidth
     lanes = device.lane_rate / device.sms

@@ -22,10 +22,6 @@ from mirage_hf.tune.schedule_cost import estimated_us
 #: The schedules to try for an op on a GPU, best first.
 Schedules = Callable[[KernelOp, Device], Sequence[Schedule]]
 
-#: How schedules are listed for a generator, except for Triton, whose kinds of product may be
-#: restricted.
-SCHEDULES_OF: dict[str, Schedules] = {CUDA: cuda_schedules}
-
 #: Candidates estimated to take this many times the best estimate are not tried.
 HOPELESS = 3.0
 
@@ -37,6 +33,7 @@ def rank_by_estimate(
     schedules: Schedules = space.schedules,
     next_may_launch_early: bool = False,
     generators: Sequence[str] = (TRITON,),
+    in_cuda: Schedules = cuda_schedules,
 ) -> list[ScheduledCandidate]:
     """Return candidates and the library path by the cost model alone, best estimate first.
 
@@ -44,16 +41,23 @@ def rank_by_estimate(
         ugraphs: µGraphs of the same program.
         gpu: The GPU to estimate for.
         per_graph: The most schedules of each µGraph.
-        schedules: The schedules to try for an op, best first. By default the whole space.
+        schedules: The schedules of Triton kernels to try for an op, best first. By default all.
         next_may_launch_early: See `placement.place_kernels`.
         generators: Which generators write the kernels. Their candidates take turns, because their
             estimates cannot be compared.
+        in_cuda: The same as `schedules` for CUDA kernels.
 
     Raises:
         CodegenError: A block graph has no kernel at all.
     """
     ranked = [
-        _ranked_of(ugraphs, gpu, per_graph, SCHEDULES_OF.get(g, schedules), next_may_launch_early)
+        _ranked_of(
+            [u for u in ugraphs if g == CUDA or not u.is_clustered],
+            gpu,
+            per_graph,
+            in_cuda if g == CUDA else schedules,
+            next_may_launch_early,
+        )
         for g in generators
     ]
     turns = itertools.zip_longest(*ranked)
@@ -74,7 +78,7 @@ def _ranked_of(
     """Return the candidates of one generator, best estimate first."""
     found: list[ScheduledCandidate] = []
     for ugraph in ugraphs:
-        if ugraph.is_fused and (schedules in SCHEDULES_OF.values() or not ugraph.is_clustered):
+        if ugraph.is_fused:
             candidates = _scheduled(ugraph, gpu, schedules, next_may_launch_early)
             found += itertools.islice(candidates, per_graph)
     best = min((c.estimate_us for c in found), default=0.0)

@@ -13,6 +13,7 @@ from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.cuda_schedules import estimate_cuda, placed
 from mirage_hf.tune.space import HOPELESS_REGISTERS, MOST_BLOCKS_PER_SM, schedules
 
 #: Loop steps in flight for a tensor-core loop that is walked now and was held whole when it was
@@ -31,7 +32,8 @@ def refit(
 
     Tiles are refitted. A longer loop is shared by more blocks if the cost model says so. If the
     result is no schedule, the cost model chooses one of the same kind. It also chooses if the
-    result needs far too many registers or too much shared memory.
+    result needs far too many registers or too much shared memory. For CUDA kernels it never
+    chooses.
 
     Args:
         schedule: The schedule that was tuned.
@@ -44,6 +46,8 @@ def refit(
         CodegenError: There is no schedule of this kind.
     """
     assert op.block is not None
+    if schedule.cuda:
+        return _refit_in_cuda(schedule, op, device, names)
     try:
         tiles = {names[a] if names else a: tile for a, tile in schedule.tiles.items()}
         clipped = clip(replace(schedule, tiles=tiles), op.block)
@@ -55,6 +59,21 @@ def refit(
         if not alike:
             raise
         return alike[0]
+
+
+def _refit_in_cuda(
+    schedule: Schedule, op: KernelOp, device: Device, names: Mapping[str, str] | None
+) -> Schedule:
+    """Return the schedule of a CUDA kernel with tiles that fit.
+
+    Raises:
+        CodegenError: The op has no CUDA kernel with such a schedule.
+    """
+    assert op.block is not None
+    tiles = {names[a] if names else a: tile for a, tile in schedule.tiles.items()}
+    clipped = clip(replace(schedule, tiles=tiles), op.block)
+    estimate_cuda(placed(op), clipped, device)  # raises if it fits on no SM
+    return clipped
 
 
 def clip(schedule: Schedule, block: BlockGraph) -> Schedule:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mirage_hf import errors
+from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.plan import KernelPlan, check_roles, plan_kernel
@@ -19,7 +20,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.cuda_schedules import cuda_schedules
+from mirage_hf.tune.cuda_schedules import cuda_schedules, placed
 from mirage_hf.tune.footprint import Footprint, footprint
 
 #: Registers that a thread may spend on float32 tiles. Beyond it tiles spill.
@@ -72,6 +73,10 @@ def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
         found = cuda_schedules(op, device, 1)
         if found:
             return found[0]
+        if why := cuda_text.obstacle(placed(op)):
+            raise errors.CodegenError(
+                f"{why}; neither generator writes that, so run it with backend='cpu'"
+            )
     return schedules(op, device, 1)[0]
 
 
@@ -90,6 +95,14 @@ def permitted(
         for op in ugraph.block_ops:
             known.setdefault(_form(op), set()).update(allowed)
     return lambda op, device: [s for s in schedules(op, device) if s.mma in known[_form(op)]]
+
+
+def permitted_in_cuda(
+    kinds: Iterable[tuple[UGraph, Collection[bool]]],
+) -> Callable[[KernelOp, Device], list[Schedule]]:
+    """Return the same for CUDA kernels, whose products are multiply-adds."""
+    known = {_form(op) for ugraph, allowed in kinds if False in allowed for op in ugraph.block_ops}
+    return lambda op, device: cuda_schedules(op, device) if _form(op) in known else []
 
 
 def _form(op: KernelOp) -> object:

@@ -23,6 +23,7 @@ from mirage_hf.gpus import device_named
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import measure, space
 from mirage_hf.tune.candidates import MEASURED, TOO_SLOW, ScheduledCandidate, TuneResult, fastest
+from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.measure import Run
 from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.tune.ranking import Schedules, rank_by_estimate
@@ -71,6 +72,7 @@ def tune(
     patience: int = PATIENCE,
     checks_slow: bool = True,
     generators: Sequence[str] = (TRITON,),
+    in_cuda: Schedules = cuda_schedules,
 ) -> TuneResult:
     """Measure candidates for one program on a GPU.
 
@@ -80,7 +82,7 @@ def tune(
         progress: Called as progress(done, total, what).
         per_graph: Schedules of each µGraph to try.
         replays: Replays of each timing.
-        schedules: The schedules to try for an op, best first. By default the whole space.
+        schedules: The schedules of Triton kernels to try for an op, best first. By default all.
         rounds: The most rounds of candidates one step away from the fastest, tried afterwards.
         resplit: Also try other numbers of splits.
         next_may_launch_early: See `placement.place_kernels`.
@@ -88,6 +90,7 @@ def tune(
             In the first round it counts for each generator.
         checks_slow: Also check the numbers of candidates that are too slow to be chosen.
         generators: Which generators write the kernels: "triton", "cuda" or both.
+        in_cuda: The same as `schedules` for CUDA kernels.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
@@ -106,13 +109,16 @@ def tune(
             schedules=schedules,
             next_may_launch_early=early,
             generators=generators,
+            in_cuda=in_cuda,
         )
         return TuneResult.of("cost model (no GPU)", candidates)
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         gpu = device_named(properties.name, sm)
-        candidates = rank_by_estimate(ugraphs, gpu, per_graph, schedules, early, generators)
+        candidates = rank_by_estimate(
+            ugraphs, gpu, per_graph, schedules, early, generators, in_cuda
+        )
         program = candidates[0].ugraph.program
         cold = measure.cold_inputs(program, device)
         bench = _Bench(

@@ -105,6 +105,20 @@ def test_a_search_that_no_worker_has_begun_is_done_here(monkeypatch: pytest.Monk
         pool.close()
 
 
+def test_a_search_that_another_thread_is_taking_stays_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The block ends between the two steps of `take`. No worker will answer any more."""
+    may_start = threading.Event()
+    monkeypatch.setattr(workers, "_shared", {})
+    monkeypatch.setattr(workers, "_begin", lambda script: may_start.wait(60) and None)
+    wanted = requests()
+    with searching_ahead.searching(wanted):
+        taken = searching_ahead._begun.pop(searching_ahead._name(wanted[0]))
+    assert taken.begins(), "it would wait for an answer"
+    may_start.set()
+
+
 def test_what_nobody_takes_is_dropped() -> None:
     wanted = requests()
     with searching_ahead.searching(wanted):

@@ -22,6 +22,7 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
@@ -252,6 +253,35 @@ def test_a_seed_gives_the_same_result():
     g = programs.build(mi, "norm_gated_mlp")
     first, again, other = (mi.superoptimize(g, seed=s) for s in (1, 1, 2))
     assert [str(u) for u in first] == [str(u) for u in again] == [str(u) for u in other]
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+@pytest.mark.parametrize("refusing", ["", "cuda", "cuda and triton"])
+def test_code_that_one_generator_refuses_is_written_by_the_other(
+    refusing, clustered, tmp_path, recwarn
+):
+    """A search is not lost because a file cannot be written."""
+
+    def write(generator):
+        def to(path):
+            if generator in refusing.split():
+                raise errors.CodegenError("matmul is a library call")
+            path.write_text(generator)
+
+        return to
+
+    ugraph = SimpleNamespace(
+        is_clustered=clustered,
+        schedules=None if clustered else (Schedule({"n": 1}, cuda=True),),
+        generate_cuda_program=write("cuda"),
+        generate_triton_program=write("triton"),
+    )
+    superoptimizer._save_code(ugraph, tmp_path / "ugraph_0")
+    written = {p.suffix for p in tmp_path.iterdir()}
+    assert written == {"": {".cu"}, "cuda": {".py"}, "cuda and triton": set()}[refusing]
+    told = [str(w.message) for w in recwarn]
+    assert bool(told) == (refusing == "cuda and triton")
+    assert all("no code for ugraph_0: matmul is a library call" in text for text in told)
 
 
 def test_save_codes(tmp_path):
