@@ -529,3 +529,17 @@ def test_layers_that_all_slide_reserve_their_rings_at_once() -> None:
     model = tiny("mistral")
     plan = call(model, criteria=[MaxLengthCriteria(5000)])
     assert None not in plan.windows and plan.slots == plan.most_slots == 4999
+
+
+@pytest.mark.parametrize(
+    "more, others",
+    [
+        ({"pixel_values": None}, []),
+        ({"mm_encoder_outputs": {}}, []),  # what transformers 5.23 gives for a text
+        ({"mm_encoder_outputs": {"image": torch.ones(1)}}, ["mm_encoder_outputs"]),
+        ({"pixel_values": torch.zeros(2)}, ["pixel_values"]),
+    ],
+)
+def test_a_text_has_no_inputs_beside_it(more, others):
+    given = {"attention_mask": torch.ones(1, 3), "use_cache": True, **more}
+    assert call_plan._prompt_inputs(given) == others
