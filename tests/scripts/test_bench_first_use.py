@@ -21,7 +21,8 @@ def test_each_row_has_a_fresh_process_with_empty_caches(monkeypatch, tmp_path, c
     ours, stock = raw["rows"]
     assert ours["optimize_s"] > 0 and "optimize_s" not in stock
     # with a cache, nothing would be searched or verified
-    assert {"search", "verify"} & ours["parts_s"].keys() and stock["parts_s"].keys() == {"outside"}
+    assert {"search", "verify"} & ours["parts_s"].keys()
+    assert stock["parts_s"].keys() <= {"outside"}  # a call of a few ms may not be looked at
     whole = ours["optimize_s"] + ours["first_generate_s"]
     assert sum(ours["parts_s"].values()) == pytest.approx(whole)
     assert all(row["start_s"] > 0 and row["ms_per_token"]["runs"] == 2 for row in raw["rows"])
