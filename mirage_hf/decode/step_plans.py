@@ -79,7 +79,7 @@ class TracedSteps:
 
     @property
     def reach(self) -> float:
-        """The greatest length of a text for which a step runs the recorded ops."""
+        """The longest text for which a step may run the recorded ops."""
         return min(plan.recording.reach for plan in self.all_plans)
 
     @property
@@ -155,7 +155,7 @@ def why_no_traced_step(
 
 
 def most_slots(recording: Recording) -> float:
-    """Return the greatest capacity at which all slices by it lie in the tensors that they slice."""
+    """Return the largest capacity of a cache by which no slice ends beyond its tensor."""
     most = math.inf
     for node in recording.nodes:
         if node.name != "aten.slice" or len(node.args) < 4:

@@ -86,7 +86,7 @@ def record_step(
         masks: Its masks.
         batch: The number of rows.
         windows: For each layer the window that its cache slides over.
-        sizes: Two capacities at which its layers lie in the same rings.
+        sizes: Two capacities of caches. The same layers use rings in both.
         axes: The axes of its positions.
         gives_positions: Whether its steps are given positions.
         mask_in_output: Whether it reads the mask in the output of its encoder.

@@ -245,7 +245,10 @@ def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], l
 def permitted_in_cuda(
     candidates: Sequence[Candidate],
 ) -> Callable[[KernelOp, Device], list[Schedule]]:
-    """Return the same for CUDA kernels."""
+    """Return a function that lists an op's schedules of CUDA kernels.
+
+    It lists none if the rounding of multiply-adds was not accepted.
+    """
     return space.permitted_in_cuda((c.ugraph, kinds_of_product(c)) for c in candidates)
 
 

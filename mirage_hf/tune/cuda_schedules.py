@@ -1,7 +1,8 @@
 """List schedules of CUDA kernels for a block graph, best estimate first, and estimate their times.
 
-The estimate counts bytes, what a thread has in flight, and the latencies of a block's trips. Nobody
-has fitted it to measured times yet, so it only decides what is measured first.
+The estimate counts bytes, what a thread has in flight, and the latencies of a block's trips. It was
+not fitted to measured times yet. It decides what is measured first, and which kernel a result has
+that is not measured.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def rank_by_estimate(
         next_may_launch_early: See `placement.place_kernels`.
         generators: Which generators write the kernels. Their candidates take turns, because their
             estimates cannot be compared.
-        in_cuda: The same as `schedules` for CUDA kernels.
+        in_cuda: The schedules of CUDA kernels to try for an op, best first.
 
     Raises:
         CodegenError: A block graph has no kernel at all.

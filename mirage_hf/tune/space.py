@@ -100,7 +100,7 @@ def permitted(
 def permitted_in_cuda(
     kinds: Iterable[tuple[UGraph, Collection[bool]]],
 ) -> Callable[[KernelOp, Device], list[Schedule]]:
-    """Return the same for CUDA kernels, whose products are multiply-adds."""
+    """Return what `permitted` does for CUDA kernels, whose products are multiply-adds."""
     known = {_form(op) for ugraph, allowed in kinds if False in allowed for op in ugraph.block_ops}
     return lambda op, device: cuda_schedules(op, device) if _form(op) in known else []
 

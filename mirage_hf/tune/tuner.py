@@ -90,7 +90,7 @@ def tune(
             In the first round it counts for each generator.
         checks_slow: Also check the numbers of candidates that are too slow to be chosen.
         generators: Which generators write the kernels: "triton", "cuda" or both.
-        in_cuda: The same as `schedules` for CUDA kernels.
+        in_cuda: The schedules of CUDA kernels to try for an op, best first.
 
     Raises:
         CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
