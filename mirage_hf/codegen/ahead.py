@@ -1,15 +1,14 @@
-"""Compile kernels of a generated file without a GPU. As a script, serve other processes.
+"""Compile kernels of a generated file without a GPU, also on behalf of another process.
 
-This file imports Triton and nothing else that is large, so a worker starts in a fraction of a
-second. Triton holds the GIL for a third of a compilation, so more than three threads gain little.
+This file imports Triton and nothing else that is large, so the first worker starts in a fraction of
+a second. Triton holds the GIL for a third of a compilation, so more than three threads gain little.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,10 +17,6 @@ from typing import Any
 #: A kernel's name, its arguments with their Triton types (without `overlaps`), warps and pipeline
 #: stages.
 Task = tuple[str, Sequence[tuple[str, str]], int, int]
-
-#: The first line that a worker prints. A program that is not Python, or has no Triton, does not
-#: print it.
-READY = "ready"
 
 
 def import_text(text: str, path: str, name: str) -> ModuleType:
@@ -96,32 +91,23 @@ class HollowTorch(MetaPathFinder, Loader):
         """Leave the module empty."""
 
 
-def serve(asked: Iterable[str]) -> None:
-    """Compile what each line of JSON asks for, and answer with null or the error."""
+def prepare() -> None:
+    """Import what `answer` needs."""
+    import triton  # noqa: F401
+
+    sys.meta_path.insert(0, HollowTorch())
+
+
+def answer(asked: str) -> str:
+    """Compile what a line of JSON asks for, and return null or the error, as JSON."""
     from triton import knobs
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep the compiler's own output out of the answers
-    sys.meta_path.insert(0, HollowTorch())
-    print(READY, file=answers, flush=True)
-    for line in asked:
-        path, name, tasks, sm, knobs.cache.dir = json.loads(line)
-        failed = None
-        try:
-            with open(path, encoding="utf-8") as f:
-                module = import_text(f.read(), path, name)
-            for task in tasks:
-                compile_kernel(module, task, sm)
-        except Exception as e:
-            failed = f"{type(e).__name__}: {str(e).strip() or 'no message'}"
-        answers.write(json.dumps(failed) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    # Find Triton where the parent finds it, and not in the folder of this file.
-    sys.path[:] = json.loads(sys.argv[1])
+    path, name, tasks, sm, knobs.cache.dir = json.loads(asked)
     try:
-        serve(sys.stdin)
-    except BrokenPipeError:  # the process that asked has ended
-        os._exit(0)
+        with open(path, encoding="utf-8") as f:
+            module = import_text(f.read(), path, name)
+        for task in tasks:
+            compile_kernel(module, task, sm)
+    except Exception as e:
+        return json.dumps(f"{type(e).__name__}: {str(e).strip() or 'no message'}")
+    return "null"

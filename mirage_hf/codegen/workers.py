@@ -9,24 +9,152 @@ import contextlib
 import json
 import os
 import queue
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mirage_hf.codegen import ahead
+from mirage_hf.codegen import ahead, fork_server
+from mirage_hf.codegen.fork_server import REQUEST
 
 #: Seconds after which idle workers end.
 IDLE_SECONDS = 30.0
 
+#: Libraries whose import would start threads, after which a fork is not safe.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-#: The script of workers that compile.
-COMPILER = str(Path(ahead.__file__).resolve())
+#: The module whose functions are what workers that compile do.
+COMPILER = ahead.__name__
+
+_SERVER = str(Path(fork_server.__file__).resolve())
 
 
 class WorkerError(Exception):
     """An error raised if a worker ended while it worked."""
+
+
+class Worker:
+    """One worker process.
+
+    Attributes:
+        pid: Its process ID.
+    """
+
+    def __init__(self, server: ForkServer, connection: socket.socket):
+        """Wait until a worker answers.
+
+        Raises:
+            OSError: It does not.
+        """
+        self._server, self._connection = server, connection
+        self._lines = connection.makefile("rw", encoding="utf-8")
+        first = self._lines.readline()
+        if not first.endswith("\n"):
+            self._close()
+            raise OSError("a worker could not start")
+        self.pid = int(first)
+
+    def answer(self, asked: str) -> str:
+        """Send a line and return the answer.
+
+        Raises:
+            WorkerError: If the process ended, for example because a compiler crashed.
+        """
+        try:
+            print(asked, file=self._lines, flush=True)
+            answer = self._lines.readline()
+        except (OSError, ValueError):
+            answer = ""
+        if not answer.endswith("\n"):
+            self._close()
+            code = self._server.exit_code(self.pid)
+            raise WorkerError(f"the worker that was asked ended with exit code {code}")
+        return answer
+
+    def kill(self) -> None:
+        """End the process. Closing the socket would do if no fork of this process had it open."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._close()
+
+    def _close(self) -> None:
+        for each in (self._lines, self._connection):
+            with contextlib.suppress(OSError):  # unsent text of a worker that died
+                each.close()
+
+
+class ForkServer:
+    """The process that forks workers. It starts with the first one."""
+
+    def __init__(self, module: str):
+        """Name the module with the work. See `fork_server.serve`."""
+        self._module = module
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self) -> Worker:
+        """Return a new worker.
+
+        Raises:
+            OSError: No process can be started, or it cannot do the work.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._begun(), [REQUEST.pack(0)], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+        return Worker(self, ours)
+
+    def _begun(self) -> socket.socket:
+        """Start the process if it has not been started, and return the socket for requests."""
+        if self._control is not None:
+            return self._control
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("sys.executable names no Python interpreter")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # multiprocessing would run the user's script again. A session of its own keeps Ctrl-C
+            # from workers.
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    _SERVER,
+                    str(theirs.fileno()),
+                    self._module,
+                    json.dumps([p for p in sys.path if isinstance(p, str)]),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | _ONE_THREAD,
+                start_new_session=True,
+            )
+        self._control = ours
+        return ours
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of a worker that has ended, or None if it cannot be told."""
+        with self._lock, contextlib.suppress(OSError, struct.error):
+            assert self._control is not None
+            self._control.sendall(REQUEST.pack(pid))
+            code: int = REQUEST.unpack(self._control.recv(REQUEST.size))[0]
+            return code
+        return None
+
+    def close(self) -> None:
+        """End the process. Its workers stay."""
+        with self._lock:
+            if self._control is not None and self._process is not None:
+                self._control.close()
+                self._process.kill()
+                self._process.wait()
+            self._control = self._process = None
 
 
 class Workers:
@@ -35,10 +163,10 @@ class Workers:
     Call `close` when done.
     """
 
-    def __init__(self, count: int, script: str = COMPILER):
-        """Reserve places for workers that run a script."""
-        self._script = script
-        self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+    def __init__(self, count: int, module: str = COMPILER):
+        """Reserve places for workers that do what a module says."""
+        self._server = ForkServer(module)
+        self._idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(count):
             self._idle.put(None)
         self._refused = False
@@ -78,90 +206,34 @@ class Workers:
             WorkerError: If the worker ended, for example because a compiler crashed.
             OSError: If no worker can be started.
         """
-        process = self._idle.get()
+        worker = self._idle.get()
         try:
-            process = process or self._begin()
-            try:
-                line = asked()
-                return None if line is None else _answer(process, line)
-            except (OSError, ValueError):
-                ended, process = process, None
-                _end(ended)
-                raise WorkerError(
-                    f"the worker that was asked ended with exit code {ended.returncode}"
-                ) from None
+            worker = worker or self._begin()
+            line = asked()
+            return None if line is None else worker.answer(line)
+        except WorkerError:
+            worker = None
+            raise
         finally:
-            self._idle.put(process)
+            self._idle.put(worker)
 
-    def _begin(self) -> subprocess.Popen[str]:
+    def _begin(self) -> Worker:
         """Start a worker, unless that failed before."""
         if self._refused:
             raise OSError("workers cannot be started")
         try:
-            return _begin(self._script)
+            return self._server.fork()
         except OSError:
             self._refused = True
             raise
 
     def close(self) -> None:
         """End the workers that are idle."""
-        for process in [self._idle.get() for _ in range(self._idle.qsize())]:
-            if process is not None:
-                process.kill()  # a forked process may hold its pipes open too
-                _end(process)
+        for worker in [self._idle.get() for _ in range(self._idle.qsize())]:
+            if worker is not None:
+                worker.kill()
             self._idle.put(None)
-
-
-def _begin(script: str) -> subprocess.Popen[str]:
-    """Start a worker."""
-    if not sys.executable or getattr(sys, "frozen", False):
-        raise OSError("sys.executable names no Python interpreter")
-    # multiprocessing would run the user's script again. A session of its own keeps Ctrl-C from
-    # workers.
-    command = [
-        sys.executable,
-        script,
-        json.dumps([p for p in sys.path if isinstance(p, str)]),
-    ]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        start_new_session=True,
-    )
-    if process.stdout.readline() != ahead.READY + "\n":  # type: ignore[union-attr]
-        _end(process)
-        raise OSError(f"a worker could not start: exit code {process.returncode}")
-    return process
-
-
-def _answer(process: subprocess.Popen[str], asked: str) -> str:
-    """Send a line and return the answer.
-
-    Raises:
-        ValueError, OSError: If the process has ended.
-    """
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(asked + "\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer.endswith("\n"):
-        raise ValueError("no answer")
-    return answer
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a worker."""
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # unsent text of a worker that died
-            pipe.close()  # type: ignore[union-attr]
-    try:
-        process.wait(1)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        self._server.close()
 
 
 _lock = threading.Lock()
@@ -171,14 +243,14 @@ _timer: threading.Timer | None = None
 
 
 @contextlib.contextmanager
-def at_work(count: int, script: str = COMPILER) -> Iterator[Workers]:
+def at_work(count: int, module: str = COMPILER) -> Iterator[Workers]:
     """Yield the workers that all callers share. They stay for IDLE_SECONDS after the last use."""
     global _using, _timer
     with _lock:
         if _timer is not None:
             _timer.cancel()
         _using += 1
-        workers = _shared.setdefault((script, count), Workers(count, script))
+        workers = _shared.setdefault((module, count), Workers(count, module))
     try:
         yield workers
     finally:

@@ -1,19 +1,14 @@
-"""Search for kernels on behalf of another process. Run as a script, it answers line by line.
+"""Search for kernels on behalf of another process.
 
-It imports the stages up to `pipeline`, and not transformers. A line is a pickled object as base64.
+A question and its answer are lines: pickled objects as base64.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import os
+import itertools
 import pickle
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,45 +94,25 @@ def work(task: SearchTask) -> SearchAnswer:
     )
     if not task.ranks:
         return SearchAnswer(verified, {})
-    space.forget_ranked()
-    for candidate in verified.candidates:
-        space.obstacle(place_kernels(candidate.ugraph, task.next_may_launch_early))
-    return SearchAnswer(verified, space.ranked_so_far())
+    placed = (place_kernels(c.ugraph, task.next_may_launch_early) for c in verified.candidates)
+    return SearchAnswer(verified, space.rankings_of(itertools.chain.from_iterable(placed)))
 
 
-def serve(asked: Iterable[str]) -> None:
-    """Answer each line with a `SearchAnswer`, or with None if the search raised an error."""
+def prepare() -> None:
+    """Import what `answer` needs."""
     import torch
 
-    from mirage_hf.codegen.ahead import READY
-    from mirage_hf.errors import MirageError
+    from mirage_hf.codegen import placement  # noqa: F401
+    from mirage_hf.pipeline import reuse  # noqa: F401
 
     torch.set_num_threads(1)  # there is a worker for each core
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep other output out of the answers
-    print(READY, file=answers, flush=True)
-    for line in asked:
-        try:
-            answer = work(from_line(line))
-        except MirageError:
-            answer = None
-        print(to_line(answer), file=answers, flush=True)
 
 
-def _import_without_transformers() -> None:
-    """Let the package be imported without what `mirage_hf/__init__.py` imports."""
-    package = ModuleType("mirage_hf")
-    package.__path__ = [str(Path(__file__).resolve().parent.parent)]
-    sys.modules["mirage_hf"] = package
-
-
-if __name__ == "__main__":
-    # Find packages where the parent finds them, and not in the folder of this file.
-    sys.path[:] = json.loads(sys.argv[1])
-    _import_without_transformers()
-    from mirage_hf.pipeline import search_worker  # so that pickles name this module, not __main__
+def answer(asked: str) -> str:
+    """Return the `SearchAnswer` to a `SearchTask`, or None if the search raised an error."""
+    from mirage_hf.errors import MirageError
 
     try:
-        search_worker.serve(sys.stdin)
-    except BrokenPipeError:  # the process that asked has ended
-        os._exit(0)
+        return to_line(work(from_line(asked)))
+    except MirageError:
+        return to_line(None)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from mirage_hf.codegen import workers
 from mirage_hf.pipeline import search_worker
@@ -21,10 +20,8 @@ from mirage_hf.tune import space
 #: takes longer than they save.
 THREADS_FROM, PROGRAMS_FROM = 4, 2
 
-#: Most worker processes. Each takes 250 MB.
+#: Most worker processes. They share what they import.
 MOST_PROCESSES = 8
-
-_SCRIPT = str(Path(search_worker.__file__).resolve())
 
 
 class _Search:
@@ -61,8 +58,8 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
     `take` gives what was found. Searches that nobody took are dropped. A block within another one
     does not begin the searches of the outer one again.
 
-    A worker takes seconds to start, most of them to import torch. Until then this process does the
-    searches that it needs first.
+    The first worker takes seconds to start, most of them to import torch. Until then this process
+    does the searches that it needs first.
     """
     tasks = {_name(request): _task(request) for request in requests}
     tasks = {name: task for name, task in tasks.items() if name not in _begun}
@@ -76,7 +73,7 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
         name: replace(task, options=replace(task.options, threads=share))
         for name, task in tasks.items()
     }
-    with workers.at_work(min(threads, MOST_PROCESSES), _SCRIPT) as pool:
+    with workers.at_work(min(threads, MOST_PROCESSES), search_worker.__name__) as pool:
         executor = ThreadPoolExecutor(count)
         mine = {name: _Search(task) for name, task in tasks.items()}
         for search in mine.values():

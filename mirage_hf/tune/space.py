@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from mirage_hf.codegen.plan import KernelPlan, check_roles, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
-from mirage_hf.graph.kernel import KernelOp
+from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
@@ -131,10 +132,11 @@ _MOST_KNOWN = 512
 
 def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     """Return all schedules of an op in the order to try them."""
+    op = _numbered(op)
+    assert op.block is not None
     known = _known.get((op, device))
     if known is not None:
         return known
-    assert op.block is not None
     check_roles(op.block)
     costs, reason = _costs(op, device)
     order = _order(costs) if costs else (_last_resort(op, device, reason),)
@@ -142,9 +144,30 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     return order
 
 
-def ranked_so_far() -> dict[tuple[KernelOp, Device], tuple[Schedule, ...]]:
-    """Return what was ranked last, for another process."""
-    return dict(_known)
+def _numbered(op: KernelOp) -> KernelOp:
+    """Return an op whose tensors are numbered from 0, so that equal kernels are ranked once.
+
+    Their numbers and names in a graph decide nothing. Whether two operands are the same tensor may.
+    """
+    places: dict[int, int] = {}
+
+    def numbered(t: DTensor) -> DTensor:
+        place = places.setdefault(t.index, len(places))
+        return replace(t, index=place, name=f"t{place}")
+
+    inputs = tuple(numbered(x) if isinstance(x, DTensor) else x for x in op.inputs)
+    return replace(op, inputs=inputs, outputs=tuple(map(numbered, op.outputs)))
+
+
+def rankings_of(
+    ops: Iterable[KernelOp], device: Device = H200
+) -> dict[tuple[KernelOp, Device], tuple[Schedule, ...]]:
+    """Return the schedules of ops that have a kernel, for another process."""
+    found = {}
+    for op in ops:
+        with contextlib.suppress(errors.CodegenError):
+            found[_numbered(op), device] = _ranked(op, device)
+    return found
 
 
 def remember_ranked(found: Mapping[tuple[KernelOp, Device], tuple[Schedule, ...]]) -> None:
@@ -153,11 +176,6 @@ def remember_ranked(found: Mapping[tuple[KernelOp, Device], tuple[Schedule, ...]
         if len(_known) >= _MOST_KNOWN:
             _known.pop(next(iter(_known), key), None)
         _known[key] = order
-
-
-def forget_ranked() -> None:
-    """Forget what was ranked."""
-    _known.clear()
 
 
 def _costs(

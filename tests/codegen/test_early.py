@@ -69,10 +69,10 @@ def test_what_does_not_compile_raises_when_it_is_run() -> None:
 def test_a_worker_that_cannot_start_leaves_the_work_to_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(script: str) -> None:
+    def refuse(server: workers.ForkServer) -> None:
         raise OSError("no processes here")
 
-    monkeypatch.setattr(workers, "_begin", refuse)
+    monkeypatch.setattr(workers.ForkServer, "fork", refuse)
     monkeypatch.setattr(workers, "_shared", {})
     p = program(11)
     wait = early.begin(p, 90)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -64,10 +65,25 @@ def one() -> Iterator[workers.Workers]:
     pool.close()
 
 
-def process_of(pool: workers.Workers) -> Any:
+def process_of(pool: workers.Workers) -> workers.Worker:
     process = pool._idle.get()
     pool._idle.put(process)
+    assert process is not None
     return process
+
+
+def has_ended(pid: int) -> bool:
+    """Wait for a process to end, and return whether it did."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_kernels_that_a_worker_compiled_are_found_here(
@@ -147,10 +163,11 @@ def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 1)
 
-    def no(script: str) -> Any:
+    def no(server: workers.ForkServer) -> Any:
         raise OSError("no memory")
 
-    monkeypatch.setattr(workers, "_begin", no)
+    monkeypatch.setattr(workers, "_shared", {})
+    monkeypatch.setattr(workers.ForkServer, "fork", no)
     (result,) = compiler.compiling([program(5)], 90, threads=2)
     assert isinstance(result, list) and result[0].asm["cubin"]
 
@@ -165,13 +182,13 @@ def test_threads_compile_where_python_is_part_of_another_program(
     monkeypatch.setattr(compiler, "FEW", 1)
     monkeypatch.setattr(workers, "_shared", {})
     begun: list[bool] = []
-    begin = workers._begin
+    begin = workers.ForkServer.fork
 
-    def counted(script: str) -> Any:
+    def counted(server: workers.ForkServer) -> Any:
         begun.append(True)
-        return begin(script)
+        return begin(server)
 
-    monkeypatch.setattr(workers, "_begin", counted)
+    monkeypatch.setattr(workers.ForkServer, "fork", counted)
     for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
         assert isinstance(result, list) and result[0].asm["cubin"]
     assert len(begun) == 1  # and it is not asked again for each program
@@ -231,11 +248,42 @@ def test_a_forked_process_neither_keeps_processes_nor_uses_them(
         try:
             assert os.read(told, 2) == bytes([0, 0]) and len(workers._shared) == 1
             begun = time.monotonic()
-            pool.close()  # with its pipes open in the child
-            assert process.poll() is not None and time.monotonic() - begun < 30
+            pool.close()  # with its sockets open in the child
+            assert has_ended(process.pid) and time.monotonic() - begun < 30
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_workers_are_forks_of_one_process_and_end_with_the_one_that_asked() -> None:
+    script = """
+import sys, types
+package = types.ModuleType("mirage_hf")
+package.__path__ = [sys.argv[1]]
+sys.modules["mirage_hf"] = package
+from mirage_hf.codegen import workers
+pool = workers.Workers(2)
+both = pool._begin(), pool._begin()
+print(*(worker.pid for worker in both), flush=True)
+sys.stdin.read()
+"""
+    package = str(Path(workers.__file__).parent.parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, package],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as asking:
+        assert asking.stdout is not None
+        first, second = map(int, asking.stdout.readline().split())
+        server = parent_of(first)
+        assert server == parent_of(second) != asking.pid and parent_of(server) == asking.pid
+        asking.kill()
+    assert all(map(has_ended, (first, second, server)))
 
 
 def test_threads_of_this_process_may_parse_at_the_same_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -65,7 +67,7 @@ def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.Monke
     for request in wanted:
         verified = search_and_verify(request.program, request.options, keep=request.keep)
         own.append(schedule_candidates(request, verified, lambda: ()).ugraphs[0])
-    space.forget_ranked()
+    space._known.clear()
 
     def nothing_is_left_to_rank(*_: Any) -> Any:
         raise AssertionError("a schedule was ranked here")
@@ -86,14 +88,14 @@ def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.Monke
 
 def test_a_search_that_no_worker_has_begun_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker takes seconds to start."""
-    begin, may_start = workers._begin, threading.Event()
+    begin, may_start = workers.ForkServer.fork, threading.Event()
 
-    def begin_later(script: str) -> Any:
+    def begin_later(server: workers.ForkServer) -> Any:
         may_start.wait(60)
-        return begin(script)
+        return begin(server)
 
     monkeypatch.setattr(workers, "_shared", {})
-    monkeypatch.setattr(workers, "_begin", begin_later)
+    monkeypatch.setattr(workers.ForkServer, "fork", begin_later)
     first, second, third = requests()
     with searching_ahead.searching([first, second, third]):
         assert searching_ahead.take(first) is None
@@ -111,7 +113,7 @@ def test_a_search_that_another_thread_is_taking_stays_its_own(
     """The block ends between the two steps of `take`. No worker will answer any more."""
     may_start = threading.Event()
     monkeypatch.setattr(workers, "_shared", {})
-    monkeypatch.setattr(workers, "_begin", lambda script: may_start.wait(60) and None)
+    monkeypatch.setattr(workers.ForkServer, "fork", lambda _: may_start.wait(60) and None)
     wanted = requests()
     with searching_ahead.searching(wanted):
         taken = searching_ahead._begun.pop(searching_ahead._name(wanted[0]))
@@ -151,18 +153,17 @@ def test_few_threads_or_programs_start_no_process(
 
 @pytest.mark.parametrize("how", ["cannot start", "dies"])
 def test_this_process_searches_if_a_worker(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = workers._begin
+    begin = workers.ForkServer.fork
 
-    def fail(script: str) -> Any:
+    def fail(server: workers.ForkServer) -> Any:
         if how == "cannot start":
             raise OSError("no processes here")
-        process = begin(script)
-        process.kill()
-        process.wait()
-        return process
+        worker = begin(server)
+        os.kill(worker.pid, signal.SIGKILL)
+        return worker
 
     monkeypatch.setattr(workers, "_shared", {})
-    monkeypatch.setattr(workers, "_begin", fail)
+    monkeypatch.setattr(workers.ForkServer, "fork", fail)
     finder = resolver.KernelFinder(CPU)
     with finder.searching((g, {}) for g in graphs()):
         assert len(searching_ahead._begun) == 3
