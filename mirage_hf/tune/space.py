@@ -200,10 +200,11 @@ def _costs(
             tiles = known[kind]
             if not tiles.suit(candidate):
                 continue
-            for plan in _variants(tiles, candidate.triggering_early(early), device):
+            for schedule in _variants(tiles, candidate, device):
+                plan = tiles.plan.with_schedule(schedule.triggering_early(early))
                 cost = estimate(plan, device, tiles.footprint)
                 if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
-                    costs[plan.schedule.triggering_early(False)] = cost.us
+                    costs[schedule] = cost.us
         except errors.CodegenError as e:
             reason = e
     return costs, reason
@@ -278,15 +279,18 @@ class _Tiles:
         plan: The plan of one of them.
         footprint: What their tiles load, hold and compute.
         step_bytes: The bytes of a loop step that may be prefetched before the grid wait.
+        is_trimmed: Whether a loop visits only what is within its bounds.
     """
 
     plan: KernelPlan
     footprint: Footprint
     step_bytes: int
+    is_trimmed: bool
 
     @staticmethod
     def of(plan: KernelPlan) -> _Tiles:
-        return _Tiles(plan, footprint(plan), _prefetchable_bytes(plan))
+        is_trimmed = any(plan.loop_bounds.trimming(s) for s in plan.tiling.block.stages)
+        return _Tiles(plan, footprint(plan), _prefetchable_bytes(plan), is_trimmed)
 
     def suit(self, s: Schedule) -> bool:
         """Return whether a schedule uses its threads, and its tiles fit into registers."""
@@ -296,30 +300,29 @@ class _Tiles:
         return is_on_tensor_cores and is_busy and self.footprint.held <= REGISTER_BUDGET * threads
 
 
-def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[KernelPlan]:
-    """Yield the plans of a schedule with more and more cooperating blocks and early prefetches."""
-    plan = tiles.plan.with_schedule(schedule)
+def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Schedule]:
+    """Yield a schedule with more and more cooperating blocks and early prefetches."""
     # Blocks share a trimmed loop anew for each length, so up to 32 are tried.
-    is_trimmed = any(plan.loop_bounds.trimming(s) for s in plan.tiling.block.stages)
-    for blocks in (1, 2, 4, 8, 16, 32) if is_trimmed else (1, 2, 4, 8):
-        if blocks > 1 and not _may_share(plan, blocks, device):
+    for blocks in (1, 2, 4, 8, 16, 32) if tiles.is_trimmed else (1, 2, 4, 8):
+        if blocks > 1 and not _may_share(tiles, schedule, blocks, device):
             break
-        steps = _prefetch_steps(plan, blocks, tiles.step_bytes, device) if tiles.step_bytes else 0
+        steps = _prefetch_steps(tiles, blocks, device) if tiles.step_bytes else 0
         if blocks > 1 or steps:
-            variant = replace(schedule, cooperating_blocks=blocks, prefetch_steps=steps)
-            yield plan.with_schedule(variant)
+            yield replace(schedule, cooperating_blocks=blocks, prefetch_steps=steps)
         else:
-            yield plan
+            yield schedule
 
 
-def _may_share(p: KernelPlan, blocks: int, device: Device) -> bool:
+def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -> bool:
     """Return whether this many blocks can share the loop of each tile evenly."""
-    loops = sum(s.loop is not None for s in p.tiling.block.stages)
-    if loops != 1 or not p.tiling.is_looped:
+    plan, tiling = tiles.plan, tiles.plan.tiling
+    loops = sum(s.loop is not None for s in tiling.block.stages)
+    if loops != 1 or not tiling.is_looped or tiling.trips(str(tiling.loop)) % blocks:
         return False
-    divides = p.tiling.trips(str(p.tiling.loop)) % blocks == 0
-    most = MOST_BLOCKS_OF_WORDS if p.pipelining.holds_words_ahead else MOST_BLOCKS_PER_SM
-    return divides and p.tiling.num_tiles * blocks <= most * device.sms
+    most = MOST_BLOCKS_PER_SM
+    if plan.layout.code_factors and plan.with_schedule(schedule).pipelining.holds_words_ahead:
+        most = MOST_BLOCKS_OF_WORDS
+    return tiling.num_tiles * blocks <= most * device.sms
 
 
 def _prefetchable_bytes(p: KernelPlan) -> int:
@@ -336,11 +339,12 @@ def _prefetchable_bytes(p: KernelPlan) -> int:
     )
 
 
-def _prefetch_steps(p: KernelPlan, blocks: int, step_bytes: int, device: Device) -> int:
+def _prefetch_steps(tiles: _Tiles, blocks: int, device: Device) -> int:
     """Return the loop steps that a block prefetches, a power of two."""
-    blocks_per_sm = math.ceil(p.tiling.num_tiles * blocks / device.sms)
-    steps = PREFETCH_BYTES // (step_bytes * blocks_per_sm)
-    own_steps = p.tiling.trips(str(p.tiling.loop)) // blocks
+    tiling = tiles.plan.tiling
+    blocks_per_sm = math.ceil(tiling.num_tiles * blocks / device.sms)
+    steps = PREFETCH_BYTES // (tiles.step_bytes * blocks_per_sm)
+    own_steps = tiling.trips(str(tiling.loop)) // blocks
     return min(1 << max(0, steps.bit_length() - 1), next_power_of_two(own_steps))
 
 
