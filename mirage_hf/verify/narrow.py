@@ -75,17 +75,26 @@ class _NarrowSizes:
         self.wide |= {classes.find(key): _CHOICES for key in self._chosen_dims()}
 
     def run(self) -> dict[Key, int]:
-        """Return the sizes. Raises ResizeError if they contradict each other."""
-        sizes = {
-            root: n if root in self.kept else min(n, self._limit(root))
-            for root, n in self.full.items()
-        }
-        for rule in self.classes.rules:
-            self._apply(rule, sizes)
-        self._cut_outputs(sizes)
-        for rule in self.classes.rules:
-            self._check(rule, sizes)
-        return sizes
+        """Return the sizes.
+
+        Raises:
+            ResizeError: They contradict each other.
+        """
+        while True:
+            sizes = {
+                root: n if root in self.kept else min(n, self._limit(root))
+                for root, n in self.full.items()
+            }
+            for rule in self.classes.rules:
+                self._apply(rule, sizes)
+            self._cut_outputs(sizes)
+            broken = [rule for rule in self.classes.rules if not self._holds(rule, sizes)]
+            if not broken:
+                return sizes
+            kept = {root for rule in broken for root in self._all(rule)}
+            if kept <= self.kept:
+                raise ResizeError("the full sizes contradict each other")
+            self.kept |= kept  # such as a dim that is split in two ways
 
     def _cut_outputs(self, sizes: dict[Key, int]) -> None:
         """Halve the longest dims of outputs that have too many elements."""
@@ -120,22 +129,32 @@ class _NarrowSizes:
         return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 
     def _apply(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
-        """Make a joined dim as long as its parts. Dims that are split or cut keep their size."""
+        """Make a dim as long as its parts tell. If results depend on one of them, all keep theirs.
+
+        The parts of a joined dim are added, and those of a dim that is split are multiplied.
+        """
         total, parts = self._roots_of(rule)
-        if rule.kind == "sum" and total not in self.kept and self.kept.isdisjoint(parts):
-            for p in parts:
-                sizes[p] = min(self.full[p], max(self._limit(total) // 2, 1))
-            sizes[total] = sum(sizes[p] for p in parts)
-        else:
+        if not self.kept.isdisjoint((total, *parts)):
             self.kept |= {total, *parts}
             sizes |= {root: self.full[root] for root in (total, *parts)}
+        elif rule.kind == "sum":
+            for p in parts:
+                sizes[p] = min(self.full[p], max(self._limit(total) // 2, 1))
+        else:
+            left = self._limit(total)
+            for p in reversed(parts):
+                wanted = left if p is parts[0] else left // 2
+                sizes[p] = min(self.full[p], max(wanted, _WIDE_BATCH))
+                left = max(left // sizes[p], 1)
+        sizes[total] = rule.value([sizes[p] for p in parts])
 
-    def _check(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
+    def _holds(self, rule: SizeRule, sizes: dict[Key, int]) -> bool:
         total, parts = self._roots_of(rule)
-        if rule.kind == "sum" and sizes[total] != sum(sizes[p] for p in parts):
-            raise ResizeError("a dim is joined in two ways")
-        if rule.kind == "product" and any(sizes[r] != self.full[r] for r in (total, *parts)):
-            raise ResizeError("a dim is split")
+        return sizes[total] == rule.value([sizes[p] for p in parts])
+
+    def _all(self, rule: SizeRule) -> list[Key]:
+        total, parts = self._roots_of(rule)
+        return [total, *parts]
 
     def _roots_of(self, rule: SizeRule) -> tuple[Key, list[Key]]:
         find = self.classes.find

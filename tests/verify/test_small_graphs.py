@@ -37,7 +37,7 @@ from mirage_hf.verify.shrink import shrink, small_graph
 from mirage_hf.verify.size_classes import SizeClasses
 from mirage_hf.verify.size_relations import KERNELS, PROGRAM, BlockAxis, ResizeError, TensorDim
 from mirage_hf.verify.verdict import Accepted
-from tests.helpers import multi_kernel_ugraphs, ugraphs
+from tests.helpers import coded_programs, multi_kernel_ugraphs, ugraphs
 
 GRID = Role.GRID
 
@@ -301,29 +301,60 @@ def test_a_join_that_something_reduces_over_keeps_its_size(reduced: str) -> None
     assert narrow_sizes(g, a, b, y) == [(32, 40), (32, 60), (32, 100)]
 
 
-def test_a_dim_that_is_split_keeps_its_size() -> None:
+def test_a_dim_that_is_split_is_cut_with_its_parts() -> None:
     g = mi.new_kernel_graph()
     x = g.new_input((60, 80))
     g.mark_output(y := g.reshape(x, (60, 2, 40)))
+    assert narrow_sizes(g, x, y) == [(32, 32), (32, 2, 16)]
+
+
+def test_a_dim_with_a_part_that_is_reduced_keeps_its_size() -> None:
+    g = mi.new_kernel_graph()
+    x = g.new_input((60, 80))
+    g.mark_output(g.reduction(y := g.reshape(x, (60, 2, 40)), 2))
     assert narrow_sizes(g, x, y) == [(32, 80), (32, 2, 40)]
 
 
-def test_a_join_that_is_split_afterwards_keeps_its_size() -> None:
+def test_a_dim_that_is_split_in_two_ways_keeps_its_size() -> None:
+    g = mi.new_kernel_graph()
+    x = g.new_input((60, 90))
+    y, z = g.reshape(x, (60, 3, 30)), g.reshape(x, (60, 5, 18))
+    g.mark_output(y, z)
+    assert narrow_sizes(g, x, y, z) == [(32, 32), (32, 2, 16), (32, 2, 16)]
+    g = mi.new_kernel_graph()
+    x = g.new_input((60, 90))
+    y, z = g.reshape(x, (60, 3, 30)), g.reshape(x, (60, 3, 6, 5))
+    g.mark_output(y, z)
+    assert narrow_sizes(g, x, y, z) == [(32, 90), (32, 3, 30), (32, 3, 6, 5)]
+
+
+def test_a_join_that_is_split_afterwards() -> None:
     g = mi.new_kernel_graph()
     a, b = g.new_input((50, 40)), g.new_input((50, 60))
     g.mark_output(y := g.reshape(g.concat([a, b], 1), (50, 2, 50)))
-    assert narrow_sizes(g, a, b, y) == [(32, 40), (32, 60), (32, 2, 50)]
-
-
-def test_a_join_that_only_one_side_splits_cannot_be_narrowed() -> None:
-    """The join was cut before the split was met."""
+    assert narrow_sizes(g, a, b, y) == [(32, 16), (32, 16), (32, 2, 16)]
     g = mi.new_kernel_graph()
     a, b = g.new_input((50, 40)), g.new_input((50, 60))
-    g.mark_output(g.reshape(g.concat([a, b], 1), (50, 2, 50)))
+    g.mark_output(y := g.reshape(g.concat([a, b, a], 1), (50, 2, 70)))
+    assert narrow_sizes(g, a, b, y) == [(32, 40), (32, 60), (32, 2, 70)]
+
+
+def test_full_sizes_that_contradict_each_other_cannot_be_narrowed() -> None:
+    g = mi.new_kernel_graph()
+    a, b = g.new_input((50, 40)), g.new_input((50, 60))
+    g.mark_output(g.concat([a, b], 1))
     classes = SizeClasses(g, g)
-    classes.rules = [rule for rule in classes.rules if rule.total.side == PROGRAM]
-    with pytest.raises(ResizeError, match="joined in two ways"):
+    classes.rules += [replace(rule, parts=rule.parts[:1]) for rule in classes.rules]
+    with pytest.raises(ResizeError, match="contradict"):
         _NarrowSizes(classes).run()
+
+
+def test_blocks_of_codes_are_cut_along_the_columns() -> None:
+    """A check of float8 codes at their full size takes a minute."""
+    g = coded_programs.fp8_linear(1, 1024, 512)
+    small = narrowed(search(g, SearchOptions())[0][0].ugraph)
+    assert small is not None
+    assert [t.dims for t in small.program.inputs] == [(1, 512), (2, 16, 4, 128), (2, 1, 4, 1)]
 
 
 def in_one_kernel(build: Callable[[KernelGraph, list[DTensor]], DTensor], *dims: Any) -> UGraph:
@@ -347,8 +378,8 @@ def in_one_kernel(build: Callable[[KernelGraph, list[DTensor]], DTensor], *dims:
 
 def test_a_reshape_names_the_narrow_sizes() -> None:
     small = narrowed(in_one_kernel(lambda g, x: g.reshape(x[0], (60, 2, 40)), (60, 80)))
-    assert small is not None and [t.dims for t in small.program.inputs] == [(32, 80)]
-    assert small.program.outputs[0].dims == small.kernels.outputs[0].dims == (32, 2, 40)
+    assert small is not None and [t.dims for t in small.program.inputs] == [(32, 32)]
+    assert small.program.outputs[0].dims == small.kernels.outputs[0].dims == (32, 2, 16)
 
 
 def test_a_slice_can_be_narrowed_along_other_dims_only() -> None:
