@@ -83,6 +83,10 @@ class Schedule:
     num_warps: int = 4
     #: Loop iterations whose loads are in flight (Triton's `num_stages`).
     num_stages: int = 1
+    #: Loop steps that are written one after another in each trip of the loop, a power of two. Their
+    #: loads are held in registers, and each half of them is loaded for the next trip as soon as it
+    #: is used. Only loops that hold words of codes ahead take several steps (`num_stages` 1).
+    steps_per_trip: int = 1
     #: Blocks that share the loop of one tile, a power of two. The last to finish adds their partial
     #: results.
     cooperating_blocks: int = 1
@@ -101,6 +105,7 @@ class Schedule:
         if not isinstance(self.tiles, Tiles):
             object.__setattr__(self, "tiles", Tiles(self.tiles))
         _check_power_of_two("num_warps", self.num_warps)
+        _check_power_of_two("steps_per_trip", self.steps_per_trip)
         _check_power_of_two("cooperating_blocks", self.cooperating_blocks)
         _check_power_of_two("prefetch_steps", self.prefetch_steps or 1)
         if self.num_stages < 1:
@@ -181,7 +186,7 @@ class Schedule:
 def _check_power_of_two(name: str, size: int) -> None:
     if size < 1 or size & (size - 1):
         raise errors.CodegenError(
-            f"schedule: {name} is {size}; tiles, num_warps, cooperating_blocks and "
+            f"schedule: {name} is {size}; tiles, num_warps, steps_per_trip, cooperating_blocks and "
             "prefetch_steps must be powers of two"
         )
 

@@ -243,6 +243,8 @@ def tie_break(s: Schedule) -> str:
     if s.reduce_after_loop:
         words.append("reduce-after-loop")
     words += [f"warps:{s.num_warps}", f"stages:{s.num_stages}"]
+    if s.steps_per_trip > 1:
+        words.append(f"steps-per-trip:{s.steps_per_trip}")
     if s.cooperating_blocks > 1:
         words.append(f"split:{s.cooperating_blocks}")
     if s.prefetch_steps:
@@ -299,7 +301,7 @@ def _may_share(p: KernelPlan, blocks: int, device: Device) -> bool:
     loops = sum(s.loop is not None for s in p.tiling.block.stages)
     if loops != 1 or not p.tiling.is_looped:
         return False
-    divides = p.tiling.trips(str(p.tiling.loop)) % blocks == 0
+    divides = p.tiling.trips(str(p.tiling.loop)) % (blocks * p.schedule.steps_per_trip) == 0
     most = MOST_BLOCKS_OF_WORDS if p.pipelining.holds_words_ahead else MOST_BLOCKS_PER_SM
     return divides and p.tiling.num_tiles * blocks <= most * device.sms
 
@@ -319,7 +321,12 @@ def _prefetchable_bytes(p: KernelPlan) -> int:
 
 
 def _prefetch_steps(p: KernelPlan, blocks: int, step_bytes: int, device: Device) -> int:
-    """Return the loop steps that a block prefetches, a power of two."""
+    """Return the loop steps that a block prefetches, a power of two.
+
+    They are 0 if a trip holds several steps, which are loaded before the wait.
+    """
+    if p.schedule.steps_per_trip > 1:
+        return 0
     blocks_per_sm = math.ceil(p.tiling.num_tiles * blocks / device.sms)
     steps = PREFETCH_BYTES // (step_bytes * blocks_per_sm)
     own_steps = p.tiling.trips(str(p.tiling.loop)) // blocks

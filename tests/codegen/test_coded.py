@@ -59,6 +59,19 @@ def test_loops_may_walk_the_codes_of_words(interpreted, rows):
         assert error <= 1.25 * eager + 1e-3, (stages, blocks, error, eager)
 
 
+@pytest.mark.parametrize("name", coded_programs.TRIPS)
+def test_trips_may_take_several_steps(interpreted, name):
+    """Each step of a trip has its own words, inputs and scales. One trip may be all of a block."""
+    results = interpreted[f"trips: {name}"]
+    for steps, blocks, error, eager in results:
+        assert error <= 1.25 * eager + 1e-3, (steps, blocks, error, eager)
+    kinds = {(steps, blocks) for steps, blocks, _, _ in results}
+    if name == "seven groups":  # a block takes seven steps, or four of which one may be empty
+        assert kinds == {(1, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4)}
+    else:
+        assert kinds >= {(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (2, 4)}
+
+
 def group_loop(rows: int):
     """Return a µGraph that loops over groups of 128 codes."""
     found, _ = search(coded_programs.int4_linear(rows, 64, 512, 128), SearchOptions(threads=1))
@@ -148,6 +161,36 @@ def test_words_are_loaded_one_step_ahead_into_registers():
     )
     assert "codes_words_next" in head and first < second
     assert "mask=" in loop[second : loop.index("\n", second)]  # the last step loads nothing
+
+
+def test_each_half_of_a_trip_is_loaded_again_once_it_is_used():
+    """The first trip's words are loaded before the wait, and the second half after the first."""
+    text = tensor_core_text(1, steps_per_trip=2)
+    early = text.partition("gdc_wait()")[0]
+    assert "codes_words_next0 = tl.load(" in early and "codes_words_next1 = tl.load(" in early
+    loop = text.partition("for k_trip in range(0, 4, 2):")[2]
+    at = [loop.index(f"codes_words{x}") for x in (" = codes_words_next0", "_next0 = tl.load(")]
+    at += [loop.index(f"codes_words{x}") for x in (" = codes_words_next1", "_next1 = tl.load(")]
+    assert at == sorted(at)
+
+
+def test_a_block_of_one_trip_loads_nothing_in_its_loop():
+    text = tensor_core_text(1, steps_per_trip=2, cooperating_blocks=2)
+    loop = text.partition("for k_trip in range(0, 2, 2):")[2].partition("tl.store(")[0]
+    assert loop.count("tl.dot(") == 2 and "tl.load(" not in loop
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(steps_per_trip=2, num_stages=3), "holds no words of codes ahead; give 1"),
+        (dict(steps_per_trip=8), "trips of 8 steps do not divide the 4 steps of a block"),
+        (dict(steps_per_trip=3), "steps_per_trip is 3"),
+    ],
+)
+def test_impossible_trips_say_why(options, says):
+    with pytest.raises(errors.CodegenError, match=says):
+        tensor_core_text(1, **options)
 
 
 def test_zero_points_that_are_numbers_are_subtracted_by_the_decoding():
