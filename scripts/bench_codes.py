@@ -56,8 +56,8 @@ KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS = (
 )
 
 
-#: Candidates of the search that are kept for each kind of arithmetic. More than usual, because those
-#: for tensor cores come late in the order of its estimates.
+#: Candidates of the search that are kept for each kind of arithmetic. More than usual, because the
+#: search's estimates put those for tensor cores late.
 KEEP = 12
 
 
