@@ -165,7 +165,8 @@ def _read_rate(
     together = 1.0
     if plan.schedule.steps_per_trip > 1:
         ahead = IN_FLIGHT * plan.schedule.steps_per_trip
-        together = TOGETHER[min(8, len(plan.pipelining.loaded_together[0]))]
+        half = len(plan.pipelining.loaded_together[0])
+        together = max(gain for steps, gain in TOGETHER.items() if steps <= half)
     concurrent = min(plan.grid, device.sms * per_sm)
     in_flight = concurrent * max(tiles.streamed, 256) * min(ahead, trips)
     fill = min(1.0, in_flight / (device.sms * device.flight_bytes))

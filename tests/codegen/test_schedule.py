@@ -27,8 +27,8 @@ def test_round_trip_and_order_of_tiles():
     [
         (
             dict(tiles={"n": 12}),
-            "n is 12; tiles, num_warps, steps_per_trip, cooperating_blocks and prefetch_steps must "
-            "be powers of two",
+            "n is 12; tiles, num_warps, cooperating_blocks and prefetch_steps must be powers of "
+            "two",
         ),
         (dict(tiles={"n": 8}, num_warps=3), "num_warps is 3"),
         (dict(tiles={"n": 8}, num_stages=0), "num_stages is 0"),

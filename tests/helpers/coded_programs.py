@@ -185,6 +185,7 @@ TRIPS = {
     "eight groups, zero points, 16 rows": lambda: int4_linear(16, 32, 512, 64, zeros=True),
     "eight groups, bfloat16": lambda: int4_linear(1, 32, 512, 64, dtype="bfloat16"),
     "seven groups": lambda: int4_linear(2, 16, 448, 64, norm=True),
+    "nine groups": lambda: int4_linear(1, 16, 576, 64),
     "three linears joined": lambda: int4_joined(1, (32, 16, 16), 512, 64),
 }
 
@@ -218,7 +219,7 @@ def errors_in_trips(g: KernelGraph) -> list[tuple[int, int, float, float]]:
     allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
     ugraph, one = holding_words(g)
     results = []
-    for steps, blocks in itertools.product((1, 2, 4, 8), (1, 2, 4)):
+    for steps, blocks in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 4)):
         schedule = replace(one, steps_per_trip=steps, cooperating_blocks=blocks)
         try:
             program = triton.generate(ugraph, [schedule])

@@ -164,8 +164,9 @@ class Pipelining:
 
         Groups of codes that follow each other in memory then make longer reads.
         """
-        half = max(1, self.steps_per_trip // 2)
-        return tuple(range(n, n + half) for n in range(0, self.steps_per_trip, half))
+        steps = range(self.steps_per_trip)
+        half = max(1, len(steps) // 2)
+        return tuple(x for x in (steps[:half], steps[half:]) if x)
 
     @property
     def takes_one_trip(self) -> bool:
