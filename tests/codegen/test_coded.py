@@ -7,12 +7,15 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import cuda, triton, triton_run
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.tune.refit import clip
 from tests.helpers import coded_programs
@@ -196,6 +199,19 @@ def test_a_block_of_one_trip_loads_nothing_in_its_loop():
 def test_impossible_trips_say_why(options, says):
     with pytest.raises(errors.CodegenError, match=says):
         tensor_core_text(1, **options)
+
+
+def test_a_form_for_tensor_cores_is_kept_beside_those_for_multiply_adds():
+    """The search finds it after six others, none of which has a product for tensor cores."""
+    g = mi.new_graph()
+    x, residual = (g.new_input((1, 4096), "bfloat16") for _ in range(2))
+    codes = g.new_input((4096, 32, 128), "uint4", constant=True)
+    scales = g.new_input((4096, 32, 1), "bfloat16", constant=True)
+    weight = g.reshape(g.mul(g.sub(g.cast(codes, "bfloat16"), 8.0), scales), (4096, 4096))
+    g.mark_output(g.add(g.matmul(x, g.permute(weight, (1, 0))), residual))
+    kept = search_and_verify(g, SearchOptions(threads=1)).ugraphs()
+    kernels = [place_kernels(u)[0] for u in kept if u.num_kernels == 1]
+    assert any(s.mma for op in kernels for s in space.schedules(op))
 
 
 @pytest.mark.parametrize("steps, blocks, fits", [(8, 1, 4), (3, 1, 2), (4, 2, 2), (7, 4, 1)])
