@@ -444,7 +444,10 @@ class _Writer(RunningMaximumWriter):
         self.tile[loop] = tile
         terms = f"{loop}_0" + f" - {loop}_begin" * self.is_split(loop)
         terms += f" + i_{loop}" * (tile > 1)
-        self.staged[value] = replace(self.staged[value], loop=loop, index=f"({terms})")
+        # What a tile reads beyond the end is not used, but may lie beyond the array.
+        last = self.block.split_size(loop) - 1
+        index = f"min({terms}, {last})" if self.has_partial_tile(loop) else f"({terms})"
+        self.staged[value] = replace(self.staged[value], loop=loop, index=index)
 
     def load_loop(self, stage: Stage, early: bool) -> None:
         """Begin to load what the reductions of a loop read in its first trip.

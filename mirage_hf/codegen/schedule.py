@@ -19,7 +19,7 @@ VERSION = 10
 
 #: The most of some fields in a stored schedule, and the most of all others. A block has 1,024
 #: threads, which are 32 warps. No tuned schedule is near the others.
-_MOST = {"num_warps": 32, "num_stages": 64}
+_MOST = {"num_warps": 32, "num_stages": 64, "steps_per_trip": 64}
 _LARGE = 1 << 31
 
 
@@ -83,6 +83,10 @@ class Schedule:
     num_warps: int = 4
     #: Loop iterations whose loads are in flight (Triton's `num_stages`).
     num_stages: int = 1
+    #: Loop steps that are written one after another in each trip of the loop. Their loads are held
+    #: in registers, and each half of them is loaded for the next trip as soon as it is used. Only
+    #: loops that hold words of codes ahead take several steps (`num_stages` 1).
+    steps_per_trip: int = 1
     #: Blocks that share the loop of one tile, a power of two. The last to finish adds their partial
     #: results.
     cooperating_blocks: int = 1
@@ -103,10 +107,11 @@ class Schedule:
         _check_power_of_two("num_warps", self.num_warps)
         _check_power_of_two("cooperating_blocks", self.cooperating_blocks)
         _check_power_of_two("prefetch_steps", self.prefetch_steps or 1)
-        if self.num_stages < 1:
-            raise errors.CodegenError(
-                f"schedule: num_stages is {self.num_stages}; it must be at least 1"
-            )
+        for name in ("num_stages", "steps_per_trip"):
+            if getattr(self, name) < 1:
+                raise errors.CodegenError(
+                    f"schedule: {name} is {getattr(self, name)}; it must be at least 1"
+                )
 
     def triggering_early(self, early: bool) -> Schedule:
         """Return the schedule with another value of `trigger_early`."""

@@ -8,7 +8,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
-from mirage_hf.codegen.triton_tiles import Coordinates, TileWriter, triton_dtype
+from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.graph.coded import high_first, is_packed, word_dims
 from mirage_hf.ops.dtypes import CODES_PER_WORD
@@ -130,17 +130,21 @@ class CodeWriter(TileWriter):
         pointer: str,
         policy: str | None,
         shift: Coordinates,
-        condition: str | None = None,
+        ahead: Ahead | None = None,
     ) -> str:
-        """Return a load of the words of one tile, if a condition holds."""
+        """Return a load of the words of one tile, of a later loop step if `ahead` names one."""
+        if ahead is not None:
+            shift = shift.also(str(self.tiling.loop), ahead.at)
         self.load_index(i)
         packed = self._per_word(i)
         self._check_words(i, packed)
         dims = [a for a in self._words_last(i) if self.tiling.tile(a) > packed.get(a, 1)]
         arguments = [self._word_address(i, pointer, packed, dims, shift)]
-        mask = self.mask([a for a in self.block.input_axes(i) if a not in packed], dims)
+        later = () if ahead is None else (self.tiling.loop,)
+        masked = [a for a in self.block.input_axes(i) if a not in packed and a not in later]
+        mask = self.mask(masked, dims)
         mask += self.taken_inside(i, dims)
-        mask += [condition] if condition else []
+        mask += self.conditions(ahead, dims)
         if mask:
             arguments += [f"mask={' & '.join(mask)}", "other=0"]
         if policy is not None:

@@ -147,7 +147,10 @@ class _KernelWriter(CombineWriter):
         read = stages.values_read(stage)
         ahead = self.pipelining.loaded_ahead.intersection(read)
         constants = [i for i in self.block.inputs if i.name in ahead and self.tiling.is_constant(i)]
-        self.load_ahead(constants, first=True)
+        if self.pipelining.steps_per_trip > 1:
+            self.load_first_trip(constants)
+        else:
+            self.load_ahead(constants, first=True)
         self.first_words = frozenset(i.name for i in constants)
 
     def _load_readable_before_wait(self) -> None:
@@ -263,10 +266,17 @@ class _KernelWriter(CombineWriter):
         twice, small = self._loaded_a_step_ahead(inputs)
         left = [i for i in small if i.name not in self.first_words]
         self.first_words = frozenset()
-        self.load_ahead([*twice, *left], first=True)
-        self.line(self._loop_head(loop))
-        self.indent += 1
-        self._step(stage, loop, inputs, [op for op in stage.body if op not in invariant])
+        body = [op for op in stage.body if op not in invariant]
+        if self.pipelining.steps_per_trip > 1:
+            self.load_first_trip(left)
+            self.line(self._trip_head(loop))
+            self.indent += 1
+            self._trip(stage, loop, inputs, body)
+        else:
+            self.load_ahead([*twice, *left], first=True)
+            self.line(self._loop_head(loop))
+            self.indent += 1
+            self._step(stage, loop, inputs, body)
         self.indent -= 1
         for acc in stage.accumulators:
             self.reduce_after_loop(stage, acc)
@@ -308,17 +318,16 @@ class _KernelWriter(CombineWriter):
         self.line(f"{axis} = {axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis} = {axis}0")
         self.bound(loop)
         for i in small:
-            name = self.value[i.name]
-            if self.holds_packed(i):
-                self.is_new(i.name, "words")
-                name = f"{name}_words"
-            else:
-                self.is_new(i.name)
-            self.line(f"{name} = {name}_next")
+            self.take_loaded(i, "next")
         self.load_ahead(small, first=False)
         for i in inputs:
             self.load(i)
         self.written |= {("again", i.name, None) for i in twice}
+        self._compute_step(stage, loop, body)
+        self.load_ahead(twice, first=False)
+
+    def _compute_step(self, stage: Stage, loop: str, body: Sequence[BlockOp]) -> None:
+        """Write what a step computes, adds up and stores."""
         self.body(stage, body)
         maxima = stages.running_maxima(stage)
         for acc in stage.accumulators:
@@ -329,7 +338,35 @@ class _KernelWriter(CombineWriter):
             if loop in o.axes and any(op.out == o.value for op in stage.body):
                 for _ in self.each_lane(o.value):
                     self.store(o, pointer, self.wide(o.value))
-        self.load_ahead(twice, first=False)
+
+    def _trip_head(self, loop: str) -> str:
+        """Return the first line of a loop whose trips take several steps each."""
+        axis, length = self.axis[loop], self.pipelining.steps_per_trip * self.tiling.tile(loop)
+        return f"for {axis}_trip in range(0, {self.share(loop)}, {length}):"
+
+    def _trip(
+        self, stage: Stage, loop: str, inputs: Sequence[BlockInput], body: Sequence[BlockOp]
+    ) -> None:
+        """Write one trip of a loop: several steps, with loads for the next trip between them."""
+        axis, tile, starts = self.axis[loop], self.tiling.tile(loop), self.loop_starts()
+        _, ahead = self._loaded_a_step_ahead(inputs)
+        written = set(self.written)
+        for steps in self.pipelining.loaded_together:
+            for n in steps:
+                self.written = set(written)
+                self.forget_indices_of_loop()
+                self.line(f"# step {n} of this trip")
+                terms = [*starts, f"{axis}_trip", *([str(n * tile)] if n else [])]
+                self.line(f"{axis}0 = {' + '.join(terms)}")
+                at = f"{axis}0 + tl.arange(0, {tile})" if tile > 1 else f"{axis}0"
+                self.line(f"{axis} = {at}")
+                self.bound(loop)
+                for i in ahead:
+                    self.take_loaded(i, f"next{n}")
+                for i in inputs:
+                    self.load(i)
+                self._compute_step(stage, loop, body)
+            self.load_next_trip(ahead, steps)
 
     # -- loops that only visit what is within their bounds ----------------------------------------
 

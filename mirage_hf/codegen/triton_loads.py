@@ -10,7 +10,7 @@ from mirage_hf.codegen.placement import Append
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.triton_codes import CodeWriter
 from mirage_hf.codegen.triton_names import slot_pointer
-from mirage_hf.codegen.triton_tiles import Coordinates, triton_dtype
+from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
 from mirage_hf.ops.dtypes import CODES_PER_WORD, can_be_added
 
@@ -60,69 +60,22 @@ class LoadWriter(CodeWriter):
             return
         if len(i.sources) == 1:
             loaded = self.read(i, self.pointers[i.name][0])
-            self.line(f"{value} = {self._to_float32(i, loaded)}")
+            self.line(f"{value} = {self.to_float32(i, loaded)}")
         elif self.is_selected(i):
             if self.block.role(str(i.joined)) is Role.LOOP:
                 self.select(i)
-            self.line(f"{value} = {self._to_float32(i, self._read_selected(i))}")
+            self.line(f"{value} = {self.to_float32(i, self._read_selected(i))}")
         else:
             self._load_from_each_source(i, value)
-            converted = self._to_float32(i, value)
+            converted = self.to_float32(i, value)
             if converted != value:
                 self.line(f"{value} = {converted}")
 
-    def _to_float32(self, i: BlockInput, loaded: str) -> str:
+    def to_float32(self, i: BlockInput, loaded: str) -> str:
         """Return a loaded input in float32, or as it is stored if the kernel keeps it so."""
         if self.holds_packed(i) or i.name in self.layout.kept_as_stored:
             return loaded
         return as_float32(loaded, self.tiling.dtype(i))
-
-    def load_ahead(self, inputs: Sequence[BlockInput], first: bool) -> None:
-        """Load inputs one loop step ahead.
-
-        Some are factors of asynchronous products that other code reads too (`second_load`). Others
-        are too small for an asynchronous copy (`Pipelining.loaded_ahead`). Triton copies an input
-        ahead only if nothing except products reads it, so each step would wait for these loads.
-
-        Args:
-            inputs: The inputs.
-            first: True before the loop, False at the end of a step.
-        """
-        if not inputs or not (first or self.cooperation.steps_per_block > 1):
-            return
-        loop = str(self.tiling.loop)
-        axis, tile = self.axis[loop], self.tiling.tile(loop)
-        start = " + ".join(self.loop_starts()) or "0"
-        first_at = f"{start} + tl.arange(0, {tile})" if tile > 1 else start
-        at = first_at if first else f"{axis} + {tile}"
-        self.line(f"{axis}_next = {at}")
-        self.bound(loop, f"{axis}_next")
-        if self.pipelining.holds_words_ahead:
-            inside = f"{axis}_next < {start} + {self._share(loop)}"
-            if self.masks.needed(loop):
-                inside = f"{axis}_next_in & ({inside})"
-            self.line(f"{axis}_next_in = {inside}")
-        elif not self.masks.needed(loop):
-            self.line(f"{axis}_next_in = {axis}_next < {self.block.axis(loop).size}")
-        for i in inputs:
-            value = self.value[i.name]
-            pointer, shift = self.selected_source(i)
-            if self.holds_packed(i):
-                shift = shift.also(loop, f"{axis}_next")
-                words = self.load_words(i, pointer, self._policy(i), shift, f"{axis}_next_in")
-                self.line(f"{value}_words_next = {words}")
-                continue
-            load = self.read(i, pointer, shift=shift, policy="evict_last", ahead=True)
-            if i.name in self.pipelining.loaded_twice:
-                self.line(f"{value}_again = {load}")
-            else:
-                self.line(f"{value}_next = {self._to_float32(i, load)}")
-
-    def _share(self, loop: str) -> int:
-        """Return the elements of the loop axis that a block visits."""
-        if self.plan.schedule.cooperating_blocks > 1:
-            return self.cooperation.steps_per_block * self.tiling.tile(loop)
-        return self.block.split_size(loop)
 
     def second_load(self, i: BlockInput) -> str:
         """Return a second load of a factor of an asynchronous product, for other code to read.
@@ -147,7 +100,7 @@ class LoadWriter(CodeWriter):
         extra_mask: str | None = None,
         shift: Coordinates = _NO_SHIFT,
         policy: str | None = None,
-        ahead: bool = False,
+        ahead: Ahead | None = None,
     ) -> str:
         """Return a load of one tile.
 
@@ -158,28 +111,26 @@ class LoadWriter(CodeWriter):
             extra_mask: A condition besides those of the tile.
             shift: Other names of coordinates.
             policy: An eviction policy. None: as the schedule says.
-            ahead: True to load the tile of the next loop step.
+            ahead: The later loop step whose tile is loaded, if it is not the current one.
         """
         if self.holds_packed(i):
-            return self.read_packed(i, pointer, policy or self._policy(i), shift)
+            return self.read_packed(i, pointer, policy or self.policy(i), shift)
         self.load_index(i)
         loop = self.tiling.loop
-        if ahead:
-            shift = shift.also(str(loop), f"{self.axis[str(loop)]}_next")
+        if ahead is not None:
+            shift = shift.also(str(loop), ahead.at)
         axes = self.block.input_axes(i)
         dims = self.layout.dims(axes)
         strides = self.tiling.operands[i.sources[source]].strides
         arguments = [self.address(pointer, i.axes, strides, dims, shift, i)]
-        masked = [a for a in axes if not (ahead and a == loop)]
+        masked = [a for a in axes if ahead is None or a != loop]
         mask = self.mask(masked, dims) + ([extra_mask] if extra_mask else [])
         mask += self.taken_inside(i, dims)
         bounds = self.effective_bounds(i)
         if bounds is not None:
             self.load_bounds(bounds)
             mask += self._between(bounds, dims)
-        if ahead:
-            is_next = f"{self.axis[str(loop)]}_next_in"
-            mask.append(self.spread(is_next, self.layout.dims([str(loop)]), dims))
+        mask += self.conditions(ahead, dims)
         dtype = self.tiling.dtype(i)
         other = "0.0" if dtype.is_floating_point and not is_byte(dtype) else "0"
         if i.padding is not None:
@@ -190,7 +141,7 @@ class LoadWriter(CodeWriter):
             other = repr(i.padding.value)
         if mask:
             arguments += [f"mask={' & '.join(mask)}", f"other={other}"]
-        policy = policy or self._policy(i)
+        policy = policy or self.policy(i)
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
         load = self.in_code_order(f"tl.load({', '.join(arguments)})", dims)
@@ -198,7 +149,7 @@ class LoadWriter(CodeWriter):
             return load
         return self._negated_half(i, load, dims, shift)
 
-    def _policy(self, i: BlockInput) -> str | None:
+    def policy(self, i: BlockInput) -> str | None:
         """Return the eviction policy that the schedule gives an input."""
         in_loop = bool(self.tiling.loop) and self.tiling.loop in i.read_axes
         is_read_once = self.tiling.is_streamed(i) and not self.tiling.chooses_again(i)

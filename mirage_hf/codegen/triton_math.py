@@ -211,8 +211,18 @@ def uint4_pairs(words, offset: tl.constexpr, dtype: tl.constexpr):
     """
     exponent: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
     first, second = tl.split(words)
-    low = (first & 0xFFFF) | (second << 16)
-    high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    if INTERPRETED:
+        low = (first & 0xFFFF) | (second << 16)
+        high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    else:  # one instruction each instead of two
+        low, high = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            "=&r,=&r,r,r",
+            [first, second],
+            (tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
     a0, b0 = two_codes(low, 0, exponent)
     a1, b1 = two_codes(low, 1, exponent)
     a2, b2 = two_codes(low, 2, exponent)

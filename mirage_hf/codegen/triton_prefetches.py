@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mirage_hf.codegen.schedule import next_power_of_two, power_of_two_up_to
-from mirage_hf.codegen.triton_loads import LoadWriter
+from mirage_hf.codegen.triton_ahead import AheadWriter
 from mirage_hf.codegen.triton_tiles import FAR
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
@@ -12,7 +12,7 @@ from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
 LINE_BYTES = 128
 
 
-class PrefetchWriter(LoadWriter):
+class PrefetchWriter(AheadWriter):
     """Writes prefetches of the tiles that the first loop steps read."""
 
     def prefetch(self, i: BlockInput) -> list[str]:

@@ -32,6 +32,21 @@ class Coordinates:
         return Coordinates({**self.names, axis: name})
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A later loop step whose tiles are loaded.
+
+    Attributes:
+        at: The name of its indices on the loop axis.
+        inside: The name of which of them count. "": all.
+        follows: The name of whether there is such a step. "": there is.
+    """
+
+    at: str
+    inside: str = ""
+    follows: str = ""
+
+
 class TileWriter:
     """The lines of a kernel so far, and how its tiles are named and addressed."""
 
@@ -251,6 +266,14 @@ class TileWriter:
         """Return the conditions under which elements of a tile count."""
         masked = [a for a in self.layout.order if a in axes and self.masks.needed(a)]
         return [self.within(a, onto) for a in masked]
+
+    def conditions(self, ahead: Ahead | None, onto: Sequence[str]) -> list[str]:
+        """Return the conditions under which elements of a later loop step are loaded."""
+        if ahead is None:
+            return []
+        along = self.layout.dims([str(self.tiling.loop)])
+        inside = [self.spread(ahead.inside, along, onto)] if ahead.inside else []
+        return inside + ([ahead.follows] if ahead.follows else [])
 
     def within(self, axis: str, onto: Sequence[str]) -> str:
         """Return which elements along one axis count, to broadcast against dims `onto`."""

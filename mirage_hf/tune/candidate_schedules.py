@@ -40,6 +40,10 @@ _LONG_TILE = 64
 #: stage, words are loaded one step ahead into registers.
 _WALKED_CODED_LAUNCHES = ((1, 1), (1, 3), (1, 4), (2, 3), (2, 4))
 
+#: Most steps of a trip to try if a warp holds words ahead. Sixteen steps of 16 rows spilled
+#: registers.
+_LONGEST_TRIP = 8
+
 
 def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
     """Yield every schedule of an op to estimate: of multiply-adds, then of tensor cores."""
@@ -55,6 +59,15 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
             if walks and has_packed_codes:
                 for warps, stages in _WALKED_CODED_LAUNCHES:
                     yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
+                for steps in _trips(op.block, tiles):
+                    yield Schedule(tiles, mma=True, num_warps=1, steps_per_trip=steps)
+
+
+def _trips(block: BlockGraph, tiles: Mapping[str, int]) -> list[int]:
+    """Return the steps of a trip to try: those that the steps of a loop are a multiple of."""
+    (loop,) = block.named(Role.LOOP)
+    steps = -(-block.split_size(loop.name) // tiles[loop.name])
+    return [n for n in range(2, _LONGEST_TRIP + 1) if steps % n == 0]
 
 
 def packed_axes(op: KernelOp) -> dict[str | None, int]:

@@ -58,6 +58,15 @@ STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 #: The share of the arithmetic on codes that does not overlap with reads of memory.
 EXPOSED = 0.4
 
+#: How much faster memory is read if the loads of some loop steps are issued together, because they
+#: lie side by side. Measured on an H200 with runs of 64 bytes a step: 18.8 µs, and 17.2 with two
+#: steps, 15.0 with eight. That for four steps lies between.
+TOGETHER = {1: 1.0, 2: 1.09, 4: 1.17, 8: 1.25}
+
+#: The share of the steps of a trip whose loads are in flight, on average: one half is being loaded
+#: and the other half is loaded anew.
+IN_FLIGHT = 0.75
+
 #: The share of the bandwidth that library kernels reach.
 _LIBRARY_BANDWIDTH = 0.85
 
@@ -153,12 +162,17 @@ def _read_rate(
             # A tile that tensor cores read must be done before the next copy begins. Measured:
             # 36 µs with three tiles ahead, 58 with one.
             ahead -= 0.5
+    together = 1.0
+    if plan.schedule.steps_per_trip > 1:
+        ahead = IN_FLIGHT * plan.schedule.steps_per_trip
+        half = len(plan.pipelining.loaded_together[0])
+        together = max(gain for steps, gain in TOGETHER.items() if steps <= half)
     concurrent = min(plan.grid, device.sms * per_sm)
     in_flight = concurrent * max(tiles.streamed, 256) * min(ahead, trips)
     fill = min(1.0, in_flight / (device.sms * device.flight_bytes))
     of_memory = device.bandwidth * max(fill, 0.02)
     of_sms = device.sm_bandwidth * min(plan.grid, device.sms)
-    return min(of_memory, of_sms) * tiles.contiguity
+    return min(of_memory, of_sms) * min(1.0, tiles.contiguity * together)
 
 
 def _copies(plan: KernelPlan) -> float:

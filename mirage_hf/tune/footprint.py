@@ -364,8 +364,9 @@ def _held(plan: KernelPlan, stage: Stage) -> float:
     tiling = plan.tiling
     walked = stage.loop if tiling.is_looped else None
     summed = {a.arg for a in stage.accumulators if walked and plan.is_reduced_after_loop(stage, a)}
+    pairs = plan.layout.code_factors  # two codes in each register
     formed = [
-        tiling.numel(op.axes) * (1.0 if op.over is None else 0.0)
+        tiling.numel(op.axes) * (0.0 if op.over is not None else 0.5 if op.out in pairs else 1.0)
         for op in stage.body
         if op.out not in plan.layout.unformed_products and op.out not in summed
     ]

@@ -153,6 +153,8 @@ def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
     for stages in () if s.cuda else (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2):
         if stages >= 1:
             yield {"num_stages": stages}
+    for steps in (s.steps_per_trip // 2, s.steps_per_trip * 2) if s.steps_per_trip > 1 else ():
+        yield {"steps_per_trip": steps}
     for warps in (s.num_warps // 2, s.num_warps * 2):
         if 1 <= warps <= _MOST_WARPS:
             yield {"num_warps": warps}

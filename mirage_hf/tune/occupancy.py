@@ -22,7 +22,9 @@ def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
         ),
         default=0,
     )
-    return math.ceil(max(tiles.held, partial) / (32 * plan.schedule.num_warps))
+    in_loop = max((sum(loads.values()) for loads in tiles.loads), default=0)
+    held = tiles.held + (plan.schedule.steps_per_trip - 1) * in_loop / 4
+    return math.ceil(max(held, partial) / (32 * plan.schedule.num_warps))
 
 
 def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:

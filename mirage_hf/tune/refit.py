@@ -79,6 +79,7 @@ def _refit_in_cuda(
 def clip(schedule: Schedule, block: BlockGraph) -> Schedule:
     """Return a schedule without tiles longer than their axis and blocks without a loop step.
 
+    A trip takes fewer steps if the steps of a block are no multiple of them.
     An axis that must be held whole is held whole.
     """
     least = MMA_MIN if schedule.mma else 1
@@ -89,12 +90,14 @@ def clip(schedule: Schedule, block: BlockGraph) -> Schedule:
         tiles[a.name] = tile if tile <= whole else max(whole, min(least, tile))
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
-    blocks = schedule.cooperating_blocks
+    blocks, trip = schedule.cooperating_blocks, schedule.steps_per_trip
     for loop in {s.loop for s in block.stages if s.loop}:
         steps = -(-block.split_size(loop) // tiles[loop])
         while blocks > 1 and (blocks - 1) * -(-steps // blocks) >= steps:
             blocks //= 2
-    return replace(schedule, tiles=tiles, cooperating_blocks=blocks)
+        own = -(-steps // blocks)
+        trip = next(n for n in range(trip, 0, -1) if own % n == 0)
+    return replace(schedule, tiles=tiles, cooperating_blocks=blocks, steps_per_trip=trip)
 
 
 def _check_resources(planned: KernelPlan, device: Device) -> None:

@@ -262,6 +262,8 @@ def tie_break(s: Schedule) -> str:
     if s.reduce_after_loop:
         words.append("reduce-after-loop")
     words += [f"warps:{s.num_warps}", f"stages:{s.num_stages}"]
+    if s.steps_per_trip > 1:
+        words.append(f"steps-per-trip:{s.steps_per_trip}")
     if s.cooperating_blocks > 1:
         words.append(f"split:{s.cooperating_blocks}")
     if s.prefetch_steps:
@@ -306,7 +308,7 @@ def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Sch
     for blocks in (1, 2, 4, 8, 16, 32) if tiles.is_trimmed else (1, 2, 4, 8):
         if blocks > 1 and not _may_share(tiles, schedule, blocks, device):
             break
-        steps = _prefetch_steps(tiles, blocks, device) if tiles.step_bytes else 0
+        steps = _prefetch_steps(tiles, schedule, blocks, device)
         if blocks > 1 or steps:
             yield replace(schedule, cooperating_blocks=blocks, prefetch_steps=steps)
         else:
@@ -317,7 +319,9 @@ def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -
     """Return whether this many blocks can share the loop of each tile evenly."""
     plan, tiling = tiles.plan, tiles.plan.tiling
     loops = sum(s.loop is not None for s in tiling.block.stages)
-    if loops != 1 or not tiling.is_looped or tiling.trips(str(tiling.loop)) % blocks:
+    if loops != 1 or not tiling.is_looped:
+        return False
+    if tiling.trips(str(tiling.loop)) % (blocks * schedule.steps_per_trip):
         return False
     most = MOST_BLOCKS_PER_SM
     if plan.layout.code_factors and plan.with_schedule(schedule).pipelining.holds_words_ahead:
@@ -339,8 +343,13 @@ def _prefetchable_bytes(p: KernelPlan) -> int:
     )
 
 
-def _prefetch_steps(tiles: _Tiles, blocks: int, device: Device) -> int:
-    """Return the loop steps that a block prefetches, a power of two."""
+def _prefetch_steps(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -> int:
+    """Return the loop steps that a block prefetches, a power of two.
+
+    They are 0 if a trip holds several steps, which are loaded before the wait.
+    """
+    if not tiles.step_bytes or schedule.steps_per_trip > 1:
+        return 0
     tiling = tiles.plan.tiling
     blocks_per_sm = math.ceil(tiling.num_tiles * blocks / device.sms)
     steps = PREFETCH_BYTES // (tiles.step_bytes * blocks_per_sm)

@@ -169,12 +169,33 @@ class _Selection:
         each = min(KEEP_OF_EACH_COUNT, self.keep - 1)
         room = set()
         for mma in _ARITHMETIC:
-            allowed = [c.ugraph for c in self.candidates if c.allows(mma)]
+            if mma and not suits_tensor_cores(ugraph):
+                continue
+            allowed = [
+                c.ugraph
+                for c in self.candidates
+                if c.allows(mma) and (not mma or suits_tensor_cores(c.ugraph))
+            ]
             kinds = {kind_of(u) for u in allowed if u.num_kernels == ugraph.num_kernels}
             is_new_kind = len(kinds) < each and kind_of(ugraph) not in kinds
             if len(allowed) < self.keep or is_new_kind:
                 room.add(mma)
         return room
+
+
+def suits_tensor_cores(ugraph: UGraph) -> bool:
+    """Return True if a µGraph has a product that a tensor core could compute.
+
+    The factors of such a product share no axis that a block holds whole, except the summed one. The
+    others may run as multiply-adds only, whatever their rounding on tensor cores would be.
+    """
+    for block in (op.block for op in ugraph.block_ops if op.block):
+        held = {a.name for a in block.named(Role.TILE) if block.split_size(a.name) > 1}
+        for c in block.contractions.values():
+            shared = {*block.carried[c.a]} & {*block.carried[c.b]} - {c.over}
+            if not shared & held:
+                return True
+    return False
 
 
 def _check_rounding(

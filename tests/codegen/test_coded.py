@@ -7,12 +7,17 @@ import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import cuda, triton, triton_run
+from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import library_ugraph
+from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
+from mirage_hf.tune.refit import clip
 from tests.helpers import coded_programs
 from tests.helpers.coded_programs import CASES
 from tests.helpers.memory import Allocations
@@ -57,6 +62,21 @@ def test_loops_may_walk_the_codes_of_words(interpreted, rows):
     """Such a loop holds no words ahead."""
     for stages, blocks, error, eager in interpreted[f"along words, {rows} rows"]:
         assert error <= 1.25 * eager + 1e-3, (stages, blocks, error, eager)
+
+
+@pytest.mark.parametrize("name", coded_programs.TRIPS)
+def test_trips_may_take_several_steps(interpreted, name):
+    """Each step of a trip has its own words, inputs and scales. One trip may be all of a block."""
+    results = interpreted[f"trips: {name}"]
+    for steps, blocks, error, eager in results:
+        assert error <= 1.25 * eager + 1e-3, (steps, blocks, error, eager)
+    kinds = {(steps, blocks) for steps, blocks, _, _ in results}
+    if name == "seven groups":  # a block takes seven steps, or four of which one may be empty
+        assert kinds == {(1, 1), (7, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4)}
+    elif name == "nine groups":
+        assert kinds >= {(3, 1)}  # halves of one and of two steps
+    else:
+        assert kinds >= {(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (2, 4)}
 
 
 def group_loop(rows: int):
@@ -148,6 +168,58 @@ def test_words_are_loaded_one_step_ahead_into_registers():
     )
     assert "codes_words_next" in head and first < second
     assert "mask=" in loop[second : loop.index("\n", second)]  # the last step loads nothing
+
+
+def test_each_half_of_a_trip_is_loaded_again_once_it_is_used():
+    """The first trip's words are loaded before the wait, and the second half after the first."""
+    text = tensor_core_text(1, steps_per_trip=2)
+    early = text.partition("gdc_wait()")[0]
+    assert "codes_words_next0 = tl.load(" in early and "codes_words_next1 = tl.load(" in early
+    loop = text.partition("for k_trip in range(0, 4, 2):")[2]
+    at = [loop.index(f"codes_words{x}") for x in (" = codes_words_next0", "_next0 = tl.load(")]
+    at += [loop.index(f"codes_words{x}") for x in (" = codes_words_next1", "_next1 = tl.load(")]
+    assert at == sorted(at)
+
+
+def test_a_block_of_one_trip_loads_nothing_in_its_loop():
+    text = tensor_core_text(1, steps_per_trip=2, cooperating_blocks=2)
+    loop = text.partition("for k_trip in range(0, 2, 2):")[2].partition("tl.store(")[0]
+    assert loop.count("tl.dot(") == 2 and "tl.load(" not in loop
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(steps_per_trip=2, num_stages=3), "holds no words of codes ahead; give 1"),
+        (dict(steps_per_trip=8), "trips of 8 steps do not divide the 4 steps of a block"),
+        (dict(steps_per_trip=3), "trips of 3 steps do not divide the 4 steps of a block"),
+        (dict(steps_per_trip=0), "steps_per_trip is 0; it must be at least 1"),
+    ],
+)
+def test_impossible_trips_say_why(options, says):
+    with pytest.raises(errors.CodegenError, match=says):
+        tensor_core_text(1, **options)
+
+
+def test_a_form_for_tensor_cores_is_kept_beside_those_for_multiply_adds():
+    """The search finds it after six others, none of which has a product for tensor cores."""
+    g = mi.new_graph()
+    x, residual = (g.new_input((1, 4096), "bfloat16") for _ in range(2))
+    codes = g.new_input((4096, 32, 128), "uint4", constant=True)
+    scales = g.new_input((4096, 32, 1), "bfloat16", constant=True)
+    weight = g.reshape(g.mul(g.sub(g.cast(codes, "bfloat16"), 8.0), scales), (4096, 4096))
+    g.mark_output(g.add(g.matmul(x, g.permute(weight, (1, 0))), residual))
+    kept = search_and_verify(g, SearchOptions(threads=1)).ugraphs()
+    kernels = [place_kernels(u)[0] for u in kept if u.num_kernels == 1]
+    assert any(s.mma for op in kernels for s in space.schedules(op))
+
+
+@pytest.mark.parametrize("steps, blocks, fits", [(8, 1, 4), (3, 1, 2), (4, 2, 2), (7, 4, 1)])
+def test_a_trip_takes_fewer_steps_of_a_shorter_loop(steps, blocks, fits):
+    block = scaled_sums().block_ops[0].block
+    tiles = {a.name: a.size if a.role is Role.TILE else 1 for a in block.axes}
+    schedule = Schedule(tiles, steps_per_trip=steps, cooperating_blocks=blocks)
+    assert clip(schedule, block).steps_per_trip == fits
 
 
 def test_zero_points_that_are_numbers_are_subtracted_by_the_decoding():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ import mirage_hf as mi
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.measure import random_inputs
@@ -173,6 +177,60 @@ def errors_along_words(rows: int) -> list[tuple[int, int, float, float]]:
     return results
 
 
+#: Programs whose loops over groups take several steps in each trip, by name. "seven groups" has
+#: shares of two blocks that are not equally long.
+TRIPS = {
+    "eight groups": lambda: int4_linear(1, 32, 512, 64),
+    "eight groups, norm before": lambda: int4_linear(1, 32, 512, 64, norm=True),
+    "eight groups, zero points, 16 rows": lambda: int4_linear(16, 32, 512, 64, zeros=True),
+    "eight groups, bfloat16": lambda: int4_linear(1, 32, 512, 64, dtype="bfloat16"),
+    "seven groups": lambda: int4_linear(2, 16, 448, 64, norm=True),
+    "nine groups": lambda: int4_linear(1, 16, 576, 64),
+    "three linears joined": lambda: int4_joined(1, (32, 16, 16), 512, 64),
+}
+
+
+def holding_words(g: KernelGraph) -> tuple[UGraph, Schedule]:
+    """Return the first µGraph that can hold words ahead on tensor cores, and such a schedule.
+
+    Raises:
+        AssertionError: There is none.
+    """
+    found, _ = search(g, SearchOptions(threads=1))
+    for ranked in found:
+        ops = place_kernels(ranked.ugraph)
+        if len(ops) > 1 or ranked.ugraph.num_kernels > 1:
+            continue
+        for schedule in schedules(ops[0]):
+            one = replace(schedule, num_stages=1, num_warps=1, cooperating_blocks=1)
+            if one.mma and plan_kernel(ops[0], one).pipelining.holds_words_ahead:
+                return ranked.ugraph, replace(one, prefetch_steps=0)
+    raise AssertionError("no µGraph holds words ahead")
+
+
+def errors_in_trips(g: KernelGraph) -> list[tuple[int, int, float, float]]:
+    """Return (steps of a trip, blocks, error, eager's error) of kernels with trips of some steps.
+
+    Those that the steps of a block are no multiple of are left out.
+    """
+    inputs = random_inputs(g, "cpu")
+    exact = run_kernel_graph(g, inputs, torch.float64)[0]
+    largest = exact.abs().max()
+    allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
+    ugraph, one = holding_words(g)
+    results = []
+    for steps, blocks in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 4)):
+        schedule = replace(one, steps_per_trip=steps, cooperating_blocks=blocks)
+        try:
+            program = triton.generate(ugraph, [schedule])
+        except CodegenError:
+            continue
+        (y,) = compiler.load(program.source, program.digest).run(random_inputs(g, "cpu"))
+        error = float((y.double() - exact).abs().max() / largest)
+        results.append((steps, blocks, error, allowed))
+    return results
+
+
 def powers_of_two() -> KernelGraph:
     """Return a program that converts 256 bytes to the powers of two that they stand for."""
     g = mi.new_graph()
@@ -197,5 +255,6 @@ def main() -> None:
     """Print the errors of all cases as JSON."""
     errors: dict[str, Any] = {name: errors_of(make()) for name, make in CASES.items()}
     errors["powers of two"] = converted_powers()
+    errors |= {f"trips: {name}": errors_in_trips(make()) for name, make in TRIPS.items()}
     errors |= {f"along words, {rows} rows": errors_along_words(rows) for rows in (1, 16)}
     print(json.dumps(errors))

@@ -183,7 +183,7 @@ def mend_bfloat16() -> None:
     """Mend conversions from and to bfloat16, and its arithmetic, in Triton's interpreter.
 
     It holds bfloat16 as uint16. So it cut off the bits of float32 instead of rounding them,
-    converted other types to the integer, and computed with the integers.
+    converted other types to the integer, and computed with the integers. It has no constants.
     """
     import numpy
     import triton.language as tl
@@ -223,7 +223,12 @@ def mend_bfloat16() -> None:
         found = binary(self, widened(a), widened(b), op)
         return rounded(found) if found.data.dtype == numpy.float32 else found
 
+    def constant(self, value):
+        wide = numpy.array([value], numpy.float32)
+        return rounded(interpreter.TensorHandle(wide, tl.float32))
+
     builder.cast_impl, builder.create_dot, builder.binary_op = converted, product, combined
+    builder.get_bf16 = constant
 
 
 def _serve() -> None:

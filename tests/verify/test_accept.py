@@ -28,6 +28,7 @@ YES, NO = Accepted(detail="close"), Rejected("far off")
 def stub(number: int, num_kernels: int = 1, kind: str = "a", **more: Any) -> Any:
     """Stand for a µGraph with given verdicts, number of kernels and kind."""
     given = dict(proof=Accepted(number * 1e-12), scalar=YES, tensor_cores=YES, other=None)
+    given |= dict(suits=True)
     facts = dict(number=number, num_kernels=num_kernels, kind=(kind,))
     facts |= dict(program=SimpleNamespace(), kernels=SimpleNamespace())
     return SimpleNamespace(**(facts | given | more))
@@ -68,6 +69,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         "prove": prove,
         "interface_differs": lambda program, kernels: None,
         "kind_of": lambda ugraph: ugraph.kind,
+        "suits_tensor_cores": lambda ugraph: ugraph.suits,
         "regrouped": lambda ugraph: ugraph.other,
         "judge_on_cpu": lambda ugraph, checks, mma: ugraph.tensor_cores if mma else ugraph.scalar,
     }
@@ -329,3 +331,8 @@ def test_hand_written_kernels_and_the_library_path_are_verified(
     assert mi.verify(u.program, library.kernels).bound == 0.0
     wrong = next(m for m in mutants.mutants(u) if m.kind == "doubled accumulator")
     assert isinstance(mi.verify(u.program, wrong.ugraph.kernels), Rejected)
+
+
+def test_forms_for_multiply_adds_alone_do_not_count_as_forms_for_tensor_cores() -> None:
+    alone = [stub(n, suits=False) for n in range(4)]
+    assert numbers(accept(ranked(*alone, stub(4), stub(5)), keep=2)) == [0, 1, 4, 5]

@@ -54,6 +54,12 @@ class KernelPlan:
     def __post_init__(self) -> None:
         self.pipelining.check()
         self.cooperation.check()
+        is_trimmed = any(self.loop_bounds.trimming(s) for s in self.tiling.block.stages)
+        if self.schedule.steps_per_trip > 1 and is_trimmed:
+            raise errors.CodegenError(
+                "schedule: a loop that only visits what is within its bounds takes one step in "
+                f"each trip; steps_per_trip is {self.schedule.steps_per_trip}, give 1"
+            )
 
     def with_schedule(self, schedule: Schedule) -> KernelPlan:
         """Return the plan of a schedule with the same tiles and kind of product.
@@ -91,8 +97,10 @@ class KernelPlan:
     @cached_property
     def pipelining(self) -> Pipelining:
         """Loads that are copied asynchronously."""
-        schedule = self.schedule
-        return Pipelining(self.layout, self.cooperation, schedule.num_stages, schedule.num_warps)
+        s = self.schedule
+        return Pipelining(
+            self.layout, self.cooperation, s.num_stages, s.num_warps, s.steps_per_trip
+        )
 
     @cached_property
     def masks(self) -> Masks:

@@ -53,6 +53,8 @@ class Pipelining:
     cooperation: Cooperation
     num_stages: int
     num_warps: int
+    #: Loop steps that a trip of the loop takes (`Schedule.steps_per_trip`).
+    steps_per_trip: int = 1
 
     @property
     def _tiling(self) -> Tiling:
@@ -157,6 +159,21 @@ class Pipelining:
         return not code_order.packs_along(tiling, str(tiling.loop))
 
     @cached_property
+    def loaded_together(self) -> tuple[range, ...]:
+        """The steps of a trip whose loads are issued together: its halves.
+
+        Groups of codes that follow each other in memory then make longer reads.
+        """
+        steps = range(self.steps_per_trip)
+        half = max(1, len(steps) // 2)
+        return tuple(x for x in (steps[:half], steps[half:]) if x)
+
+    @property
+    def takes_one_trip(self) -> bool:
+        """Return True if all steps of a block are in one trip, so nothing is loaded in the loop."""
+        return self.steps_per_trip == self.cooperation.steps_per_block
+
+    @cached_property
     def _all_of_loop(self) -> frozenset[str]:
         """The inputs of a loop that each tile reads from one tensor."""
         tiling = self._tiling
@@ -187,6 +204,22 @@ class Pipelining:
             if self.is_asynchronous(dot):
                 self._check_chained(dot)
                 self._check_transposed(dot)
+        if self.steps_per_trip > 1:
+            self._check_trips()
+
+    def _check_trips(self) -> None:
+        """Reject trips of several steps if words are not held ahead, or if a trip is not filled."""
+        if not self.holds_words_ahead:
+            raise errors.CodegenError(
+                f"schedule: steps_per_trip is {self.steps_per_trip}, but this loop holds no words "
+                "of codes ahead; give 1"
+            )
+        steps = self.cooperation.steps_per_block
+        if steps % self.steps_per_trip:
+            raise errors.CodegenError(
+                f"schedule: trips of {self.steps_per_trip} steps do not divide the {steps} steps "
+                "of a block; give fewer steps_per_trip, or other cooperating_blocks"
+            )
 
     def _check_chained(self, dot: Dot) -> None:
         """Reject a product of 64 rows that reads another product's result from unpipelined loads.

@@ -1,0 +1,256 @@
+"""Time kinds of kernels for linears whose weights are int4 codes: the blocks of a decoder layer.
+
+    python -m scripts.bench_codes --out codes.json
+    python -m scripts.bench_codes --blocks gate_up,down --rows 1,4,16 --out codes.json
+    python -m scripts.bench_codes --schedules 12 --climb 2 --seconds 500 --out codes.json
+    python -m scripts.bench_codes --hidden 2048 --keys 512 --width 8192
+
+The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
+and up, and the down linear with its residual. Codes lie in groups of columns that share a scale.
+
+The search runs once for each block. The best schedules by estimate of each kind are then measured
+as the tuner does: compiled in parallel, over cold weights in a CUDA graph, checked against float64,
+and the fastest also in a chain of dependent kernels. The kinds are those of KINDS. Times are µs per
+call. The floor is what reading all tensors once takes. A kernel that fails is listed with its
+reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import mirage_hf as mi
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
+from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import H200, Device
+from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline.choose import permitted, promising
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune import tuner
+from mirage_hf.tune.candidates import MEASURED, TOO_SLOW
+from mirage_hf.tune.footprint import tensor_bytes
+from mirage_hf.tune.schedule_cost import estimated_us
+from scripts import benching
+from scripts.bench_reports import Budget, Report, add_report_options, run_all
+from scripts.bench_sizes import numbers
+from scripts.benching import need_gpu
+
+DTYPE, EPS = torch.bfloat16, 1e-6
+
+#: The kinds of kernels: products as multiply-adds. Products on tensor cores whose words are copied
+#: through shared memory, or held in registers one step ahead, or held for all steps of a trip.
+KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS = (
+    "multiply-adds",
+    "staged",
+    "one step ahead",
+    "trips",
+)
+
+
+#: Candidates of the search that are kept for each kind of arithmetic. More than usual, because the
+#: search's estimates put those for tensor cores late.
+KEEP = 12
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+def coded_weight(g: KernelGraph, k: int, n: int, group: int, name: str) -> DTensor:
+    """Add a weight (k, n) of int4 codes: (code − 8) · scale in groups of rows."""
+    codes = g.new_input((n, k // group, group), "uint4", name=name, constant=True)
+    scales = g.new_input((n, k // group, 1), DTYPE, name=f"{name}_scales", constant=True)
+    weight = g.mul(g.sub(g.cast(codes, DTYPE), 8.0), scales)
+    return g.permute(g.reshape(weight, (n, k)), (1, 0))
+
+
+def _normed(g: KernelGraph, rows: int, k: int) -> DTensor:
+    x = g.new_input((rows, k), DTYPE, name="x")
+    return g.rms_norm(x, g.new_input((1, k), DTYPE, name="gamma", constant=True), EPS)
+
+
+def joined(rows: int, k: int, widths: Sequence[int], group: int) -> KernelGraph:
+    """Build RMSNorm and linears side by side, as q, k and v are."""
+    g = mi.new_graph()
+    x = _normed(g, rows, k)
+    weights = [coded_weight(g, k, n, group, f"w{i}") for i, n in enumerate(widths)]
+    g.mark_output(g.matmul(x, g.concat(weights, 1)))
+    return g
+
+
+def gated(rows: int, k: int, n: int, group: int) -> KernelGraph:
+    """Build RMSNorm, and the product of an activated gate and another linear."""
+    g = mi.new_graph()
+    x = _normed(g, rows, k)
+    gate, up = (g.matmul(x, coded_weight(g, k, n, group, name)) for name in ("gate", "up"))
+    g.mark_output(g.mul(g.silu(gate), up))
+    return g
+
+
+def added(rows: int, k: int, n: int, group: int) -> KernelGraph:
+    """Build a linear whose result is added to the residual."""
+    g = mi.new_graph()
+    x = g.new_input((rows, k), DTYPE, name="x")
+    residual = g.new_input((rows, n), DTYPE, name="residual")
+    g.mark_output(g.add(g.matmul(x, coded_weight(g, k, n, group, "w")), residual))
+    return g
+
+
+#: The blocks, the one that reads most first.
+BLOCKS: Mapping[str, Callable[[int, argparse.Namespace], KernelGraph]] = {
+    "gate_up": lambda rows, a: gated(rows, a.hidden, a.width, a.group),
+    "down": lambda rows, a: added(rows, a.width, a.hidden, a.group),
+    "qkv": lambda rows, a: joined(rows, a.hidden, (a.hidden, a.keys, a.keys), a.group),
+    "output": lambda rows, a: added(rows, a.hidden, a.hidden, a.group),
+}
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+def kind_of(op: KernelOp, schedule: Schedule) -> str:
+    """Return the kind of a kernel."""
+    if not schedule.mma:
+        return MULTIPLY_ADDS
+    if schedule.steps_per_trip > 1:
+        return TRIPS
+    return ONE_AHEAD if plan_kernel(op, schedule).pipelining.holds_words_ahead else STAGED
+
+
+def best_of_each_kind(
+    ugraphs: Sequence[UGraph],
+    schedules: Callable[[KernelOp, Device], Sequence[Schedule]],
+    most: int,
+) -> dict[PlacedOp, list[Schedule]]:
+    """Return the best schedules by estimate for the kernel of each µGraph.
+
+    Args:
+        ugraphs: µGraphs of one program. Those with several kernels are left out.
+        schedules: The schedules of a kernel.
+        most: The most schedules of each kind, of all µGraphs together. Trips get twice as many.
+    """
+    found: dict[str, list[tuple[float, PlacedOp, Schedule]]] = {kind: [] for kind in KINDS}
+    for ugraph in ugraphs:
+        ops = place_kernels(ugraph)
+        if len(ops) == 1:
+            for s in schedules(ops[0], H200):
+                found[kind_of(ops[0], s)].append((estimated_us(ops[0], s), ops[0], s))
+    chosen: dict[PlacedOp, list[Schedule]] = {}
+    for kind, candidates in found.items():
+        count = 2 * most if kind == TRIPS else most
+        for _, op, s in sorted(candidates, key=lambda c: c[0])[:count]:
+            chosen.setdefault(op, []).append(s)
+    return chosen
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+def bench(program: KernelGraph, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one block with one number of rows."""
+    started = time.perf_counter()
+    options = SearchOptions(time_limit=args.search_seconds)
+    usable = promising(search_and_verify(program, options, keep=KEEP).candidates)
+    ugraphs = [c.ugraph for c in usable if c.ugraph.num_kernels == 1]
+    chosen = best_of_each_kind(ugraphs, permitted(usable), args.schedules)
+    searched = time.perf_counter()
+    ours = [u for u in ugraphs if any(op in chosen for op in place_kernels(u))]
+    result = tuner.tune(
+        ours,
+        device=benching.DEVICE,
+        per_graph=max(map(len, chosen.values())),
+        replays=args.replays,
+        schedules=lambda op, device: chosen.get(op, []) if isinstance(op, PlacedOp) else [],
+        rounds=args.climb,
+        patience=0,
+    )
+    floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
+    candidates = []
+    for c in result.candidates:
+        kind = "library" if c.is_library else kind_of(c.placed()[0], c.schedules[0])
+        text = " | ".join(map(str, c.schedules))
+        candidates.append({"kind": kind, "text": text, **c.to_dict()})
+    return {
+        "floor_us": floor_us,
+        "search_seconds": round(searched - started, 1),
+        "tune_seconds": round(time.perf_counter() - searched, 1),
+        "candidates": candidates,
+        "best": {kind: best(candidates, kind) for kind in (*KINDS, "library")},
+    }
+
+
+def best(candidates: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+    """Return the fastest right kernel of a kind, or the first by estimate if none was measured."""
+    right = [c for c in candidates if c["kind"] == kind and c["status"] not in FAILED]
+    return min(right, key=lambda c: c.get("us", c["estimate_us"]), default=None)
+
+
+#: The status of candidates that count as no result: their numbers are wrong or were not checked.
+FAILED = ("rejected", TOO_SLOW)
+
+HEADER = f"{'block:rows':12}{'µs':>8}{'chain':>8}{'floor/µs':>10}{'estimate':>10}  kind, schedule"
+
+
+def line(r: dict[str, Any]) -> str:
+    """Return the rows of one block for the terminal: every kernel, then the best of each kind."""
+    lines = [f"{r['name']}: the floor is {r['floor_us']:.2f} µs"]
+    lines += [_row(r, c, "") for c in r["candidates"]]
+    lines += [_row(r, c, f"best {kind}: ") for kind, c in r["best"].items() if c is not None]
+    return "\n".join(lines)
+
+
+def _row(r: Mapping[str, Any], c: Mapping[str, Any], prefix: str) -> str:
+    us, chain = (f"{c[key]:8.2f}" if key in c else f"{'–':>8}" for key in ("us", "chain_us"))
+    share = f"{r['floor_us'] / c['us']:10.2f}" if "us" in c else f"{'–':>10}"
+    status = "" if c["status"] == MEASURED else f" ({c['status']} {c['reason']})"
+    kind = prefix or f"{c['kind']}, "
+    return f"{r['name']:12}{us}{chain}{share}{c['estimate_us']:10.2f}  {kind}{c['text']}{status}"
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", default="all", help=f"names with commas: {', '.join(BLOCKS)}")
+    parser.add_argument("--rows", type=numbers, default=(1,), help="with commas")
+    parser.add_argument("--hidden", type=int, default=4096, help="by default as in Llama-3.1-8B")
+    parser.add_argument("--keys", type=int, default=1024, help="columns of k and of v")
+    parser.add_argument("--width", type=int, default=14336, help="columns of gate and of up")
+    parser.add_argument("--group", type=int, default=128, help="columns that share a scale")
+    parser.add_argument("--search-seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--schedules", type=int, default=6, help="of each kind; trips get twice as many"
+    )
+    parser.add_argument(
+        "--climb", type=int, default=0, help="rounds of schedules next to the fastest"
+    )
+    parser.add_argument("--replays", type=int, default=7, help="replays for each schedule")
+    add_report_options(parser, "block")
+    args = parser.parse_args()
+    names = list(BLOCKS) if args.blocks == "all" else args.blocks.split(",")
+    if unknown := {*names} - {*BLOCKS}:
+        parser.error(f"unknown blocks: {', '.join(unknown)}; there are {', '.join(BLOCKS)}")
+    budget = Budget(args.seconds)
+    need_gpu("bench_codes")
+    report = Report(args.out, vars(args), args.resume)
+    print(HEADER, flush=True)
+    jobs = {
+        f"{name}:{rows}": partial(bench, BLOCKS[name](rows, args), args)
+        for rows in args.rows
+        for name in names
+    }
+    with torch.no_grad():
+        run_all(report, jobs, budget, line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The benchmark of weights in codes, as far as a machine without a GPU can run it."""
+
+import argparse
+import json
+
+import pytest
+
+from mirage_hf.errors import Rejected
+from mirage_hf.search.lowering import lower
+from scripts import bench_codes, benching
+
+
+def options(**changes) -> argparse.Namespace:
+    sizes = dict(hidden=256, keys=128, width=512, group=64)
+    limits = dict(search_seconds=20.0, schedules=2, climb=0, replays=3)
+    return argparse.Namespace(**sizes | limits | changes)
+
+
+@pytest.mark.parametrize("name", bench_codes.BLOCKS)
+def test_blocks_are_programs(name):
+    for rows in (1, 16):
+        assert not isinstance(lower(bench_codes.BLOCKS[name](rows, options())), Rejected)
+
+
+def test_a_block_is_benchmarked_to_the_end(monkeypatch):
+    """Without a GPU, the cost model ranks what the tuner would measure."""
+    monkeypatch.setattr(benching, "DEVICE", "cpu")
+    program = bench_codes.BLOCKS["output"](1, options())
+    record = {"name": "output:1"} | bench_codes.bench(program, options())
+    kinds = [c["kind"] for c in record["candidates"]]
+    assert {*kinds} == {*bench_codes.KINDS, "library"}
+    assert kinds.count(bench_codes.TRIPS) <= 4 and kinds.count(bench_codes.STAGED) <= 2
+    trips = record["best"][bench_codes.TRIPS]
+    assert trips["schedules"][0]["steps_per_trip"] > 1
+    shown = bench_codes.line(record)
+    assert trips["text"] in shown and "best trips: " in shown
+    json.dumps(record)
+
+
+def test_wrong_and_unchecked_kernels_are_not_the_best():
+    candidates = [
+        {"kind": "trips", "status": "rejected", "us": 1.0, "estimate_us": 1.0},
+        {"kind": "trips", "status": "too slow", "us": 2.0, "estimate_us": 1.0},
+        {"kind": "trips", "status": "measured", "us": 4.0, "estimate_us": 1.0},
+        {"kind": "trips", "status": "measured", "us": 3.0, "estimate_us": 2.0},
+    ]
+    assert bench_codes.best(candidates, "trips") is candidates[3]
+    assert bench_codes.best(candidates, "staged") is None
