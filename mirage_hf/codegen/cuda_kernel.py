@@ -437,11 +437,14 @@ class _Writer(RunningMaximumWriter):
     def fill_whole(self, value: str, loop: str) -> None:
         """Stage a value for all trips of a loop."""
         tile, self.tile[loop] = self.tile[loop], self.block.split_size(loop)
+        others = {v: a for v, a in self.staged.items() if a.loop == loop}
+        self.staged |= {v: replace(a, index=f"i_{loop}") for v, a in others.items()}
         with self.scope(""):
             begin = f"{loop}_begin" if self.is_split(loop) else "0"
             self.put(f"const int {loop}_0 = {begin};")
             self.fill(value)
         self.tile[loop] = tile
+        self.staged |= others
         terms = f"{loop}_0" + f" - {loop}_begin" * self.is_split(loop)
         terms += f" + i_{loop}" * (tile > 1)
         # What a tile reads beyond the end is not used, but may lie beyond the array.

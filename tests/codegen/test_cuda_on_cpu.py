@@ -9,8 +9,20 @@ import subprocess
 import pytest
 import torch
 
+import mirage_hf as mi
 from mirage_hf import errors
 from mirage_hf.codegen import cuda
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph
 from tests.helpers import (
@@ -122,6 +134,50 @@ def random_cluster_kernels(tmp_path_factory):
 @pytest.mark.parametrize("case", range(COUNT))
 def test_a_random_cluster_computes_what_the_cpu_backend_does(case, random_cluster_kernels):
     check_random(random_cluster_kernels, case)
+
+
+def held_for_all_steps() -> UGraph:
+    """Return a kernel that keeps an input, and a value made of it, for all steps of its loop."""
+    axes = (Axis("k", 5, Role.LOOP), Axis("m", 4, Role.GRID), Axis("n", 3, Role.GRID))
+    body = (
+        BlockOp("positive", "relu", ("y",), ("k", "n")),
+        BlockOp("larger", "max", ("x", "positive"), ("k", "m", "n")),
+        BlockOp("product", "mul", ("x", "y"), ("k", "m", "n")),
+        BlockOp("sum", "add", ("x", "y"), ("k", "m", "n")),
+    )
+    accumulators = (
+        Accumulator("total", "positive", "sum", ("n",)),
+        Accumulator("dot", "product", "sum", ("m", "n")),
+        Accumulator("top", "sum", "max", ("m", "n")),
+        Accumulator("largest", "larger", "max", ("m", "n")),
+    )
+    both = ("m", "n")
+    last = (
+        BlockOp("a", "add", ("total", "largest"), both),
+        BlockOp("b", "add", ("dot", "top"), both),
+        BlockOp("o", "mul", ("a", "b"), both),
+    )
+    block = BlockGraph(
+        axes,
+        (BlockInput("x", (0,), ("k", "m")), BlockInput("y", (1,), ("n", "k"))),
+        (Stage("k", body, accumulators), Stage(None, last)),
+        (BlockOutput("o", both, "float32"),),
+    )
+    g = mi.new_kernel_graph()
+    x, y = g.new_input((5, 4), "float32"), g.new_input((3, 5), "float32")
+    g.mark_output(*g.customized([x, y], block))
+    return UGraph(g, g)
+
+
+@pytest.mark.parametrize("step", [1, 2, 8])
+def test_values_that_are_held_for_all_steps_of_a_loop(step, tmp_path):
+    u = held_for_all_steps()
+    schedule = Schedule({"k": step, "m": 8, "n": 8}, num_warps=1, cuda=True)
+    text = cuda.kernels_source(u, [schedule])
+    assert "shared.y[i_n * 6" in text and "shared.positive[" in text, "they are not held"
+    library, inputs = Library([text], tmp_path), ugraphs.random_inputs(u.program, 0)
+    for order in ORDERS:
+        assert not wrong(library, 0, u.kernels, inputs, order), f"order {order}"
 
 
 def without_each(text: str, what: str) -> list[str]:
