@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from mirage_hf.layers.cache_kernels import CacheKernels
 from mirage_hf.layers.run_attention import run_attention
 from mirage_hf.patterns.attention import ATTENTION, for_long_caches, for_several_tokens
 from mirage_hf.patterns.schema import PatternBlock
+from mirage_hf.pipeline.layer_choice import chosen_for_layer
 from mirage_hf.pipeline.resolver import KernelFinder, Resolved
 from mirage_hf.swap.swap_report import TRACED
 from mirage_hf.trace.cached_attention import CachedAttention
@@ -28,6 +30,9 @@ from mirage_hf.trace.step_plan import StepPlan, weight_bytes
 
 #: A program, and the options with which it is resolved.
 _Wanted = tuple[KernelGraph, dict[str, Any]]
+
+#: A key of `StepKernels.found` or of `StepKernels.attention`.
+_Key = str | tuple[PatternBlock, int]
 
 
 class StepKernels:
@@ -56,6 +61,8 @@ class StepKernels:
         self.found: dict[str, Resolved | str] = {}
         self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
         self.over_cache = CacheKernels(model.device)
+        #: The keys of kernels that were chosen for a layer.
+        self._settled: set[_Key] = set()
 
     def find(self, plan: StepPlan, whole: bool) -> None:
         """Find the kernels of a step plan, and schedule them.
@@ -80,6 +87,56 @@ class StepKernels:
         if whole:
             _check_whole(plan, attention, regions)
         plan.schedule(kernels, attention, regions)
+        if self._choose_together(plan):
+            regions = {region: self._region_run(region) for region in regions}
+            plan.schedule(self._find_kernels(plan), self._find_attention(plan), regions)
+
+    def _choose_together(self, plan: StepPlan) -> bool:
+        """Choose the kernels that were just tuned by the time of the layers that they run in.
+
+        Returns:
+            True if others were chosen than the fastest by themselves.
+        """
+        has_changed = False
+        for keys in layers_of(self._in_order(plan)):
+            if self._settled.issuperset(keys):
+                continue
+            # the kernels that an earlier layer chose stay
+            layer = [
+                replace(self._at(key), outcome=None) if key in self._settled else self._at(key)
+                for key in keys
+            ]
+            chosen = chosen_for_layer(layer, device=self.finder.device, zoo=self.finder.zoo)
+            for key, before, kernel in zip(keys, layer, chosen, strict=True):
+                if kernel is not before:
+                    has_changed = True
+                    self._replace(key, kernel)
+            self._settled.update(keys)
+        return has_changed
+
+    def _in_order(self, plan: StepPlan) -> list[_Key]:
+        """Return the keys of a plan's kernels in the order in which they run."""
+        keys: list[_Key] = []
+        for step_op in plan.step_ops:
+            if step_op.attention is not None:
+                keys.append(self.attention_block(step_op.attention, plan))
+            elif step_op.region is not None:
+                keys.append(str(step_op.region.graph))
+            elif step_op.program is not None:
+                keys.append(str(step_op.program.graph))
+        return keys
+
+    def _at(self, key: _Key) -> Resolved:
+        """Return the kernel that runs. Of attention, the one for short caches."""
+        kernel = self.found[key] if isinstance(key, str) else self.attention[key][0]
+        assert not isinstance(kernel, str)
+        return kernel
+
+    def _replace(self, key: _Key, kernel: Resolved) -> None:
+        if isinstance(key, str):
+            self.found[key] = kernel
+        else:
+            self.attention[key] = [kernel, *self.attention[key][1:]]
 
     def _searching(self, wanted: Iterable[_Wanted]) -> AbstractContextManager[None]:
         """Search for kernels that are not known, each program in a process of its own."""
@@ -108,10 +165,13 @@ class StepKernels:
         for region in plan.regions_to_run():
             kernel = self._found(region.graph, plan)
             if not isinstance(kernel, str) and kernel.runs_kernel:
-                kernels[region] = RegionRun(
-                    kernel.run, (0, 0) in kernel.in_place, kernel.runs_generated
-                )
+                kernels[region] = self._region_run(region)
         return kernels
+
+    def _region_run(self, region: Region) -> RegionRun:
+        """Return what runs a region that has a kernel."""
+        kernel = self._at(str(region.graph))
+        return RegionRun(kernel.run, (0, 0) in kernel.in_place, kernel.runs_generated)
 
     def _found(self, program: KernelGraph, plan: StepPlan) -> Resolved | str:
         """Return the kernel of a program of a plan. Equal programs are resolved once."""
@@ -183,6 +243,21 @@ class StepKernels:
             return self.finder.resolve(program, self.progress, **options)
         except (SearchError, VerificationError, CodegenError) as error:
             return f"no kernel: {error}"
+
+
+def layers_of(keys: Iterable[_Key]) -> list[tuple[_Key, ...]]:
+    """Return the different stretches of a step that run each kernel at most once, in order.
+
+    A stretch ends where one of its kernels would run again. So most of them are layers.
+    """
+    layers: list[tuple[_Key, ...]] = []
+    layer: list[_Key] = []
+    for key in keys:
+        if key in layer:
+            layers.append(tuple(layer))
+            layer = []
+        layer.append(key)
+    return list(dict.fromkeys([*layers, tuple(layer)]))
 
 
 def _traced(programs: Iterable[KernelGraph]) -> list[_Wanted]:
