@@ -41,38 +41,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 #: processes share the work, so that no long one is left at the end.
 LONGEST = (
     "decode/test_traced_steps.py",
-    "decode/test_traced_drafts.py",
-    "decode/test_encoder_drafts.py",
+    "pipeline/test_windows.py",
+    "api/test_background.py",
     "codegen/test_cuda_on_cpu.py",
     "decode/test_drafts.py",
-    "docs/test_pages.py",
-    "swap/test_traced.py",
-    "decode/test_prefill_by_kernels.py",
-    "decode/test_step_forms.py",
     "pipeline/test_superoptimizer.py",
-    "decode/test_encoder_decoder.py",
+    "decode/test_traced_drafts.py",
+    "decode/test_step.py",
+    "swap/test_traced.py",
+    "swap/test_lora.py",
+    "decode/test_step_forms.py",
+    "decode/test_encoder_drafts.py",
+    "docs/test_pages.py",
     "pipeline/test_searching_ahead.py",
     "api/test_optimize.py",
-    "api/test_background.py",
-    "pipeline/test_background.py",
-    "search/test_clusters.py",
-    "swap/test_lora.py",
-    "pipeline/test_windows.py",
     "scripts/test_bench_generate.py",
-    "codegen/test_append.py",
+    "search/test_clusters.py",
+    "api/test_searched.py",
+    "decode/test_prefill_by_kernels.py",
     "pipeline/test_kernels.py",
-    "decode/test_step.py",
-    "decode/test_generate.py",
     "search/test_search.py",
+    "decode/test_encoder_decoder.py",
+    "cli/test_cli.py",
     "decode/test_generate_life.py",
+    "pipeline/test_background.py",
+    "codegen/test_append.py",
+    "decode/test_generate.py",
     "scripts/test_soak.py",
     "codegen/test_cuda.py",
-    "cli/test_cli.py",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # else xdist begins with the most tests
+    runs_no_tests = bool(getattr(config.option, "numprocesses", None))  # its workers do
+    if not runs_no_tests:  # in pyproject.toml, it would import mirage_hf in that process too
+        config.addinivalue_line("filterwarnings", "error::mirage_hf.errors.OptimizeWarning")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

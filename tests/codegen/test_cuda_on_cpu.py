@@ -186,56 +186,75 @@ def without_each(text: str, what: str) -> list[str]:
     return [what.join(parts[:n]) + what.join(parts[n:]) for n in range(1, len(parts))]
 
 
-def test_a_missing_barrier_is_found(tmp_path):
-    """Every barrier stands between a writer and its reader."""
+def without_barriers_of_a_cluster(u: UGraph) -> list[str]:
+    """Return texts that each lack a barrier of a cluster, and one where blocks wait alone."""
+    text = cuda.kernels_source(u)
+    alone = text.replace("cluster.sync();", "__syncthreads();")
+    return [*without_each(text, "cluster.sync();"), alone]
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """Return the library of kernels whose barriers were changed, and the files of each case."""
     u = ugraphs.rms_norm_linear()
-    texts = without_each(cuda.kernels_source(u), "__syncthreads();")
-    library = Library(texts, tmp_path)
+    text = cuda.kernels_source(u)
+    different_lines = "if (tid) __syncthreads();\nelse __syncthreads();"
+    cases = {
+        "without a barrier": (u, without_each(text, "__syncthreads();")),
+        "at different lines": (u, [text.replace("__syncthreads();", different_lines, 1)]),
+        "for nobody": (u, [text.replace("__syncthreads();", "if (tid) __syncthreads();", 1)]),
+    }
+    for name, make in cluster_ugraphs.ALL.items():
+        cases[f"cluster {name}"] = (u := make()), without_barriers_of_a_cluster(u)
+    u = cluster_ugraphs.rms_norm_linear(3, 512, 48, 8)
+    cases["as it was"] = u, [cuda.kernels_source(u)]
+    texts, files = [], {}
+    for name, (u, some) in cases.items():
+        files[name] = u, range(len(texts), len(texts) + len(some))
+        texts += some
+    return Library(texts, tmp_path_factory.mktemp("cuda")), files
+
+
+def found_in(changed, case: str) -> list[bool]:
+    """Return for each file of a case whether an order of threads gives wrong results."""
+    library, files = changed
+    u, numbers = files[case]
     inputs = ugraphs.random_inputs(u.program, 0)
-    found = [
-        any(wrong(library, n, u.kernels, inputs, order) for order in ORDERS)
-        for n in range(len(texts))
-    ]
-    assert found == [True, True, True]
+    return [any(wrong(library, n, u.kernels, inputs, order) for order in ORDERS) for n in numbers]
+
+
+def test_a_missing_barrier_is_found(changed):
+    """Every barrier stands between a writer and its reader."""
+    assert found_in(changed, "without a barrier") == [True, True, True]
 
 
 @pytest.mark.parametrize("name", cluster_ugraphs.ALL)
-def test_a_missing_barrier_of_a_cluster_is_found(name, tmp_path):
+def test_a_missing_barrier_of_a_cluster_is_found(name, changed):
     """Blocks would read parts before they are there, or after their owner has ended."""
-    u = cluster_ugraphs.ALL[name]()
-    text = cuda.kernels_source(u)
-    texts = without_each(text, "cluster.sync();")
-    texts += [t.replace("cluster.sync();", "__syncthreads();") for t in (text,)]
-    library = Library(texts, tmp_path)
-    inputs = ugraphs.random_inputs(u.program, 0)
-    for n in range(len(texts)):
-        assert any(wrong(library, n, u.kernels, inputs, order) for order in ORDERS), n
+    found = found_in(changed, f"cluster {name}")
+    assert found and all(found), found
 
 
-def test_blocks_of_a_cluster_get_the_same_bits_in_every_order_of_threads(tmp_path):
-    u = cluster_ugraphs.rms_norm_linear(3, 512, 48, 8)
-    library = Library([cuda.kernels_source(u)], tmp_path)
+def test_blocks_of_a_cluster_get_the_same_bits_in_every_order_of_threads(changed):
+    library, files = changed
+    u, (n,) = files["as it was"]
     inputs = ugraphs.random_inputs(u.program, 0)
-    results = [library.run(0, u.kernels, inputs, order)[0] for order in ORDERS]
+    results = [library.run(n, u.kernels, inputs, order)[0] for order in ORDERS]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_threads_that_wait_at_different_lines_are_found(tmp_path):
-    u = ugraphs.rms_norm_linear()
-    text = cuda.kernels_source(u).replace(
-        "__syncthreads();", "if (tid) __syncthreads();\nelse __syncthreads();", 1
-    )
-    library = Library([text], tmp_path)
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("at different lines", "threads wait for each other at lines"),
+        ("for nobody", "threads wait"),
+    ],
+)
+def test_threads_that_wait_for_others_in_vain_are_found(case, error, changed):
+    library, files = changed
+    u, (n,) = files[case]
     inputs = ugraphs.random_inputs(u.program, 0)
-    assert "threads wait for each other at lines" in library.run(0, u.kernels, inputs, 0)
-
-
-def test_threads_that_wait_for_nobody_are_found(tmp_path):
-    u = ugraphs.rms_norm_linear()
-    text = cuda.kernels_source(u).replace("__syncthreads();", "if (tid) __syncthreads();", 1)
-    library = Library([text], tmp_path)
-    inputs = ugraphs.random_inputs(u.program, 0)
-    assert "threads wait" in library.run(0, u.kernels, inputs, 0)
+    assert error in library.run(n, u.kernels, inputs, 0)
 
 
 def run_check(text: str, folder) -> subprocess.CompletedProcess:

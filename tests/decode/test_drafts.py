@@ -239,7 +239,7 @@ def test_samples_are_those_of_plain_decoding() -> None:
 @pytest.mark.parametrize("quality", ["good", "bad"])
 def test_samples_have_plain_probabilities(quality: str) -> None:
     """The second new token is drafted, and has the probabilities of plain sampling."""
-    draws, batch, temperature = 20_032, 64, 2.0
+    draws, batch, temperature = count(20_032, 5_056), 64, 2.0
     stock, ours = pair(batch_sizes=(batch,), draft_tokens=(1,))
     text = prompt(1, 9)
 

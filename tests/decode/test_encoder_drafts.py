@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.usefixtures("res
 ASSISTANTS = (
     list(itertools.product(["bart", "t5", "marian", "whisper"], [0, 1]))
     if THOROUGH
-    else [("bart", 0), ("t5", 1), ("whisper", 0)]
+    else [("bart", 0), ("t5", 1)]  # Whisper has tests of its own below
 )
 
 #: Models whose steps are BART's, with other positions or activations.
@@ -72,6 +72,8 @@ def test_greedy_tokens_are_stocks_whatever_is_drafted(name: str) -> None:
         given = {**inputs(stock, batch), **GREEDY}
         want = stock.generate(**given)
         for quality, script in scripts(whole(stock, want)).items():
+            if batch == 1 and quality not in ("good", "often right") and not THOROUGH:
+                continue
             with drafting(script, quality):
                 got = ours.generate(**given, **LOOKUP)
             assert got.tolist() == want.tolist(), (quality, batch)

@@ -108,8 +108,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+#: Families without a window in all layers, and with one in some and a softcap.
+UNLIKE = ("llama", "gemma2")
+
+
+def family_and_attention():
+    """Return pairs. All families run sdpa, and other versions of transformers some of them."""
+    for family in FAMILIES:
+        yield pytest.param(family, "sdpa", marks=[pytest.mark.slow] * (family not in UNLIKE))
+        more = pytest.mark.slow if family in UNLIKE else pytest.mark.thorough
+        yield pytest.param(family, "eager", marks=more)
+
+
+@pytest.mark.parametrize(("family", "attention"), [*family_and_attention()])
 def test_same_as_stock(family, attention):
     if attention == "sdpa" and not getattr(tiny(family), "_supports_sdpa", True):
         pytest.skip(f"this version of transformers gives {family} no sdpa")

@@ -697,7 +697,7 @@ def test_a_failed_prefill_leaves_nothing_behind():
     assert runner.pool.blocks == [(2, 256)] and not runner.pool._leased
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("past", [0, 3])
 def test_layers_that_the_config_still_has(family, past, monkeypatch):
     """A model may lose layers while its config keeps their number.

@@ -33,7 +33,11 @@ def decoder_of(model: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "decoder"), [("seamless_m4t/seq2seq", ""), ("blip-2", "language_model")]
+    ("name", "decoder"),
+    [
+        pytest.param("seamless_m4t/seq2seq", "", marks=pytest.mark.slow),
+        ("blip-2", "language_model"),
+    ],
 )
 def test_its_steps_are_traced(name: str, decoder: str) -> None:
     """Seamless chooses a language and calls super(), BLIP-2 gives a module embeddings of images."""

@@ -12,6 +12,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 
 import torch
 
@@ -306,19 +308,35 @@ def _with_input(
     return made
 
 
-def _input_mutants(program: CodedProgram, ugraph: UGraph) -> Iterator[Mutant]:
+@dataclass(frozen=True)
+class GraphChange:
+    """A change of a µGraph.
+
+    Attributes:
+        kind: What it changes.
+        where: Where it does so.
+        make: Returns the changed kernel graph, or raises a MirageError if there is no such graph.
+    """
+
+    kind: str
+    where: str
+    make: Callable[[], KernelGraph]
+
+
+def _input_changes(program: CodedProgram, ugraph: UGraph) -> Iterator[GraphChange]:
     for n, role in enumerate(program.roles):
         if role == "norm":
             continue
         for kind, where, change in input_changes(program, n):
-            try:
-                made = _with_input(ugraph.kernels, n, change)
-            except MirageError:
-                continue  # the ops do not fit this tensor
-            yield Mutant(kind, f"input {n}, {where}", UGraph(ugraph.program, made))
+            make = partial(_with_input, ugraph.kernels, n, change)
+            yield GraphChange(kind, f"input {n}, {where}", make)
 
 
-def _stride_mutants(program: CodedProgram, ugraph: UGraph) -> Iterator[Mutant]:
+def _as_it_is(kernels: KernelGraph) -> KernelGraph:
+    return kernels
+
+
+def _stride_changes(program: CodedProgram, ugraph: UGraph) -> Iterator[GraphChange]:
     """Yield µGraphs that declare other strides for codes, scales or zero points."""
     for n, t in enumerate(ugraph.kernels.inputs):
         wide = [d for d, size in enumerate(t.dims) if size > 1]
@@ -348,7 +366,7 @@ def _stride_mutants(program: CodedProgram, ugraph: UGraph) -> Iterator[Mutant]:
                     new |= {o.index: y for o, y in zip(op.outputs, outs, strict=True)}
                 made.mark_output(*(new[o.index] for o in ugraph.kernels.outputs))
                 where = f"input {n}, dims {a}, {b}"
-                yield Mutant("words read in another order", where, UGraph(ugraph.program, made))
+                yield GraphChange("words read in another order", where, partial(_as_it_is, made))
 
 
 # -- changes of block graphs ----------------------------------------------------------------------
@@ -472,7 +490,13 @@ def _loop_sums(block: BlockGraph, s: int, acc: Accumulator, factors: list[str]):
     return make
 
 
-def _block_mutants(program: CodedProgram, ugraph: UGraph) -> Iterator[Mutant]:
+def _with_block(kernels: KernelGraph, number: int, change: Callable[[], BlockGraph]) -> KernelGraph:
+    """Return the kernel graph whose op of this number has a changed block graph."""
+    changed = replace(kernels.ops[number], block=change())
+    return mutants._with_ops(kernels, {number: changed})
+
+
+def _block_changes_of(program: CodedProgram, ugraph: UGraph) -> Iterator[GraphChange]:
     kernels = ugraph.kernels
     weights = {
         t.index
@@ -487,28 +511,36 @@ def _block_mutants(program: CodedProgram, ugraph: UGraph) -> Iterator[Mutant]:
         decoded = _decoded_values(op.block, op, weights)
         own = _block_changes(op.block, decoded)
         usual = (c for c in mutants._changes(op.block) if decoded & {*c[1].split()})
-        seen = {op.block}
         for kind, where, make in (*own, *usual):
-            try:
-                changed = make()
-                if changed in seen:
-                    continue
-                seen.add(changed)
-                graph = mutants._with_ops(kernels, {number: replace(op, block=changed)})
-            except MirageError:
-                continue  # not a block graph, or not one for these operands
-            yield Mutant(kind, f"kernel {number}, {where}", UGraph(ugraph.program, graph))
+            make_kernels = partial(_with_block, kernels, number, make)
+            yield GraphChange(kind, f"kernel {number}, {where}", make_kernels)
 
 
-def mutants_of(program: CodedProgram, ugraph: UGraph) -> list[Mutant]:
-    """Return every mutant of the decoding of a µGraph, each graph once."""
-    found = {
-        str(m.ugraph.kernels): m
-        for make in (_block_mutants, _stride_mutants, _input_mutants)
-        for m in make(program, ugraph)
-    }
-    found.pop(str(ugraph.kernels), None)
-    return list(found.values())
+class Mutants:
+    """The mutants of the decoding of a µGraph, each graph once.
+
+    Building and comparing them takes most of the time, so only those that are asked for are built.
+    """
+
+    def __init__(self, program: CodedProgram, ugraph: UGraph):
+        self.ugraph = ugraph
+        self.changes = [
+            change
+            for changes in (_block_changes_of, _stride_changes, _input_changes)
+            for change in changes(program, ugraph)
+        ]
+        self._seen = {str(ugraph.kernels)}
+
+    def built(self, change: GraphChange) -> Mutant | None:
+        """Return a mutant, or None if there is no such graph or it was returned before."""
+        try:
+            kernels = change.make()
+        except MirageError:
+            return None  # not a graph, or not one for these operands
+        if (text := str(kernels)) in self._seen:
+            return None
+        self._seen.add(text)
+        return Mutant(change.kind, change.where, UGraph(self.ugraph.program, kernels))
 
 
 # -- the judge ------------------------------------------------------------------------------------
@@ -615,18 +647,33 @@ def tally(
         programs: The programs by name.
     """
     result, judges = Tally(), {}
-    every: list[tuple[str, Mutant]] = []
+    every: list[tuple[str, Mutants, GraphChange]] = []
     for name, make in programs.items():
         program = make()
         judges[name] = Judge(program)
         for ugraph in found_ugraphs(program, ugraphs):
             result.originals += 1
             assert judges[name](ugraph) == "equal" and not isinstance(prove(ugraph), Rejected), name
-            every += [(name, m) for m in mutants_of(program, ugraph)]
+            of_ugraph = Mutants(program, ugraph)
+            every += [(name, of_ugraph, change) for change in of_ugraph.changes]
     random.Random(seed).shuffle(every)
-    of_each_kind = {m.kind: n for n, (_, m) in enumerate(every)}
-    first = dict.fromkeys(of_each_kind.values())
-    for n in list(first | dict.fromkeys(range(len(every))))[:count]:
-        name, mutant = every[n]
+    for name, mutant in islice(_one_of_each_kind_first(every), count):
         result.add(name, mutant, judges[name](mutant.ugraph))
     return result
+
+
+def _one_of_each_kind_first(
+    every: Sequence[tuple[str, Mutants, GraphChange]],
+) -> Iterator[tuple[str, Mutant]]:
+    """Yield the mutants that can be built, with the names of their programs."""
+    kinds: set[str] = set()
+    later = []
+    for name, of_ugraph, change in every:
+        if change.kind in kinds:
+            later.append((name, of_ugraph, change))
+        elif mutant := of_ugraph.built(change):
+            kinds.add(change.kind)
+            yield name, mutant
+    for name, of_ugraph, change in later:
+        if mutant := of_ugraph.built(change):
+            yield name, mutant

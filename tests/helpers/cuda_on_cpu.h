@@ -1,6 +1,7 @@
 // Runs generated CUDA C++ on a CPU, so that tests need no GPU.
 //
-// Every thread of a cluster is a fiber (ucontext) that runs until it waits at a barrier. An order
+// Every thread of a cluster is a fiber (ucontext) that runs until it waits at a barrier. Fibers are
+// switched by _setjmp and _longjmp, because swapcontext asks the kernel each time. An order
 // decides who runs first: 0 is by number, 1 is by number from the last to the first, all others are
 // random and change all the time. A warp runs as far as it can before the next one, a block before
 // the next one. So if two threads meet in memory without a barrier between them, one comes first in
@@ -9,7 +10,9 @@
 // Threads that wait for each other at different lines, or for threads that have ended, are errors.
 // tests/helpers/cuda_on_cpu.py rewrites what is no C++: launches, and declarations of shared memory.
 #pragma once
+#undef _FORTIFY_SOURCE  // it takes a jump to another stack for an error
 #include <math.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -64,23 +67,21 @@ inline __nv_bfloat16 __float2bfloat16(float x) {
 }
 
 inline float __half2float(half x) {
-  const int exponent = (x.bits >> 10) & 31, fraction = x.bits & 1023;
-  float magnitude = ldexpf(float(fraction + (exponent ? 1024 : 0)), std::max(exponent, 1) - 25);
-  if (exponent == 31) magnitude = fraction ? NAN : INFINITY;
-  return x.bits >> 15 ? -magnitude : magnitude;
+  const unsigned magnitude = x.bits & 0x7fff, sign = unsigned(x.bits >> 15) << 31;
+  if (magnitude >= 0x7c00) return as_float(sign | (magnitude > 0x7c00 ? 0x7fc00000 : 0x7f800000));
+  const float scaled = as_float(magnitude << 13) * as_float(0x77800000);  // by 2^112: other biases
+  return as_float(sign | as_bits(scaled));
 }
 
 inline half __float2half(float x) {
   const unsigned short sign = (unsigned short)((as_bits(x) >> 31) << 15);
-  const float magnitude = fabsf(x);
-  if (x != x) return {0x7fff};
-  if (magnitude >= 65520.0f) return {(unsigned short)(sign | 0x7c00)};
-  if (magnitude < ldexpf(1.0f, -14))  // subnormal: a multiple of 2^-24
-    return {(unsigned short)(sign | (unsigned short)nearbyintf(ldexpf(magnitude, 24)))};
-  int exponent;
-  const float fraction = frexpf(magnitude, &exponent);  // in [0.5, 1)
-  const int steps = int(nearbyintf(ldexpf(fraction, 11)));  // 1024 to 2048, which carries over
-  return {(unsigned short)(sign | (((exponent + 14) << 10) + (steps - 1024)))};
+  const unsigned bits = as_bits(x) & 0x7fffffff;
+  if (bits > 0x7f800000) return {0x7fff};
+  if (bits >= as_bits(65520.0f)) return {(unsigned short)(sign | 0x7c00)};
+  if (bits < as_bits(0x1p-14f))  // subnormal: a multiple of 2^-24, as are floats around 0.5
+    return {(unsigned short)(sign | (as_bits(as_float(bits) + 0.5f) - as_bits(0.5f)))};
+  const unsigned rounded = bits + 0xfff + ((bits >> 13) & 1) - (112u << 23);
+  return {(unsigned short)(sign | (rounded >> 13))};
 }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
@@ -100,18 +101,21 @@ constexpr int kWarp = 32;
 constexpr std::size_t kStack = 1 << 16;
 
 struct Block;
+struct Fiber;
 
 struct Barrier {
-  int arrived = 0, line = 0;
+  std::vector<Fiber*> waiting;
+  int line = 0;
 };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf paused;
+  ucontext_t context;  // where it starts
   std::unique_ptr<char[]> stack{new char[kStack]};
   Block* block = nullptr;
   int thread = 0;
   Barrier* waits = nullptr;
-  bool ended = false;
+  bool started = false, ended = false;
 };
 
 struct Block {
@@ -120,19 +124,21 @@ struct Block {
   unsigned char* memory = nullptr;
   Barrier barrier;
   std::vector<Barrier> warps;
-  std::vector<float> lanes;  // what each thread shows to its warp
+  std::vector<float> lanes[2];      // what each thread shows to its warp, in turn
+  std::vector<unsigned char> turn;  // which of them a thread shows next
   std::vector<std::unique_ptr<Fiber>> fibers;
 };
 
 struct Machine {
   unsigned order = 0;
   unsigned long long state = 1;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Fiber* current = nullptr;
   std::function<void()> kernel;
   std::vector<std::unique_ptr<Block>> cluster;
   Barrier barrier;
   std::string error;
+  std::vector<int> clusters, ranks, warps, lanes;  // orders
 };
 inline Machine machine;
 
@@ -145,9 +151,9 @@ inline void fail(const std::string& what) {
   if (machine.error.empty()) machine.error = what;
 }
 
-// Returns the numbers below n in the order of the machine.
-inline std::vector<int> ordered(int n) {
-  std::vector<int> all(n);
+// Writes the numbers below n in the order of the machine, and returns them.
+inline const std::vector<int>& ordered(int n, std::vector<int>& all) {
+  all.resize(n);
   std::iota(all.begin(), all.end(), 0);
   if (machine.order == 1) std::reverse(all.begin(), all.end());
   for (int i = n - 1; i > 0 && machine.order > 1; --i) {
@@ -157,42 +163,52 @@ inline std::vector<int> ordered(int n) {
   return all;
 }
 
-inline void pause() { swapcontext(&machine.current->context, &machine.scheduler); }
+inline void pause() {
+  if (_setjmp(machine.current->paused) == 0) _longjmp(machine.scheduler, 1);
+}
 
-inline void release(Barrier& barrier) {
-  for (auto& block : machine.cluster)
-    for (auto& fiber : block->fibers)
-      if (fiber->waits == &barrier) fiber->waits = nullptr;
-  barrier = {};
+inline void clear(Barrier& barrier) {
+  barrier.waiting.clear();
+  barrier.line = 0;
 }
 
 // Waits until `all` threads have arrived.
 inline void wait(Barrier& barrier, int all, int line) {
-  if (barrier.arrived && barrier.line != line)
+  if (!barrier.waiting.empty() && barrier.line != line)
     fail("threads wait for each other at lines " + std::to_string(barrier.line) + " and " +
          std::to_string(line));
   barrier.line = line;
   machine.current->waits = &barrier;
-  if (++barrier.arrived == all) release(barrier);
+  barrier.waiting.push_back(machine.current);
+  if (int(barrier.waiting.size()) == all) {
+    for (Fiber* fiber : barrier.waiting) fiber->waits = nullptr;
+    clear(barrier);
+  }
   pause();
 }
 
 inline int cluster_threads() { return int(machine.cluster.size()) * machine.cluster[0]->threads; }
 
+// A fiber whose kernel has ended waits for the next one.
 inline void run_fiber() {
   Fiber& fiber = *machine.current;
-  machine.kernel();
-  fiber.ended = true;
-  if (--fiber.block->running == 0)  // what others still read of it is gone
-    std::memset(fiber.block->memory, 0xff, fiber.block->storage.size() - 16);
-  pause();
+  while (true) {
+    machine.kernel();
+    fiber.ended = true;
+    if (--fiber.block->running == 0)  // what others still read of it is gone
+      std::memset(fiber.block->memory, 0xff, fiber.block->storage.size() - 16);
+    pause();
+  }
 }
 
 inline void resume(Fiber& fiber) {
   machine.current = &fiber;
   threadIdx.x = fiber.thread;
   blockIdx.x = fiber.block->number;
-  swapcontext(&machine.scheduler, &fiber.context);
+  if (_setjmp(machine.scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.paused, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
 }
 
 // Each returns whether anything ran.
@@ -201,7 +217,7 @@ inline bool run_warp(Block& block, int warp) {
   const int first = warp * kWarp, count = std::min(kWarp, block.threads - first);
   while (again && machine.error.empty()) {
     again = false;
-    for (const int lane : ordered(count)) {
+    for (const int lane : ordered(count, machine.lanes)) {
       Fiber& fiber = *block.fibers[first + lane];
       if (fiber.ended || fiber.waits) continue;
       resume(fiber);
@@ -215,7 +231,8 @@ inline bool run_block(Block& block) {
   bool any = false, again = true;
   while (again) {
     again = false;
-    for (const int warp : ordered((block.threads + kWarp - 1) / kWarp)) again |= run_warp(block, warp);
+    for (const int warp : ordered((block.threads + kWarp - 1) / kWarp, machine.warps))
+      again |= run_warp(block, warp);
     any |= again;
   }
   return any;
@@ -227,16 +244,21 @@ inline void start(Block& block, int number, int threads, std::size_t bytes) {
   block.storage.assign(bytes + 16, 0xff);
   block.memory = block.storage.data();
   while (reinterpret_cast<std::size_t>(block.memory) % 16) ++block.memory;
-  block.barrier = {};
-  block.warps.assign((threads + kWarp - 1) / kWarp, {});
-  block.lanes.assign(threads, 0.0f);
+  clear(block.barrier);
+  block.warps.resize((threads + kWarp - 1) / kWarp);
+  for (Barrier& warp : block.warps) clear(warp);
+  for (auto& lanes : block.lanes) lanes.assign(threads, 0.0f);
+  block.turn.assign(threads, 0);
   while (int(block.fibers.size()) < threads) block.fibers.push_back(std::make_unique<Fiber>());
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = *block.fibers[t];
     fiber.block = &block;
     fiber.thread = t;
     fiber.waits = nullptr;
+    const bool waits_for_a_kernel = fiber.started && fiber.ended;
     fiber.ended = false;
+    if (waits_for_a_kernel) continue;
+    fiber.started = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
@@ -252,14 +274,14 @@ inline void launch(int blocks, int threads, std::size_t shared, int cluster, std
   machine.cluster.resize(cluster);
   for (auto& block : machine.cluster)
     if (!block) block = std::make_unique<Block>();
-  for (const int c : ordered(blocks / cluster)) {
-    machine.barrier = {};
+  for (const int c : ordered(blocks / cluster, machine.clusters)) {
+    clear(machine.barrier);
     for (int rank = 0; rank < cluster; ++rank)
       start(*machine.cluster[rank], c * cluster + rank, threads, shared);
     bool again = true;
     while (again && machine.error.empty()) {
       again = false;
-      for (const int rank : ordered(cluster)) again |= run_block(*machine.cluster[rank]);
+      for (const int rank : ordered(cluster, machine.ranks)) again |= run_block(*machine.cluster[rank]);
     }
     for (auto& block : machine.cluster)
       if (block->running) fail("threads wait for threads that have ended or wait elsewhere");
@@ -281,11 +303,11 @@ inline float __shfl_xor_sync(unsigned, float x, int step, int line = __builtin_L
   auto& block = *cuda_on_cpu::machine.current->block;
   const int warp = thread / cuda_on_cpu::kWarp;
   const int all = std::min(cuda_on_cpu::kWarp, block.threads - warp * cuda_on_cpu::kWarp);
-  block.lanes[thread] = x;
+  // no thread can be two turns ahead of another one
+  const auto& lanes = block.lanes[block.turn[thread] ^= 1];
+  block.lanes[block.turn[thread]][thread] = x;
   cuda_on_cpu::wait(block.warps[warp], all, line);
-  const float other = block.lanes[thread ^ step];
-  cuda_on_cpu::wait(block.warps[warp], all, line);
-  return other;
+  return lanes[thread ^ step];
 }
 
 // -- cooperative groups -------------------------------------------------------------------------------

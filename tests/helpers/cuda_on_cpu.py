@@ -47,7 +47,8 @@ def compile_cpp(source: Path, output: Path, *options: str) -> None:
     command = [
         str(CXX),
         "-std=c++17",
-        "-O1",
+        "-O0",
+        "-fno-exceptions",
         "-w",
         "-fno-strict-aliasing",
         "-fno-gnu-unique",

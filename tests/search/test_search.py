@@ -371,7 +371,17 @@ def test_a_whole_mlp_is_two_kernels():
     assert len(sums) == 3 and next(reversed(list(b.ops()))).fn == "add"
 
 
-@pytest.mark.parametrize("name", programs.PROGRAMS)
+#: Attention after norms, which other programs have apart. Its small form is in other tests, too.
+ALIKE = ("qk_norm_attention",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name
+        for name in programs.PROGRAMS
+    ],
+)
 def test_programs_at_full_size(name):
     start = time.process_time()
     searched = search_and_verify(programs.build(mi, name, small=False), SEARCH)

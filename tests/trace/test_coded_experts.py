@@ -116,7 +116,15 @@ def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.
     assert far(results_of(plan, inputs, (wanted.to(dtype),))[0], wanted, dtype) < 1
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize(
+    "name",
+    [  # its kernels are searched, proven and compiled by other tests, and called as the others are
+        pytest.param(name, marks=pytest.mark.thorough)
+        if name == "Int4TilePackedTo4dTensor"
+        else name
+        for name in CODED
+    ],
+)
 def test_experts_by_name_run_kernels(name: str) -> None:
     module, plain = CODED[name]()
     ours = Experts(backend="cpu")
@@ -187,8 +195,21 @@ REAL_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", ["FP8Experts", "Mxfp4GptOssExperts", *REAL_TENSORS])
-@pytest.mark.parametrize("tokens", [1, 4])
+OF_MODELS = ("FP8Experts", "Mxfp4GptOssExperts", *REAL_TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        *((1, name) for name in OF_MODELS),
+        *(  # codes of 4 bits and of 8, with several tokens
+            (4, name)
+            if name in ("FP8Experts", "Int4Tensor")
+            else pytest.param(4, name, marks=pytest.mark.thorough)
+            for name in OF_MODELS
+        ),
+    ],
+)
 def test_kernels_of_models_compile_for_a_gpu(name: str, tokens: int) -> None:
     """Qwen3-30B-A3B in float8 and with tensors of torchao, and gpt-oss-20b in MXFP4."""
     pytest.importorskip("triton")

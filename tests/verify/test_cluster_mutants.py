@@ -12,10 +12,10 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.verify.field_proof import prove
 from tests.helpers import cluster_mutants, cluster_ugraphs
 from tests.helpers.mutants import Judge, fuse
-from tests.helpers.thorough import THOROUGH
+from tests.helpers.thorough import count
 
 #: Mutants of mutants that are tried for each µGraph.
-PAIRS = 2000 if THOROUGH else 150
+PAIRS = count(2000, 50)
 
 #: Small sizes, so that thousands of mutants are judged in seconds. Equal sizes of different axes
 #: let more wrong graphs pass the checks.
@@ -69,10 +69,10 @@ def test_no_wrong_mutant_is_accepted(name, record_property):
         if "ACCEPTED" in result:
             accepted_wrongly.append((f"{kind} + {second}", f"{where} + {there}", result))
     total = sum(counts.values(), Counter())
-    record_property("mutants", {kind: dict(count) for kind, count in counts.items()})
+    record_property("mutants", {kind: dict(found) for kind, found in counts.items()})
     print(f"\n{name}: {dict(total)}")
-    for kind, count in sorted(counts.items()):
-        print(f"  {kind:32s} {dict(count)}")
+    for kind, found in sorted(counts.items()):
+        print(f"  {kind:32s} {dict(found)}")
     assert not accepted_wrongly
     assert total["refused by the checks"] > 100 and total["refused by the proof"] > 10
     for kind in ("exchange dropped", "exchange twice", "exchange over another axis"):
