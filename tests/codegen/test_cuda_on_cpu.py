@@ -138,14 +138,16 @@ def test_a_random_cluster_computes_what_the_cpu_backend_does(case, random_cluste
 
 def held_for_all_steps() -> UGraph:
     """Return a kernel that keeps an input, and a value made of it, for all steps of its loop."""
-    axes = (Axis("k", 5, Role.LOOP), Axis("m", 4, Role.GRID), Axis("n", 3, Role.GRID))
+    axes = (Axis("k", 5, Role.LOOP), Axis("m", 4, Role.GRID), Axis("n", 3, Role.TILE))
     body = (
         BlockOp("positive", "relu", ("y",), ("k", "n")),
+        BlockOp("row", "sum", ("positive",), ("k",), over="n"),
         BlockOp("larger", "max", ("x", "positive"), ("k", "m", "n")),
         BlockOp("product", "mul", ("x", "y"), ("k", "m", "n")),
         BlockOp("sum", "add", ("x", "y"), ("k", "m", "n")),
     )
     accumulators = (
+        Accumulator("rows", "row", "sum", ()),
         Accumulator("total", "positive", "sum", ("n",)),
         Accumulator("dot", "product", "sum", ("m", "n")),
         Accumulator("top", "sum", "max", ("m", "n")),
@@ -155,7 +157,8 @@ def held_for_all_steps() -> UGraph:
     last = (
         BlockOp("a", "add", ("total", "largest"), both),
         BlockOp("b", "add", ("dot", "top"), both),
-        BlockOp("o", "mul", ("a", "b"), both),
+        BlockOp("c", "add", ("b", "rows"), both),
+        BlockOp("o", "mul", ("a", "c"), both),
     )
     block = BlockGraph(
         axes,
@@ -172,7 +175,7 @@ def held_for_all_steps() -> UGraph:
 @pytest.mark.parametrize("step", [1, 2, 8])
 def test_values_that_are_held_for_all_steps_of_a_loop(step, tmp_path):
     u = held_for_all_steps()
-    schedule = Schedule({"k": step, "m": 8, "n": 8}, num_warps=1, cuda=True)
+    schedule = Schedule({"k": step, "m": 4, "n": 4}, num_warps=1, cuda=True)
     text = cuda.kernels_source(u, [schedule])
     assert "shared.y[i_n * 6" in text and "shared.positive[" in text, "they are not held"
     library, inputs = Library([text], tmp_path), ugraphs.random_inputs(u.program, 0)

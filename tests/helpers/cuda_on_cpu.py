@@ -42,12 +42,20 @@ def as_cpp(text: str) -> str:
     )
 
 
+#: An access beyond an array in shared memory ends the program. Clang has another name for it.
+IN_BOUNDS = (
+    "-fsanitize=bounds-strict" if "g++" in str(CXX) else "-fsanitize=bounds",
+    "-fsanitize-undefined-trap-on-error",
+)
+
+
 def compile_cpp(source: Path, output: Path, *options: str) -> None:
     """Compile a file. Raise an error that shows what the compiler says."""
     command = [
         str(CXX),
         "-std=c++17",
         "-O0",
+        *IN_BOUNDS,
         "-fno-exceptions",
         "-w",
         "-fno-strict-aliasing",
