@@ -362,22 +362,27 @@ def adapters(results: Sequence[Result]) -> str:
 
 def weights_in_codes(results: Sequence[Result]) -> str:
     """Models whose linears hold codes, beside the same models in bfloat16 and torch's product."""
-    columns = ("product", "plain", "ours")
     rows = []
     for result in results:
-        if (result.peer, result.metric) != ("product", "ms_per_token"):
+        if (result.peer, result.metric) != ("plain", "ms_per_token"):
             continue
         subject, batch, context = result.subject, result.batch, result.context
-        for metric, name in (
-            ("ms_per_token", "a token, everything counted"),
-            ("step_ms", "a step"),
-            ("first_token_ms", "the first token"),
-        ):
-            seen = [pick(results, subject, batch, context, p, metric) for p in columns]
-            numbers = ["–" if x is None else spread(x) for x in seen]
-            rows.append([subject, f"{batch} : {context}", name, *numbers])
-    header = ["model", "batch : prompt", "ms", "static cache, torch's int4 product"]
-    return table([*header, "ours, bfloat16", "ours"], rows)
+        seen = [
+            pick(results, subject, batch, context, peer, metric, result.source)
+            for peer, metric in (
+                ("floor", "ms_per_token"),
+                ("product", "ms_per_token"),
+                ("plain", "ms_per_token"),
+                ("ours", "ms_per_token"),
+                ("ours", "step_ms"),
+                ("ours", "first_token_ms"),
+            )
+        ]
+        numbers = ["–" if x is None else spread(x) for x in seen]
+        rows.append([subject, f"{batch} : {context}", *numbers, _run(result)])
+    header = ["model", "batch : prompt", "floor", "static cache, torch's int4 product"]
+    header += ["ours, bfloat16", "ours", "our step", "our first token, ms", "run"]
+    return table(header, rows)
 
 
 @dataclass(frozen=True)
