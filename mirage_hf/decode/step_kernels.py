@@ -127,16 +127,19 @@ class StepKernels:
         return keys
 
     def _at(self, key: _Key) -> Resolved:
-        """Return the kernel that runs. Of attention, the one for short caches."""
-        kernel = self.found[key] if isinstance(key, str) else self.attention[key][0]
-        assert not isinstance(kernel, str)
-        return kernel
+        """Return the kernel that runs. Of attention, the one for short caches if there is one."""
+        if isinstance(key, str):
+            kernel = self.found[key]
+            assert not isinstance(kernel, str)
+            return kernel
+        return next(_that_run(self.attention[key]))
 
     def _replace(self, key: _Key, kernel: Resolved) -> None:
         if isinstance(key, str):
             self.found[key] = kernel
         else:
-            self.attention[key] = [kernel, *self.attention[key][1:]]
+            before = self._at(key)
+            self.attention[key] = [kernel if x is before else x for x in self.attention[key]]
 
     def _searching(self, wanted: Iterable[_Wanted]) -> AbstractContextManager[None]:
         """Search for kernels that are not known, each program in a process of its own."""
@@ -194,8 +197,7 @@ class StepKernels:
             key = self.attention_block(one, plan)
             if key not in self.attention:
                 self.attention[key] = self._attention(*key)
-            tuned = [k for k in self.attention[key] if not isinstance(k, str) and k.runs_kernel]
-            if tuned:
+            if tuned := [*_that_run(self.attention[key])]:
                 found[one] = partial(self._running, tuned, *key)
         return found
 
@@ -243,6 +245,10 @@ class StepKernels:
             return self.finder.resolve(program, self.progress, **options)
         except (SearchError, VerificationError, CodegenError) as error:
             return f"no kernel: {error}"
+
+
+def _that_run(kernels: Iterable[Resolved | str]) -> Iterator[Resolved]:
+    return (kernel for kernel in kernels if not isinstance(kernel, str) and kernel.runs_kernel)
 
 
 def layers_of(keys: Iterable[_Key]) -> list[tuple[_Key, ...]]:
