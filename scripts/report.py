@@ -149,7 +149,10 @@ def _numbers_of_rows(rows: list[dict[str, Any]]) -> Iterator[Number]:
         elif "way" in row:
             yield from _numbers_of_first_use(row)
         elif "kinds" in row:
-            yield from _numbers_of_kinds(row)
+            yield from _numbers_of_kinds(row, row["kinds"], row["name"])
+        elif "best" in row:
+            block, _, rows_of_block = row["name"].partition(":")
+            yield from _numbers_of_kinds(row, row["best"], f"{block} of codes", int(rows_of_block))
 
 
 def _numbers_of_model(row: dict[str, Any]) -> Iterator[Number]:
@@ -197,13 +200,15 @@ def _numbers_of_first_use(row: dict[str, Any]) -> Iterator[Number]:
     yield *place, "later_ms_per_token", timing["median"], (timing["min"], timing["max"])
 
 
-def _numbers_of_kinds(row: dict[str, Any]) -> Iterator[Number]:
-    yield row["name"], 1, "", "floor", "us", row["floor_us"], NO_SPREAD
-    for kind, seen in row["kinds"].items():
-        if kind != "library" and seen.get("us") is not None:
-            yield row["name"], 1, "", kind, "us", seen["us"], (seen["low"], seen["high"])
+def _numbers_of_kinds(
+    row: dict[str, Any], kinds: dict[str, Any], subject: str, rows: int = 1
+) -> Iterator[Number]:
+    yield subject, rows, "", "floor", "us", row["floor_us"], NO_SPREAD
+    for kind, seen in kinds.items():
+        if kind != "library" and seen and seen.get("us") is not None:
+            yield subject, rows, "", kind, "us", seen["us"], (seen["low"], seen["high"])
             if seen.get("chain_us") is not None:
-                yield row["name"], 1, "", kind, "chain_us", seen["chain_us"], NO_SPREAD
+                yield subject, rows, "", kind, "chain_us", seen["chain_us"], NO_SPREAD
 
 
 def _numbers_of_search(raw: dict[str, Any]) -> Iterator[Number]:

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -20,35 +21,62 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: A request: a process ID. 0 asks for a new worker, whose socket comes along. Any other number asks
-#: for the exit code of that worker, which has ended.
-REQUEST = struct.Struct("<q")
+#: A request or an answer: a number. The request 0 asks for a new worker, whose socket comes along.
+#: Any other request is the process ID of a worker that has ended, and the answer is its exit code.
+MESSAGE = struct.Struct("<q")
+
+#: The answer if the exit code is not known.
+UNKNOWN = 1 << 32
 
 
 def serve(control: socket.socket, module: Any) -> None:
-    """Answer requests until the other side closes the socket.
+    """Answer requests until the other side shuts the socket. Then wait for the workers to end.
 
     Args:
         control: Requests come from it.
-        module: Its `serve` is what a worker does with the lines that it reads.
+        module: Its `answer` is what a worker does with a line.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the user's process may ignore it
+    ended: dict[int, int] = {}
     while True:
-        request, files, _, _ = socket.recv_fds(control, REQUEST.size, 1)
+        request, files, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+        ended |= _reaped(os.WNOHANG)
         if not request:
+            _reaped(0)
             return
-        (pid,) = REQUEST.unpack(request)
+        (pid,) = MESSAGE.unpack(request)
         if pid:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            control.sendall(REQUEST.pack(code))
-            continue
+            while pid not in ended and (found := _reaped(0, pid)):
+                ended |= found
+            control.sendall(MESSAGE.pack(ended.pop(pid, UNKNOWN)))
+        elif files:
+            _fork(control, files[0], module)
+
+
+def _reaped(options: int, pid: int = -1) -> dict[int, int]:
+    """Return the exit codes of children that have ended, or of one, by process ID."""
+    codes: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):  # there are no others
+        while True:
+            child, status = os.waitpid(pid, options)
+            if not child:
+                break
+            codes[child] = os.waitstatus_to_exitcode(status)
+    return codes
+
+
+def _fork(control: socket.socket, connection: int, module: Any) -> None:
+    """Fork a worker. If that fails, the other side sees the end of its connection."""
+    try:
         with warnings.catch_warnings():  # Python 3.12 warns of threads, which no import may start
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid:
-            os.close(files[0])
-            continue
+            is_worker = os.fork() == 0
+    except OSError:
+        is_worker = False
+    if is_worker:
         control.close()
-        _work(socket.socket(fileno=files[0]), module)
+        _work(socket.socket(fileno=connection), module)
+    os.close(connection)
 
 
 def _work(connection: socket.socket, module: Any) -> None:
@@ -60,7 +88,7 @@ def _work(connection: socket.socket, module: Any) -> None:
             for line in lines:
                 print(module.answer(line), file=lines, flush=True)
         code = 0
-    except (BrokenPipeError, ConnectionResetError):  # the process that asked has ended
+    except ConnectionError:  # the process that asked has ended
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -82,5 +110,5 @@ if __name__ == "__main__":
     _import_without_transformers()
     asked = importlib.import_module(sys.argv[2])
     asked.prepare()
-    with contextlib.suppress(ConnectionResetError):  # the parent has ended
+    with contextlib.suppress(ConnectionError):  # the parent has ended
         serve(socket.socket(fileno=int(sys.argv[1])), asked)

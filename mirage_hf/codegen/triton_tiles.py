@@ -37,9 +37,9 @@ class Ahead:
     """A later loop step whose tiles are loaded.
 
     Attributes:
-        at: The name of its indices on the loop axis.
-        inside: The name of which of them count. "": all.
-        follows: The name of whether there is such a step. "": there is.
+        at: The variable that holds its indices on the loop axis.
+        inside: The variable that is true for indices within the axis. "" if all are.
+        follows: The variable that is true if the step exists. "" if it always does.
     """
 
     at: str

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import socket
 import struct
 import subprocess
@@ -19,12 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mirage_hf.codegen import ahead, fork_server
-from mirage_hf.codegen.fork_server import REQUEST
+from mirage_hf.codegen.fork_server import MESSAGE, UNKNOWN
 
 #: Seconds after which idle workers end.
 IDLE_SECONDS = 30.0
 
-#: Libraries whose import would start threads, after which a fork is not safe.
+#: Seconds to wait for the process that forks workers to end.
+_END_SECONDS = 2.0
+
+#: With this environment, libraries start no threads when they are imported. A fork of a process
+#: with threads is not safe.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 #: The module whose functions are what workers that compile do.
@@ -54,7 +57,7 @@ class Worker:
         self._lines = connection.makefile("rw", encoding="utf-8")
         first = self._lines.readline()
         if not first.endswith("\n"):
-            self._close()
+            self.end()
             raise OSError("a worker could not start")
         self.pid = int(first)
 
@@ -70,18 +73,15 @@ class Worker:
         except (OSError, ValueError):
             answer = ""
         if not answer.endswith("\n"):
-            self._close()
+            self.end()
             code = self._server.exit_code(self.pid)
             raise WorkerError(f"the worker that was asked ended with exit code {code}")
         return answer
 
-    def kill(self) -> None:
-        """End the process. Closing the socket would do if no fork of this process had it open."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self._close()
-
-    def _close(self) -> None:
+    def end(self) -> None:
+        """Let the process end once it is idle, also if a fork of this process has its socket."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
         for each in (self._lines, self._connection):
             with contextlib.suppress(OSError):  # unsent text of a worker that died
                 each.close()
@@ -103,17 +103,19 @@ class ForkServer:
         Raises:
             OSError: No process can be started, or it cannot do the work.
         """
+        if not (hasattr(os, "fork") and hasattr(socket, "send_fds")):
+            raise OSError("this platform cannot pass a socket to a forked process")
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
-                socket.send_fds(self._begun(), [REQUEST.pack(0)], [theirs.fileno()])
+                socket.send_fds(self._control_socket(), [MESSAGE.pack(0)], [theirs.fileno()])
         except OSError:
             ours.close()
             raise
         return Worker(self, ours)
 
-    def _begun(self) -> socket.socket:
-        """Start the process if it has not been started, and return the socket for requests."""
+    def _control_socket(self) -> socket.socket:
+        """Return the socket for requests. Start the process first if it has not been started."""
         if self._control is not None:
             return self._control
         if not sys.executable or getattr(sys, "frozen", False):
@@ -139,21 +141,26 @@ class ForkServer:
         return ours
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a worker that has ended, or None if it cannot be told."""
+        """Return the exit code of a worker that has ended, or None if it is not known."""
         with self._lock, contextlib.suppress(OSError, struct.error):
-            assert self._control is not None
-            self._control.sendall(REQUEST.pack(pid))
-            code: int = REQUEST.unpack(self._control.recv(REQUEST.size))[0]
-            return code
+            if self._control is not None:
+                self._control.sendall(MESSAGE.pack(pid))
+                code: int = MESSAGE.unpack(self._control.recv(MESSAGE.size))[0]
+                return None if code == UNKNOWN else code
         return None
 
     def close(self) -> None:
-        """End the process. Its workers stay."""
+        """Let the process end after its workers. If that takes long, end it at once."""
         with self._lock:
             if self._control is not None and self._process is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    self._control.shutdown(socket.SHUT_RDWR)
                 self._control.close()
-                self._process.kill()
-                self._process.wait()
+                try:
+                    self._process.wait(_END_SECONDS)
+                except subprocess.TimeoutExpired:  # it imports, or a worker is busy
+                    self._process.kill()
+                    self._process.wait()
             self._control = self._process = None
 
 
@@ -210,12 +217,14 @@ class Workers:
         try:
             worker = worker or self._begin()
             line = asked()
-            return None if line is None else worker.answer(line)
-        except WorkerError:
-            worker = None
-            raise
+            if line is None:
+                return None
+            busy, worker = worker, None
+            answer = busy.answer(line)
+            worker = busy
+            return answer
         finally:
-            self._idle.put(worker)
+            self._idle.put(worker)  # None: the worker has ended
 
     def _begin(self) -> Worker:
         """Start a worker, unless that failed before."""
@@ -231,7 +240,7 @@ class Workers:
         """End the workers that are idle."""
         for worker in [self._idle.get() for _ in range(self._idle.qsize())]:
             if worker is not None:
-                worker.kill()
+                worker.end()
             self._idle.put(None)
         self._server.close()
 

@@ -62,7 +62,7 @@ class StepKernels:
         self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
         self.over_cache = CacheKernels(model.device)
         #: The keys of kernels that were chosen for a layer.
-        self._settled: set[_Key] = set()
+        self._chosen_in_layers: set[_Key] = set()
 
     def find(self, plan: StepPlan, whole: bool) -> None:
         """Find the kernels of a step plan, and schedule them.
@@ -95,15 +95,17 @@ class StepKernels:
         """Choose the kernels that were just tuned by the time of the layers that they run in.
 
         Returns:
-            True if others were chosen than the fastest by themselves.
+            True if a kernel was replaced, so that the plan must be scheduled again.
         """
         has_changed = False
-        for keys in layers_of(self._in_order(plan)):
-            if self._settled.issuperset(keys):
+        for keys in layers_of(self._keys_in_order(plan)):
+            if self._chosen_in_layers.issuperset(keys):
                 continue
             # the kernels that an earlier layer chose stay
             layer = [
-                replace(self._at(key), outcome=None) if key in self._settled else self._at(key)
+                replace(self._kernel_of(key), outcome=None)
+                if key in self._chosen_in_layers
+                else self._kernel_of(key)
                 for key in keys
             ]
             chosen = chosen_for_layer(layer, device=self.finder.device, zoo=self.finder.zoo)
@@ -111,10 +113,10 @@ class StepKernels:
                 if kernel is not before:
                     has_changed = True
                     self._replace(key, kernel)
-            self._settled.update(keys)
+            self._chosen_in_layers.update(keys)
         return has_changed
 
-    def _in_order(self, plan: StepPlan) -> list[_Key]:
+    def _keys_in_order(self, plan: StepPlan) -> list[_Key]:
         """Return the keys of a plan's kernels in the order in which they run."""
         keys: list[_Key] = []
         for step_op in plan.step_ops:
@@ -126,7 +128,7 @@ class StepKernels:
                 keys.append(str(step_op.program.graph))
         return keys
 
-    def _at(self, key: _Key) -> Resolved:
+    def _kernel_of(self, key: _Key) -> Resolved:
         """Return the kernel that runs. Of attention, the one for short caches if there is one."""
         if isinstance(key, str):
             kernel = self.found[key]
@@ -138,7 +140,7 @@ class StepKernels:
         if isinstance(key, str):
             self.found[key] = kernel
         else:
-            before = self._at(key)
+            before = self._kernel_of(key)
             self.attention[key] = [kernel if x is before else x for x in self.attention[key]]
 
     def _searching(self, wanted: Iterable[_Wanted]) -> AbstractContextManager[None]:
@@ -173,7 +175,7 @@ class StepKernels:
 
     def _region_run(self, region: Region) -> RegionRun:
         """Return what runs a region that has a kernel."""
-        kernel = self._at(str(region.graph))
+        kernel = self._kernel_of(str(region.graph))
         return RegionRun(kernel.run, (0, 0) in kernel.in_place, kernel.runs_generated)
 
     def _found(self, program: KernelGraph, plan: StepPlan) -> Resolved | str:

@@ -58,7 +58,7 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
     `take` gives what was found. Searches that nobody took are dropped. A block within another one
     does not begin the searches of the outer one again.
 
-    The first worker takes seconds to start, most of them to import torch. Until then this process
+    The process that forks workers takes a second or more to import torch. Until then this process
     does the searches that it needs first.
     """
     tasks = {_name(request): _task(request) for request in requests}

@@ -42,7 +42,7 @@ _WALKED_CODED_LAUNCHES = ((1, 1), (1, 3), (1, 4), (2, 3), (2, 4))
 
 #: Most steps of a trip to try if a warp holds words ahead. Sixteen steps of 16 rows spilled
 #: registers.
-_LONGEST_TRIP = 8
+LONGEST_TRIP = 8
 
 
 def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
@@ -67,7 +67,7 @@ def _trips(block: BlockGraph, tiles: Mapping[str, int]) -> list[int]:
     """Return the steps of a trip to try: those that the steps of a loop are a multiple of."""
     (loop,) = block.named(Role.LOOP)
     steps = -(-block.split_size(loop.name) // tiles[loop.name])
-    return [n for n in range(2, _LONGEST_TRIP + 1) if steps % n == 0]
+    return [n for n in range(2, LONGEST_TRIP + 1) if steps % n == 0]
 
 
 def packed_axes(op: KernelOp) -> dict[str | None, int]:

@@ -58,13 +58,13 @@ STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 #: The share of the arithmetic on codes that does not overlap with reads of memory.
 EXPOSED = 0.4
 
-#: How much faster memory is read if the loads of some loop steps are issued together, because they
-#: lie side by side. Measured on an H200 with runs of 64 bytes a step: 18.8 µs, and 17.2 with two
-#: steps, 15.0 with eight. That for four steps lies between.
+#: The speed-up of reads, by the number of loop steps whose loads are issued together. These loads
+#: lie side by side. Measured on an H200 with 64 bytes a step: 18.8 µs alone, 17.2 with two steps,
+#: 15.0 with eight. The value for four is interpolated.
 TOGETHER = {1: 1.0, 2: 1.09, 4: 1.17, 8: 1.25}
 
-#: The share of the steps of a trip whose loads are in flight, on average: one half is being loaded
-#: and the other half is loaded anew.
+#: The share of the steps of a trip whose loads are in flight, on average. Each half is loaded again
+#: as soon as it is used, so it is between one half and all of them.
 IN_FLIGHT = 0.75
 
 #: The share of the bandwidth that library kernels reach.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
-from mirage_hf.graph.block import BlockInput, Role, Stage
+from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
 from mirage_hf.graph.coded import is_packed, stored_bytes
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
@@ -364,9 +364,8 @@ def _held(plan: KernelPlan, stage: Stage) -> float:
     tiling = plan.tiling
     walked = stage.loop if tiling.is_looped else None
     summed = {a.arg for a in stage.accumulators if walked and plan.is_reduced_after_loop(stage, a)}
-    pairs = plan.layout.code_factors  # two codes in each register
     formed = [
-        tiling.numel(op.axes) * (0.0 if op.over is not None else 0.5 if op.out in pairs else 1.0)
+        tiling.numel(op.axes) * _registers_of_element(plan, op)
         for op in stage.body
         if op.out not in plan.layout.unformed_products and op.out not in summed
     ]
@@ -376,6 +375,13 @@ def _held(plan: KernelPlan, stage: Stage) -> float:
     through_registers = sum(tile_bytes(plan, i) / 4 for i in loaded if i not in copied)
     held = through_registers + max(formed, default=0.0)
     return held + (_accumulators(plan, stage) if walked else 0)
+
+
+def _registers_of_element(plan: KernelPlan, op: BlockOp) -> float:
+    """Return the registers that an element of an op's result takes while it is formed."""
+    if op.over is not None:
+        return 0.0  # a sum is counted as what it adds up
+    return 0.5 if op.out in plan.layout.code_factors else 1.0  # a register holds two codes
 
 
 def _accumulators(plan: KernelPlan, stage: Stage) -> int:

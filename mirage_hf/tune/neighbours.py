@@ -17,6 +17,7 @@ from mirage_hf.gpus import Device
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.tune.candidate_schedules import LONGEST_TRIP, packed_axes
 from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.cuda_schedules import estimate_cuda
@@ -150,11 +151,16 @@ def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
     for steps in () if s.cuda else (0, s.prefetch_steps // 2, max(1, s.prefetch_steps * 2)):
         if steps != s.prefetch_steps:
             yield {"prefetch_steps": steps}
-    for stages in () if s.cuda else (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2):
+    is_trip = s.steps_per_trip > 1  # of a loop with one stage
+    for stages in (
+        () if s.cuda or is_trip else (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2)
+    ):
         if stages >= 1:
             yield {"num_stages": stages}
-    for steps in (s.steps_per_trip // 2, s.steps_per_trip * 2) if s.steps_per_trip > 1 else ():
-        yield {"steps_per_trip": steps}
+    if is_trip or (s.mma and s.num_stages == 1 and packed_axes(op)):
+        for steps in (s.steps_per_trip // 2, s.steps_per_trip * 2):
+            if 1 <= steps <= LONGEST_TRIP:
+                yield {"steps_per_trip": steps}
     for warps in (s.num_warps // 2, s.num_warps * 2):
         if 1 <= warps <= _MOST_WARPS:
             yield {"num_warps": warps}

@@ -146,15 +146,15 @@ def _in_shared_memory(schedule: Schedule, op: KernelOp, loop: str, device: Devic
 
 def _with_best_cooperation(schedule: Schedule, op: KernelOp, device: Device) -> Schedule:
     """Let one, two or four times as many blocks share the loop, whichever the model prefers."""
+    assert op.block is not None
     most_blocks = MOST_BLOCKS_PER_SM * device.sms
-    costs: dict[int, float] = {}
+    costs: dict[Schedule, float] = {}
     for blocks in (n * schedule.cooperating_blocks for n in (1, 2, 4)):
         try:
-            planned = plan_kernel(op, replace(schedule, cooperating_blocks=blocks))
+            shared = clip(replace(schedule, cooperating_blocks=blocks), op.block)
+            planned = plan_kernel(op, shared)
         except errors.CodegenError:
             continue
         if blocks == schedule.cooperating_blocks or planned.grid <= most_blocks:
-            costs[blocks] = estimate(planned, device).us
-    if not costs:
-        return schedule
-    return replace(schedule, cooperating_blocks=min(costs, key=costs.__getitem__))
+            costs[shared] = estimate(planned, device).us
+    return min(costs, key=costs.__getitem__, default=schedule)

@@ -91,7 +91,7 @@ class _NarrowSizes:
             broken = [rule for rule in self.classes.rules if not self._holds(rule, sizes)]
             if not broken:
                 return sizes
-            kept = {root for rule in broken for root in self._all(rule)}
+            kept = {root for rule in broken for root in self._classes_of(rule)}
             if kept <= self.kept:
                 raise ResizeError("the full sizes contradict each other")
             self.kept |= kept  # such as a dim that is split in two ways
@@ -129,9 +129,10 @@ class _NarrowSizes:
         return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 
     def _apply(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
-        """Make a dim as long as its parts tell. If results depend on one of them, all keep theirs.
+        """Cut a dim and its parts alike.
 
-        The parts of a joined dim are added, and those of a dim that is split are multiplied.
+        If results depend on the dim or on a part, all keep their full size. The sizes of the parts
+        of a joined dim are added, and those of a dim that is split are multiplied.
         """
         total, parts = self._roots_of(rule)
         if not self.kept.isdisjoint((total, *parts)):
@@ -142,8 +143,8 @@ class _NarrowSizes:
                 sizes[p] = min(self.full[p], max(self._limit(total) // 2, 1))
         else:
             left = self._limit(total)
-            for p in reversed(parts):
-                wanted = left if p is parts[0] else left // 2
+            for n, p in reversed([*enumerate(parts)]):
+                wanted = left // 2 if n else left
                 sizes[p] = min(self.full[p], max(wanted, _WIDE_BATCH))
                 left = max(left // sizes[p], 1)
         sizes[total] = rule.value([sizes[p] for p in parts])
@@ -152,7 +153,7 @@ class _NarrowSizes:
         total, parts = self._roots_of(rule)
         return sizes[total] == rule.value([sizes[p] for p in parts])
 
-    def _all(self, rule: SizeRule) -> list[Key]:
+    def _classes_of(self, rule: SizeRule) -> list[Key]:
         total, parts = self._roots_of(rule)
         return [total, *parts]
 

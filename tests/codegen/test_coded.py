@@ -18,6 +18,7 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import space
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.tune.refit import clip
+from mirage_hf.verify.accept import suits_tensor_cores
 from tests.helpers import coded_programs
 from tests.helpers.coded_programs import CASES
 from tests.helpers.memory import Allocations
@@ -71,7 +72,7 @@ def test_trips_may_take_several_steps(interpreted, name):
     for steps, blocks, error, eager in results:
         assert error <= 1.25 * eager + 1e-3, (steps, blocks, error, eager)
     kinds = {(steps, blocks) for steps, blocks, _, _ in results}
-    if name == "seven groups":  # a block takes seven steps, or four of which one may be empty
+    if name == "seven groups":  # one block takes seven steps; of two, the second has an empty one
         assert kinds == {(1, 1), (7, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4)}
     elif name == "nine groups":
         assert kinds >= {(3, 1)}  # halves of one and of two steps
@@ -209,6 +210,10 @@ def test_a_form_for_tensor_cores_is_kept_beside_those_for_multiply_adds():
     scales = g.new_input((4096, 32, 1), "bfloat16", constant=True)
     weight = g.reshape(g.mul(g.sub(g.cast(codes, "bfloat16"), 8.0), scales), (4096, 4096))
     g.mark_output(g.add(g.matmul(x, g.permute(weight, (1, 0))), residual))
+    found = [each.ugraph for each in search(g, SearchOptions(threads=1))[0]]
+    single = [u for u in found if u.num_kernels == 1]
+    assert not any(map(suits_tensor_cores, single[:6])), "it is no longer found late"
+    assert any(map(suits_tensor_cores, single))
     kept = search_and_verify(g, SearchOptions(threads=1)).ugraphs()
     kernels = [place_kernels(u)[0] for u in kept if u.num_kernels == 1]
     assert any(s.mma for op in kernels for s in space.schedules(op))

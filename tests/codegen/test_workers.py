@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 import triton as compiler_of_kernels
 
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import triton, workers
+from mirage_hf.codegen import fork_server, triton, workers
 from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
@@ -72,15 +73,20 @@ def process_of(pool: workers.Workers) -> workers.Worker:
     return process
 
 
-def has_ended(pid: int) -> bool:
-    """Wait for a process to end, and return whether it did."""
+def has_ended(pid: int, *, reaped: bool = True) -> bool:
+    """Wait for a process to end, and return whether it did.
+
+    Args:
+        pid: The process.
+        reaped: False if nobody may ask for its exit code.
+    """
     until = time.monotonic() + 20
     while time.monotonic() < until:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
-        if state == "Z":
+        if state == "Z" and not reaped:
             return True
         time.sleep(0.02)
     return False
@@ -283,7 +289,65 @@ sys.stdin.read()
         server = parent_of(first)
         assert server == parent_of(second) != asking.pid and parent_of(server) == asking.pid
         asking.kill()
-    assert all(map(has_ended, (first, second, server)))
+    assert has_ended(first) and has_ended(second)
+    assert has_ended(server, reaped=False), "its parent has ended"
+
+
+def test_a_worker_that_dies_after_its_server_is_replaced(one: workers.Workers) -> None:
+    assert one.compile(*asked(program(14))) is None
+    first = process_of(one)
+    one._server.close()  # as it is when all are idle for long
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(workers.WorkerError, match="exit code None"):
+        one.compile(*asked(program(15)))
+    assert one.compile(*asked(program(15))) is None
+    assert process_of(one).pid != first.pid
+
+
+def test_exit_codes_are_known_if_this_process_ignores_its_children(one: workers.Workers) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert one.compile(*asked(program(16))) is None
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    os.kill(process_of(one).pid, signal.SIGKILL)
+    with pytest.raises(workers.WorkerError, match="exit code -9"):
+        one.compile(*asked(program(17)))
+    assert one.compile(*asked(program(17))) is None, "the server goes on"
+
+
+def test_closed_workers_leave_no_processes() -> None:
+    pool = workers.Workers(2)
+    both = [pool._begin(), pool._begin()]
+    for _ in both:
+        pool._idle.get()
+    for worker in both:
+        pool._idle.put(worker)
+    server = pool._server._process
+    assert server is not None
+    pool.close()
+    assert server.returncode == 0, "it was killed"
+    assert all(has_ended(worker.pid) for worker in both)
+
+
+def test_a_fork_that_fails_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(os, "fork", fail)
+    ours, theirs = socket.socketpair()
+    with ours:
+        fork_server._fork(theirs, theirs.detach(), None)
+        assert ours.recv(1) == b""
+
+
+def test_threads_compile_where_sockets_cannot_be_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "send_fds")
+    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(workers, "_shared", {})
+    (result,) = compiler.compiling([program(18)], 90, threads=2)
+    assert isinstance(result, list) and result[0].asm["cubin"]
 
 
 def test_threads_of_this_process_may_parse_at_the_same_time() -> None:

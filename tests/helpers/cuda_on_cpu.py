@@ -42,9 +42,17 @@ def as_cpp(text: str) -> str:
     )
 
 
+def _is_clang() -> bool:
+    """Return whether the compiler is Clang, which may also be called g++ or c++."""
+    if CXX is None:
+        return False
+    done = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=False)
+    return "clang" in done.stdout
+
+
 #: An access beyond an array in shared memory ends the program. Clang has another name for it.
 IN_BOUNDS = (
-    "-fsanitize=bounds-strict" if "g++" in str(CXX) else "-fsanitize=bounds",
+    "-fsanitize=bounds" if _is_clang() else "-fsanitize=bounds-strict",
     "-fsanitize-undefined-trap-on-error",
 )
 

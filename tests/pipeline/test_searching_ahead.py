@@ -87,7 +87,7 @@ def test_workers_find_and_rank_what_this_process_would(monkeypatch: pytest.Monke
 
 
 def test_a_search_that_no_worker_has_begun_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker takes seconds to start."""
+    """The process that forks workers takes seconds to start."""
     begin, may_start = workers.ForkServer.fork, threading.Event()
 
     def begin_later(server: workers.ForkServer) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from scripts import soak_generate
 from tests.helpers.generate_features import KERNELS, Pair
-from tests.helpers.thorough import THOROUGH, count
+from tests.helpers.thorough import count
 
 pytestmark = [
     pytest.mark.models,
@@ -28,8 +28,7 @@ def pair(family: str) -> Pair:
 def test_calls_of_all_kinds() -> None:
     """Calls with drafts and without, interrupted ones among them."""
     calls = count(1000, 30)
-    # mistral has llama's layers, and windows; most of the time memory is measured, for each pair
-    pairs = [pair(family) for family in (("llama", "mistral") if THOROUGH else ("mistral",))]
+    pairs = [pair(family) for family in ("llama", "mistral")]
     counts = soak_generate.soak(pairs, calls, seed=3)
     assert counts[f"step: {KERNELS}"] > min(calls, 60)
     assert counts["drafts: taken"] > 10

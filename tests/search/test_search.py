@@ -371,7 +371,8 @@ def test_a_whole_mlp_is_two_kernels():
     assert len(sums) == 3 and next(reversed(list(b.ops()))).fn == "add"
 
 
-#: Attention after norms, which other programs have apart. Its small form is in other tests, too.
+#: Attention after norms. Other programs have attention and norms separately, and other tests have its
+#: small form.
 ALIKE = ("qk_norm_attention",)
 
 

@@ -350,7 +350,7 @@ def test_full_sizes_that_contradict_each_other_cannot_be_narrowed() -> None:
 
 
 def test_blocks_of_codes_are_cut_along_the_columns() -> None:
-    """A check of float8 codes at their full size takes a minute."""
+    """A check of float8 codes at their full size takes half a minute or more."""
     g = coded_programs.fp8_linear(1, 1024, 512)
     small = narrowed(search(g, SearchOptions())[0][0].ugraph)
     assert small is not None
