@@ -40,11 +40,13 @@ class Ahead:
         at: The name of its indices on the loop axis.
         inside: The name of which of them count. "": all.
         follows: The name of whether there is such a step. "": there is.
+        start: Where the step begins on the loop axis. "": words do not lie along it.
     """
 
     at: str
     inside: str = ""
     follows: str = ""
+    start: str = ""
 
 
 class TileWriter:

@@ -79,6 +79,22 @@ def test_trips_may_take_several_steps(interpreted, name):
         assert kinds >= {(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (2, 4)}
 
 
+@pytest.mark.parametrize("name", coded_programs.BYTES)
+def test_words_of_bytes_may_be_held_for_later_steps(interpreted, name):
+    results = interpreted[f"bytes: {name}"]
+    for stages, steps, blocks, error, eager in results:
+        assert error <= 1.25 * eager + 1e-3, (stages, steps, blocks, error, eager)
+    kinds = {(stages, steps, blocks) for stages, steps, blocks, _, _ in results}
+    assert kinds >= {(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (3, 1, 2)}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn"])
+def test_kernels_convert_every_byte_of_a_word(interpreted, dtype):
+    expected = torch.arange(256).to(torch.uint8).view(getattr(torch, dtype)).float()
+    expected = torch.where(expected.isnan(), -1.0, expected)
+    assert torch.equal(torch.tensor(interpreted[f"every {dtype}"]), expected)
+
+
 def group_loop(rows: int):
     """Return a µGraph that loops over groups of 128 codes."""
     found, _ = search(coded_programs.int4_linear(rows, 64, 512, 128), SearchOptions(threads=1))
