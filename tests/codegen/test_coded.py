@@ -88,6 +88,20 @@ def test_words_of_bytes_may_be_held_for_later_steps(interpreted, name):
     assert kinds >= {(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (3, 1, 2)}
 
 
+def test_multiply_adds_load_the_words_of_the_next_step_before_they_compute():
+    ugraph, schedule = coded_programs.walking_bytes(coded_programs.int8_linear(1, 32, 4096))
+    source = triton.program_source(ugraph, [schedule])
+    lines = source[source.index("num_stages=1") :].splitlines()
+    taken = next(n for n, line in enumerate(lines) if "codes_words = codes_words_next0" in line)
+    loaded = next(n for n, line in enumerate(lines) if "codes_words_next0 = tl.load(" in line)
+    decoded = next(
+        n for n, line in enumerate(lines) if "int8_words_as_float32(codes_words)" in line
+    )
+    assert taken < loaded < decoded
+    assert "mask=k_follows, eviction" in lines[loaded]  # no step reads what does not follow
+    assert any("+= tl.sum(tl.reshape(" in line and ", 16]), axis=2)" in line for line in lines)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn"])
 def test_kernels_convert_every_byte_of_a_word(interpreted, dtype):
     expected = torch.arange(256).to(torch.uint8).view(getattr(torch, dtype)).float()

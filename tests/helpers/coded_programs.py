@@ -14,8 +14,9 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
-from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.errors import CodegenError
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -249,6 +250,9 @@ def errors_in_trips(g: KernelGraph) -> list[tuple[int, int, float, float]]:
     return results
 
 
+#: Steps of a loop over words of bytes.
+STEPS = 8
+
 #: Programs whose multiply-adds take words of four codes, by name.
 BYTES = {
     "int8": lambda: int8_linear(1, 32, 512),
@@ -301,13 +305,15 @@ def walking_bytes(g: KernelGraph) -> tuple[UGraph, Schedule]:
         ops = place_kernels(ranked.ugraph)
         if len(ops) > 1 or ranked.ugraph.num_kernels > 1:
             continue
-        for schedule in schedules(ops[0]):
-            one = replace(schedule, num_stages=2, cooperating_blocks=1, steps_per_trip=1)
-            if schedule.mma or schedule.num_warps > 2:
-                continue
-            plan = plan_kernel(ops[0], one)
-            if plan.pipelining.holds_words_ahead and plan.cooperation.steps_per_block >= 4:
-                return ranked.ugraph, replace(one, prefetch_steps=0)
+        axes = ops[0].block.axes
+        tiles = {a.name: next_power_of_two(a.size) for a in axes}
+        tiles |= {a.name: min(tiles[a.name], 16) for a in axes if a.role is Role.GRID}
+        for a in ops[0].block.named(Role.LOOP):
+            tiles[a.name] = a.size // STEPS
+        one = Schedule(tiles, num_warps=1, num_stages=2)
+        plan = plan_kernel(ops[0], one)
+        if plan.pipelining.holds_words_ahead and plan.cooperation.steps_per_block == STEPS:
+            return ranked.ugraph, one
     raise AssertionError("no µGraph holds words ahead")
 
 
