@@ -59,13 +59,16 @@ def byte_words(tiling: Tiling, lengths: Mapping[str, int]) -> dict[str, str]:
     """Return the inputs whose bytes are loaded as words of four codes, with the axis of a word.
 
     Words stay words in registers until their codes are multiplied, so a step can hold those of the
-    next one. Each thread then decodes all four codes of a word at once.
+    next one. Each thread then decodes all four codes of a word at once. Bytes beside packed codes
+    are scales or zero points, which stay as they are.
 
     Args:
         tiling: The tiling.
         lengths: How many codes a run has, by axis.
     """
     words: dict[str, str] = {}
+    if any(is_packed(tiling.dtype(i)) for i in tiling.block.inputs):
+        return words
     for i in tiling.block.inputs:
         if tiling.dtype(i) not in BYTE_DTYPES or i.rotation or i.padding or i.bounds is not None:
             continue
