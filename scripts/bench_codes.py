@@ -1,12 +1,15 @@
-"""Time kinds of kernels for linears whose weights are int4 codes: the blocks of a decoder layer.
+"""Time kinds of kernels for linears whose weights are codes: the blocks of a decoder layer.
 
     python -m scripts.bench_codes --out codes.json
+    python -m scripts.bench_codes --weights int8 --schedules 8 --seconds 110 --out int8.json
+    python -m scripts.bench_codes --weights fp8 --out fp8.json
     python -m scripts.bench_codes --blocks gate_up,down --rows 1,4,16 --out codes.json
     python -m scripts.bench_codes --schedules 12 --climb 2 --seconds 500 --out codes.json
     python -m scripts.bench_codes --hidden 2048 --keys 512 --width 8192
 
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
-and up, and the down linear with its residual. Codes lie in groups of columns that share a scale.
+and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
+scale. Those of int8 share one in each row, and those of fp8 (e4m3) in square blocks of 128.
 
 The search runs once for each block. The best schedules by estimate of each kind are then measured
 as the tuner does: compiled in parallel, over cold weights in a CUDA graph, checked against float64,
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +33,8 @@ import mirage_hf as mi
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.formats.stored import Split
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -39,6 +45,7 @@ from mirage_hf.tune import tuner
 from mirage_hf.tune.candidates import MEASURED, TOO_SLOW
 from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.schedule_cost import estimated_us
+from mirage_hf.tune.space import REPEAT
 from scripts import benching
 from scripts.bench_reports import Budget, Report, add_report_options, run_all
 from scripts.bench_sizes import numbers
@@ -46,8 +53,9 @@ from scripts.benching import need_gpu
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 
-#: The kinds of kernels: products as multiply-adds. Products on tensor cores whose words are copied
-#: through shared memory, or held in registers one step ahead, or held for all steps of a trip.
+#: The kinds of kernels: products as multiply-adds. Products on tensor cores whose codes are copied
+#: through shared memory. Words held in registers one step ahead, or held for all steps of a trip,
+#: for tensor cores if the codes have 4 bits, for multiply-adds if they have 8.
 KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS = (
     "multiply-adds",
     "staged",
@@ -64,7 +72,7 @@ KEEP = 12
 # -- programs -------------------------------------------------------------------------------------
 
 
-def coded_weight(g: KernelGraph, k: int, n: int, group: int, name: str) -> DTensor:
+def int4_weight(g: KernelGraph, k: int, n: int, group: int, name: str) -> DTensor:
     """Add a weight (k, n) of int4 codes: (code − 8) · scale in groups of rows."""
     codes = g.new_input((n, k // group, group), "uint4", name=name, constant=True)
     scales = g.new_input((n, k // group, 1), DTYPE, name=f"{name}_scales", constant=True)
@@ -72,44 +80,76 @@ def coded_weight(g: KernelGraph, k: int, n: int, group: int, name: str) -> DTens
     return g.permute(g.reshape(weight, (n, k)), (1, 0))
 
 
+def _int8(k: int, n: int) -> Coding:
+    """Return a weight of int8 codes with a scale for each row."""
+    split = Split(n, k)
+    return Coding(n, k, DTYPE, split.codes(torch.int8), split.per_row(DTYPE))
+
+
+def _fp8(k: int, n: int) -> Coding:
+    """Return a weight of float8 codes with a float32 scale for each square block."""
+    split = Split(n, k, FP8_BLOCK, FP8_BLOCK)
+    return Coding(n, k, DTYPE, split.codes(torch.float8_e4m3fn), split.per_block(torch.float32))
+
+
+#: How weights of a byte for each code are stored.
+BYTES: Mapping[str, Callable[[int, int], Coding]] = {"int8": _int8, "fp8": _fp8}
+
+#: Rows and columns of a block of fp8 codes that share a scale.
+FP8_BLOCK = 128
+
+
+def coded_weight(
+    g: KernelGraph, k: int, widths: Sequence[int], args: argparse.Namespace, name: str = "w"
+) -> DTensor:
+    """Add weights of codes side by side, each (k, width)."""
+    if args.weights in BYTES:
+        return write_joined([BYTES[args.weights](k, n) for n in widths], g)[1]
+    weights = [int4_weight(g, k, n, args.group, f"{name}{i}") for i, n in enumerate(widths)]
+    return weights[0] if len(weights) == 1 else g.concat(weights, 1)
+
+
 def _normed(g: KernelGraph, rows: int, k: int) -> DTensor:
     x = g.new_input((rows, k), DTYPE, name="x")
     return g.rms_norm(x, g.new_input((1, k), DTYPE, name="gamma", constant=True), EPS)
 
 
-def joined(rows: int, k: int, widths: Sequence[int], group: int) -> KernelGraph:
-    """Build RMSNorm and linears side by side, as q, k and v are."""
+def joined(rows: int, args: argparse.Namespace) -> KernelGraph:
+    """Build RMSNorm and linears side by side: q, k and v."""
     g = mi.new_graph()
-    x = _normed(g, rows, k)
-    weights = [coded_weight(g, k, n, group, f"w{i}") for i, n in enumerate(widths)]
-    g.mark_output(g.matmul(x, g.concat(weights, 1)))
+    x = _normed(g, rows, args.hidden)
+    weights = coded_weight(g, args.hidden, (args.hidden, args.keys, args.keys), args)
+    g.mark_output(g.matmul(x, weights))
     return g
 
 
-def gated(rows: int, k: int, n: int, group: int) -> KernelGraph:
+def gated(rows: int, args: argparse.Namespace) -> KernelGraph:
     """Build RMSNorm, and the product of an activated gate and another linear."""
     g = mi.new_graph()
-    x = _normed(g, rows, k)
-    gate, up = (g.matmul(x, coded_weight(g, k, n, group, name)) for name in ("gate", "up"))
+    x = _normed(g, rows, args.hidden)
+    gate, up = (
+        g.matmul(x, coded_weight(g, args.hidden, (args.width,), args, name))
+        for name in ("gate", "up")
+    )
     g.mark_output(g.mul(g.silu(gate), up))
     return g
 
 
-def added(rows: int, k: int, n: int, group: int) -> KernelGraph:
+def added(rows: int, k: int, args: argparse.Namespace) -> KernelGraph:
     """Build a linear whose result is added to the residual."""
     g = mi.new_graph()
     x = g.new_input((rows, k), DTYPE, name="x")
-    residual = g.new_input((rows, n), DTYPE, name="residual")
-    g.mark_output(g.add(g.matmul(x, coded_weight(g, k, n, group, "w")), residual))
+    residual = g.new_input((rows, args.hidden), DTYPE, name="residual")
+    g.mark_output(g.add(g.matmul(x, coded_weight(g, k, (args.hidden,), args)), residual))
     return g
 
 
 #: The blocks, the one that reads most first.
 BLOCKS: Mapping[str, Callable[[int, argparse.Namespace], KernelGraph]] = {
-    "gate_up": lambda rows, a: gated(rows, a.hidden, a.width, a.group),
-    "down": lambda rows, a: added(rows, a.width, a.hidden, a.group),
-    "qkv": lambda rows, a: joined(rows, a.hidden, (a.hidden, a.keys, a.keys), a.group),
-    "output": lambda rows, a: added(rows, a.hidden, a.hidden, a.group),
+    "gate_up": gated,
+    "down": lambda rows, args: added(rows, args.width, args),
+    "qkv": joined,
+    "output": lambda rows, args: added(rows, args.hidden, args),
 }
 
 
@@ -118,11 +158,11 @@ BLOCKS: Mapping[str, Callable[[int, argparse.Namespace], KernelGraph]] = {
 
 def kind_of(op: KernelOp, schedule: Schedule) -> str:
     """Return the kind of a kernel."""
-    if not schedule.mma:
-        return MULTIPLY_ADDS
     if schedule.steps_per_trip > 1:
         return TRIPS
-    return ONE_AHEAD if plan_kernel(op, schedule).pipelining.holds_words_ahead else STAGED
+    if plan_kernel(op, schedule).pipelining.holds_words_ahead:
+        return ONE_AHEAD
+    return STAGED if schedule.mma else MULTIPLY_ADDS
 
 
 def best_of_each_kind(
@@ -131,6 +171,9 @@ def best_of_each_kind(
     most: int,
 ) -> dict[PlacedOp, list[Schedule]]:
     """Return the best schedules by estimate for the kernel of each µGraph.
+
+    Schedules of a kind have many different tiles, as in the tuner: each further one with the same
+    tiles counts as slower.
 
     Args:
         ugraphs: µGraphs of one program. Those with several kernels are left out.
@@ -146,7 +189,12 @@ def best_of_each_kind(
     chosen: dict[PlacedOp, list[Schedule]] = {}
     for kind, candidates in found.items():
         count = 2 * most if kind == TRIPS else most
-        for _, op, s in sorted(candidates, key=lambda c: c[0])[:count]:
+        seen: Counter[Mapping[str, int]] = Counter()
+        ranked: list[tuple[float, PlacedOp, Schedule]] = []
+        for us, op, s in sorted(candidates, key=lambda c: c[0]):
+            ranked.append((us * (1 + REPEAT * seen[s.tiles]), op, s))
+            seen[s.tiles] += 1
+        for _, op, s in sorted(ranked, key=lambda c: c[0])[:count]:
             chosen.setdefault(op, []).append(s)
     return chosen
 
@@ -222,10 +270,11 @@ def main() -> None:
     )
     parser.add_argument("--blocks", default="all", help=f"names with commas: {', '.join(BLOCKS)}")
     parser.add_argument("--rows", type=numbers, default=(1,), help="with commas")
+    parser.add_argument("--weights", choices=("int4", *BYTES), default="int4")
     parser.add_argument("--hidden", type=int, default=4096, help="by default as in Llama-3.1-8B")
     parser.add_argument("--keys", type=int, default=1024, help="columns of k and of v")
     parser.add_argument("--width", type=int, default=14336, help="columns of gate and of up")
-    parser.add_argument("--group", type=int, default=128, help="columns that share a scale")
+    parser.add_argument("--group", type=int, default=128, help="int4 columns that share a scale")
     parser.add_argument("--search-seconds", type=float, default=20.0)
     parser.add_argument(
         "--schedules", type=int, default=6, help="of each kind; trips get twice as many"

@@ -82,11 +82,13 @@ class Schedule:
     evict_first: bool = True
     #: Warps of a block.
     num_warps: int = 4
-    #: Loop iterations whose loads are in flight (Triton's `num_stages`).
+    #: Loop iterations whose loads are in flight (Triton's `num_stages`). With two, multiply-adds of
+    #: codes hold the words of the next step in registers.
     num_stages: int = 1
     #: Loop steps that are written one after another in each trip of the loop. Their loads are held
     #: in registers, and each half of them is loaded for the next trip as soon as it is used. Only
-    #: loops that hold words of codes ahead take several steps (`num_stages` 1).
+    #: loops that hold words of codes ahead take several steps (`num_stages` 1, or 2 for
+    #: multiply-adds).
     steps_per_trip: int = 1
     #: Blocks that share the loop of one tile, a power of two. The last to finish adds their partial
     #: results.

@@ -44,25 +44,37 @@ class AheadWriter(LoadWriter):
 
     def _load_ahead(self, i: BlockInput, ahead: Ahead, name: str) -> None:
         """Load an input for a later loop step. `name` ends the name of what is loaded."""
+        for _ in self.each_lane(i.name):
+            self._load_lane_ahead(i, ahead, name)
+
+    def _load_lane_ahead(self, i: BlockInput, ahead: Ahead, name: str) -> None:
         value = self.value[i.name]
         pointer, shift = self.selected_source(i)
-        if self.holds_packed(i):
+        if self.holds_words(i):
             words = self.load_words(i, pointer, self.policy(i), shift, ahead)
             self.line(f"{value}_words_{name} = {words}")
             return
-        load = self.read(i, pointer, shift=shift, policy="evict_last", ahead=ahead)
+        # A policy takes three instructions for each load.
+        policy = "evict_last" if self.layout.mma or i.name in self.pipelining.loaded_twice else None
+        load = self.read(i, pointer, shift=shift, policy=policy, ahead=ahead)
         if i.name in self.pipelining.loaded_twice:
             self.line(f"{value}_again = {load}")
+        elif not self.layout.mma:  # it takes fewer registers as it is stored
+            self.line(f"{value}_{name} = {load}")
         else:
             self.line(f"{value}_{name} = {self.to_float32(i, load)}")
 
     def take_loaded(self, i: BlockInput, name: str) -> None:
         """Let a step use what was loaded for it. `name` is that of `_load_ahead`."""
-        value, what = self.value[i.name], ""
-        if self.holds_packed(i):
-            value, what = f"{value}_words", "words"
-        self.is_new(i.name, what)
-        self.line(f"{value} = {value}_{name}")
+        for _ in self.each_lane(i.name):
+            value, what = self.value[i.name], ""
+            if self.holds_words(i):
+                value, what = f"{value}_words", "words"
+            self.is_new(i.name, what)
+            loaded = f"{value}_{name}"
+            if not (what or self.layout.mma):
+                loaded = self.to_float32(i, loaded)
+            self.line(f"{value} = {loaded}")
 
     # -- trips of several steps -------------------------------------------------------------------
 
@@ -97,10 +109,12 @@ class AheadWriter(LoadWriter):
             at = f"{axis}_next{n}"
             offset = n * tile if first else length + n * tile
             terms = start + ([str(offset)] if offset or not start else [])
+            begins = f"({' + '.join(terms)})" if len(terms) > 1 else terms[0]
             terms += [f"tl.arange(0, {tile})"] if tile > 1 else []
             self.line(f"{at} = {' + '.join(terms)}")
             self.bound(loop, at)
-            loads.append((n, Ahead(at, f"{at}_in" if self.masks.needed(loop) else "", follows)))
+            inside = f"{at}_in" if self.masks.needed(loop) else ""
+            loads.append((n, Ahead(at, inside, follows, begins)))
         for i in inputs:
             for n, ahead in loads:
                 self._load_ahead(i, ahead, f"next{n}")

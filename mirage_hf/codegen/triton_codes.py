@@ -1,4 +1,4 @@
-"""Loads of packed codes as Triton text: whole words, decoded by arithmetic in registers."""
+"""Loads of codes as Triton text: whole words, decoded by arithmetic in registers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
+from mirage_hf.codegen.plan.code_runs import WORD_BYTES
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.graph.coded import high_first, is_packed, word_dims
 from mirage_hf.ops.dtypes import CODES_PER_WORD
+
+#: Functions that decode words of four codes of a byte.
+_FROM_WORDS = {
+    torch.int8: "int8_words_as_float32",
+    torch.uint8: "uint8_words_as_float32",
+    torch.float8_e4m3fn: "e4m3_words_as_float32",
+}
 
 
 class CodeWriter(TileWriter):
@@ -20,6 +28,16 @@ class CodeWriter(TileWriter):
     def holds_packed(self, i: BlockInput) -> bool:
         """Return True if a word of the input's memory holds several of its elements."""
         return is_packed(self.tiling.dtype(i))
+
+    def holds_words(self, i: BlockInput) -> bool:
+        """Return True if the kernel loads words of several codes: packed ones, or four bytes."""
+        return self.holds_packed(i) or i.name in self.layout.byte_words
+
+    def codes_per_word(self, i: BlockInput) -> int:
+        """Return how many elements of an input a 32-bit word holds."""
+        if i.name in self.layout.byte_words:
+            return WORD_BYTES
+        return CODES_PER_WORD if self.holds_packed(i) else 1
 
     def hold_words(self, i: BlockInput) -> None:
         """Load the words of an input before their codes are needed."""
@@ -46,12 +64,12 @@ class CodeWriter(TileWriter):
         value = self.value[i.name]
         return f"{value}_ptr", Coordinates({str(i.joined): f"{value}_at"})
 
-    def read_packed(
+    def read_words(
         self, i: BlockInput, pointer: str, policy: str | None, shift: Coordinates
     ) -> str:
-        """Return one tile of codes of 4 bits, decoded to float32 or to the dtype of a factor.
+        """Return one tile of codes, decoded to float32 or to the dtype of a factor.
 
-        Each thread loads words, and decodes the eight codes of a word itself.
+        Each thread loads words, and decodes all codes of a word itself.
 
         Args:
             i: The input.
@@ -87,6 +105,8 @@ class CodeWriter(TileWriter):
 
         A number is subtracted from the codes, or they are looked up in a table.
         """
+        if i.name in self.layout.byte_words:
+            return f"{_FROM_WORDS[self.tiling.dtype(i)]}({words})"
         codes, operand = f"uint4_as_float32({words}, {zero!r})", self.tiling.operands[i.sources[0]]
         table = self.layout.tables.get(i.name)
         if table is not None:
@@ -114,6 +134,8 @@ class CodeWriter(TileWriter):
 
     def _per_word(self, i: BlockInput) -> dict[str, int]:
         """Return how many codes of a word lie along each axis, the longest stride first."""
+        if i.name in self.layout.byte_words:
+            return {self.layout.byte_words[i.name]: WORD_BYTES}
         operand = self.tiling.operands[i.sources[0]]
         counts = word_dims(operand.dims, operand.strides)
         return {str(i.axes[d]): count for d, count in counts.items()}
@@ -139,17 +161,27 @@ class CodeWriter(TileWriter):
         packed = self._per_word(i)
         self._check_words(i, packed)
         dims = [a for a in self._words_last(i) if self.tiling.tile(a) > packed.get(a, 1)]
-        arguments = [self._word_address(i, pointer, packed, dims, shift)]
+        start = "" if ahead is None else ahead.start
+        arguments = [self._word_address(i, pointer, packed, dims, shift, start)]
         later = () if ahead is None else (self.tiling.loop,)
         masked = [a for a in self.block.input_axes(i) if a not in packed and a not in later]
         mask = self.mask(masked, dims)
         mask += self.taken_inside(i, dims)
         mask += self.conditions(ahead, dims)
         if mask:
-            arguments += [f"mask={' & '.join(mask)}", "other=0"]
+            arguments.append(f"mask={' & '.join(mask)}")
+            arguments += ["other=0"] if self.needs_other(mask, ahead) else []
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')
         return f"tl.load({', '.join(arguments)})"
+
+    def needs_other(self, mask: Sequence[str], ahead: Ahead | None) -> bool:
+        """Return True if elements that a mask leaves out may be read.
+
+        No step reads what is loaded for a step that does not follow. Zeros for it would take an
+        instruction for each register.
+        """
+        return self.layout.mma or ahead is None or [*mask] != [ahead.follows]
 
     def _check_words(self, i: BlockInput, packed: Mapping[str, int]) -> None:
         """Check that tiles of an input consist of whole words.
@@ -182,34 +214,47 @@ class CodeWriter(TileWriter):
         packed: Mapping[str, int],
         dims: Sequence[str],
         shift: Coordinates,
+        start: str = "",
     ) -> str:
-        """Return pointer arithmetic for the words of a tile. Dims of one word are left out."""
+        """Return pointer arithmetic for the words of a tile. Dims of one word are left out.
+
+        Args:
+            i: The input.
+            pointer: The name of the pointer.
+            packed: How many codes of a word lie along each axis.
+            dims: The dims of the words.
+            shift: Other names of coordinates.
+            start: Where the tile of a later step begins on the loop axis.
+        """
         operand, chosen = self.tiling.operands[i.sources[0]], self.chosen_strides(i)
-        terms = [pointer]
+        is_byte = i.name in self.layout.byte_words
+        unit = self.codes_per_word(i)
+        terms = [f"{pointer}.to(tl.pointer_type(tl.int32))" if is_byte else pointer]
         if i.taken is not None:
             stride = operand.strides[i.taken.dim]
-            terms.append(self.taken_offset(i, i.taken, stride, dims, CODES_PER_WORD))
+            terms.append(self.taken_offset(i, i.taken, stride, dims, unit))
         for a, stride in zip(i.axes, operand.strides, strict=True):
             if a is None or self.is_fixed(a, stride):
                 continue
             if a in packed:
-                terms += self._words_along(a, packed[a], dims)
+                later = start if a == self.tiling.loop else ""
+                terms += self._words_along(a, packed[a], dims, later or self._start(a))
                 continue
             at = shift.names.get(a, self.axis[a])
             index = self.spread(at, self.layout.dims([a]), dims)
-            step = chosen.get(a, stride // CODES_PER_WORD)
+            step = chosen.get(a, stride // unit)
             terms.append(index if step == 1 else f"{index} * {step}")
         return " + ".join(terms)
 
-    def _words_along(self, axis: str, count: int, dims: Sequence[str]) -> list[str]:
+    def _words_along(self, axis: str, count: int, dims: Sequence[str], start: str) -> list[str]:
         """Return the term of an address for the words of a tile along an axis, if it has several.
 
         Args:
             axis: The axis.
             count: How many codes of a word lie along it.
             dims: The dims of the words.
+            start: Where the tile begins, "" if at 0.
         """
-        start = self._start(axis)
         terms = [f"{start} // {count}"] if start else []
         if axis in dims:
             terms.append(f"tl.arange(0, {self.tiling.tile(axis) // count})")

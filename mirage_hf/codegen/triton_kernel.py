@@ -13,7 +13,6 @@ from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import KernelPlan, stages
 from mirage_hf.codegen.triton_combine import CombineWriter
 from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
-from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: Inputs that the loop does not change are loaded before it if they have at most this size. Then
 #: the loop hides their latency.
@@ -62,7 +61,7 @@ class _KernelWriter(CombineWriter):
                 self.select(i)
         early = self._early_inputs()
         for i in early:
-            if self.tiling.is_constant(i) and self.holds_packed(i):
+            if self.tiling.is_constant(i) and self.holds_words(i):
                 self.hold_words(i)
             elif self.tiling.is_constant(i):
                 self.load(i)
@@ -75,7 +74,7 @@ class _KernelWriter(CombineWriter):
             if not self.tiling.has_index_in_loop(i):
                 self.load_index(i)
         for i in (*early, *self._whole_inputs()):
-            if not self.holds_packed(i):  # codes are decoded where they are needed
+            if not self.holds_words(i):  # codes are decoded where they are needed
                 self.load(i)
         for number, stage in self.plan.stages:
             self.running = stages.running_maxima(stage)
@@ -118,8 +117,7 @@ class _KernelWriter(CombineWriter):
     def _registers_per_thread(self, i: BlockInput) -> float:
         """Return the registers that a thread needs to hold its elements, or words, of an input."""
         threads = _WARP * self.plan.schedule.num_warps
-        per_register = CODES_PER_WORD if self.holds_packed(i) else 1
-        return self.tiling.numel(self.block.input_axes(i)) / threads / per_register
+        return self.tiling.numel(self.block.input_axes(i)) / threads / self.codes_per_word(i)
 
     def _early_inputs(self) -> list[BlockInput]:
         """Return the inputs to load early, so that other work hides their latency.
@@ -147,7 +145,7 @@ class _KernelWriter(CombineWriter):
         read = stages.values_read(stage)
         ahead = self.pipelining.loaded_ahead.intersection(read)
         constants = [i for i in self.block.inputs if i.name in ahead and self.tiling.is_constant(i)]
-        if self.pipelining.steps_per_trip > 1:
+        if self.pipelining.walks_trips:
             self.load_first_trip(constants)
         else:
             self.load_ahead(constants, first=True)
@@ -267,7 +265,7 @@ class _KernelWriter(CombineWriter):
         left = [i for i in small if i.name not in self.first_words]
         self.first_words = frozenset()
         body = [op for op in stage.body if op not in invariant]
-        if self.pipelining.steps_per_trip > 1:
+        if self.pipelining.walks_trips:
             self.load_first_trip(left)
             self.line(self._trip_head(loop))
             self.indent += 1
@@ -342,7 +340,11 @@ class _KernelWriter(CombineWriter):
     def _trip_head(self, loop: str) -> str:
         """Return the first line of a loop whose trips take several steps each."""
         axis, length = self.axis[loop], self.pipelining.steps_per_trip * self.tiling.tile(loop)
-        return f"for {axis}_trip in range(0, {self.share(loop)}, {length}):"
+        ends = f"0, {self.share(loop)}, {length}"
+        steps = f"range({ends})"
+        if self.plan.schedule.num_stages > 1:  # this loop holds its loads itself
+            steps = f"tl.range({ends}, num_stages=1)"
+        return f"for {axis}_trip in {steps}:"
 
     def _trip(
         self, stage: Stage, loop: str, inputs: Sequence[BlockInput], body: Sequence[BlockOp]
@@ -351,6 +353,8 @@ class _KernelWriter(CombineWriter):
         axis, tile, starts = self.axis[loop], self.tiling.tile(loop), self.loop_starts()
         _, ahead = self._loaded_a_step_ahead(inputs)
         written = set(self.written)
+        # A step that is alone in its trip loads the next one before it computes.
+        is_alone = self.pipelining.steps_per_trip == 1
         for steps in self.pipelining.loaded_together:
             for n in steps:
                 self.written = set(written)
@@ -363,10 +367,13 @@ class _KernelWriter(CombineWriter):
                 self.bound(loop)
                 for i in ahead:
                     self.take_loaded(i, f"next{n}")
+                if is_alone:
+                    self.load_next_trip(ahead, steps)
                 for i in inputs:
                     self.load(i)
                 self._compute_step(stage, loop, body)
-            self.load_next_trip(ahead, steps)
+            if not is_alone:
+                self.load_next_trip(ahead, steps)
 
     # -- loops that only visit what is within their bounds ----------------------------------------
 

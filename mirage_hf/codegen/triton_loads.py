@@ -73,7 +73,7 @@ class LoadWriter(CodeWriter):
 
     def to_float32(self, i: BlockInput, loaded: str) -> str:
         """Return a loaded input in float32, or as it is stored if the kernel keeps it so."""
-        if self.holds_packed(i) or i.name in self.layout.kept_as_stored:
+        if self.holds_words(i) or i.name in self.layout.kept_as_stored:
             return loaded
         return as_float32(loaded, self.tiling.dtype(i))
 
@@ -113,8 +113,8 @@ class LoadWriter(CodeWriter):
             policy: An eviction policy. None: as the schedule says.
             ahead: The later loop step whose tile is loaded, if it is not the current one.
         """
-        if self.holds_packed(i):
-            return self.read_packed(i, pointer, policy or self.policy(i), shift)
+        if self.holds_words(i):
+            return self.read_words(i, pointer, policy or self.policy(i), shift)
         self.load_index(i)
         loop = self.tiling.loop
         if ahead is not None:
@@ -140,7 +140,8 @@ class LoadWriter(CodeWriter):
             mask.append(self.spread(inside, self.layout.dims([axis]), dims))
             other = repr(i.padding.value)
         if mask:
-            arguments += [f"mask={' & '.join(mask)}", f"other={other}"]
+            arguments.append(f"mask={' & '.join(mask)}")
+            arguments += [f"other={other}"] if self.needs_other(mask, ahead) else []
         policy = policy or self.policy(i)
         if policy is not None:
             arguments.append(f'eviction_policy="{policy}"')

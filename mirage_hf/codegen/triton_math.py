@@ -320,6 +320,88 @@ def int8_as_float32(x):
     bits = x.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080
     return bits.to(tl.float32, bitcast=True) - 8388736.0
 ''',
+    "four_bytes": '''
+@triton.jit
+def four_bytes(words):
+    """Return the four bytes of each int32 word, lowest first, in two new last dims of 2."""
+    b0, b1, b2, b3 = words & 255, (words >> 8) & 255, (words >> 16) & 255, (words >> 24) & 255
+    return tl.join(tl.join(b0, b2), tl.join(b1, b3))
+''',
+    "bytes_minus": '''
+@triton.jit
+def bytes_minus(words, offset: tl.constexpr):
+    """Return the four bytes of each int32 word minus an offset, in two new last dims of 2.
+
+    A byte becomes the mantissa of 2^23. This takes one instruction, and the subtraction another.
+    """
+    if INTERPRETED:
+        return four_bytes(words).to(tl.float32) - offset
+    b0, b1, b2, b3 = tl.inline_asm_elementwise(
+        """
+        prmt.b32 $0, $4, 0x4B000000, 0x7440;
+        prmt.b32 $1, $4, 0x4B000000, 0x7441;
+        prmt.b32 $2, $4, 0x4B000000, 0x7442;
+        prmt.b32 $3, $4, 0x4B000000, 0x7443;
+        """,
+        "=&f,=&f,=&f,=&f,r",
+        [words],
+        (tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    found = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    return found - (8388608.0 + offset)
+''',
+    "uint8_words_as_float32": '''
+@triton.jit
+def uint8_words_as_float32(words):
+    """Return the four unsigned integers of each int32 word, in two new last dims of 2."""
+    return bytes_minus(words, 0.0)
+''',
+    "int8_words_as_float32": '''
+@triton.jit
+def int8_words_as_float32(words):
+    """Return the four signed integers of each int32 word, in two new last dims of 2.
+
+    The other sign bit adds 128.
+    """
+    return bytes_minus(words ^ -0x7F7F7F80, 128.0)
+''',
+    "e4m3_words_as_float32": '''
+@triton.jit
+def e4m3_words_as_float32(words):
+    """Return the four float8 numbers of each int32 word, in two new last dims of 2.
+
+    One instruction converts two of them to float16, which is exact.
+    """
+    if INTERPRETED:
+        codes = four_bytes(words).to(tl.uint8)
+        found = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return tl.where((codes & 127) == 127, float("nan"), found)  # the interpreter knows no NaN
+    b0, b1, b2, b3 = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high, h0, h1, h2, h3;
+        .reg .b32 first, second;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 second, high;
+        mov.b32 {h0, h1}, first;
+        mov.b32 {h2, h3}, second;
+        cvt.f32.f16 $0, h0;
+        cvt.f32.f16 $1, h1;
+        cvt.f32.f16 $2, h2;
+        cvt.f32.f16 $3, h3;
+        }
+        """,
+        "=&f,=&f,=&f,=&f,r",
+        [words],
+        (tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.join(tl.join(b0, b2), tl.join(b1, b3))
+''',
     "uint8_as_float32": '''
 @triton.jit
 def uint8_as_float32(x):

@@ -40,11 +40,14 @@ class Ahead:
         at: The variable that holds its indices on the loop axis.
         inside: The variable that is true for indices within the axis. "" if all are.
         follows: The variable that is true if the step exists. "" if it always does.
+        start: The variable or number where the step begins on the loop axis. "" if words do not lie
+            along it.
     """
 
     at: str
     inside: str = ""
     follows: str = ""
+    start: str = ""
 
 
 class TileWriter:

@@ -117,9 +117,25 @@ class ValueWriter(PrefetchWriter):
 
     def _dims_in_loop(self, stage: Stage, acc: Accumulator) -> tuple[str, ...]:
         """Return the dims of an accumulator inside its loop."""
+        if self._accumulates_runs(stage, acc):
+            loop = str(self.tiling.loop)
+            dims = self.layout.value_dims(acc.arg)
+            return (*(a for a in dims if a != loop), runs_of(loop))
         if self.plan.is_reduced_after_loop(stage, acc):
             return self.layout.value_dims(acc.arg)
         return (*self.layout.value_dims(acc.out), *self._runs(acc.arg))
+
+    def _accumulates_runs(self, stage: Stage, acc: Accumulator) -> bool:
+        """Return True if each thread adds up the runs of codes of all steps on its own."""
+        loop = str(self.tiling.loop)
+        return (
+            acc.kind == "sum"
+            and bool(self.layout.byte_words)
+            and self.plan.is_reduced_after_loop(stage, acc)
+            and len(self.layout.value_dims(acc.arg)) > 1
+            and self._is_added_in_runs(acc.arg, loop)
+            and self._threads_hold_runs(loop)
+        )
 
     def _runs(self, value: str) -> list[str]:
         """Return the dim of a value that numbers runs of codes, if it has one."""
@@ -150,6 +166,8 @@ class ValueWriter(PrefetchWriter):
             return
         if self.plan.is_reduced_after_loop(stage, acc):
             step = self._inside(self.wide(acc.arg), acc.arg, loop, acc.kind)
+            if self._accumulates_runs(stage, acc):
+                step = self._sum_of_runs(step, self.layout.value_dims(acc.arg), loop)
         else:
             step = self.reduced(acc.kind, acc.arg, loop)
         if acc.kind != "sum":
@@ -162,7 +180,9 @@ class ValueWriter(PrefetchWriter):
     def reduce_after_loop(self, stage: Stage, acc: Accumulator) -> None:
         """Reduce an accumulator that stayed spread over the loop tile, or over runs of codes."""
         spread = self._runs(acc.arg)
-        if self.plan.is_reduced_after_loop(stage, acc):
+        if self._accumulates_runs(stage, acc):
+            spread = [runs_of(str(self.tiling.loop))]
+        elif self.plan.is_reduced_after_loop(stage, acc):
             spread = [str(self.tiling.loop), *spread]
         if not spread:
             return

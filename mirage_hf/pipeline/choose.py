@@ -259,8 +259,10 @@ def promising(
 
     The cost model's estimate of a permitted schedule decides. A candidate without one comes last.
     The best candidates of two kernels, of three different kinds, come fifth at the latest, because
-    the model misjudges them. A second kernel costs less than it says if launches overlap, and only
-    measuring shows which intermediate result is best stored.
+    the model misjudges them. If the first two are of one kind, the best single kernel of another
+    kind comes second, such as one that loops where they hold all in registers. A second kernel
+    costs less than it says if launches overlap, and only measuring shows which intermediate result
+    is best stored.
 
     Args:
         candidates: Verified candidates for one program.
@@ -281,6 +283,12 @@ def promising(
         return total
 
     ordered = sorted(usable, key=estimated_us)
+    kinds = {kind_of(c.ugraph) for c in ordered[:_FIRST_PLACE]}
+    other = (c for c in ordered if c.ugraph.num_kernels == 1 and kind_of(c.ugraph) not in kinds)
+    single = next(other, None)
+    if single is not None and len(kinds) == 1:
+        ordered.remove(single)
+        ordered.insert(_FIRST_PLACE - 1, single)
     pairs: dict[object, Candidate] = {}
     for c in ordered:
         if c.ugraph.num_kernels == 2:

@@ -6,9 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
+from mirage_hf.codegen.plan.code_runs import BYTE_DTYPES
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
+from mirage_hf.codegen.plan.pipelining import HELD_STAGES
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.graph.block import Axis, BlockGraph, Role
+from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, Role
 from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.ops.dtypes import CODE_DTYPES
@@ -25,6 +27,9 @@ _MOST_TILED = 3
 
 #: Warps to try with multiply-adds.
 _FMA_WARPS = (1, 2, 4, 8)
+
+#: Warps and steps of a trip to try if multiply-adds of bytes hold the words of later steps.
+_AHEAD_WARPS, _AHEAD_STEPS = (1, 2, 4, 8, 16), (1, 2, 4)
 
 #: Pairs of warps and stages to try on tensor cores, if loops take several steps or are held whole.
 _WALKED_MMA_LAUNCHES = tuple(itertools.product((4, 8), (2, 3, 4, 6)))
@@ -49,11 +54,14 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
     """Yield every schedule of an op to estimate: of multiply-adds, then of tensor cores."""
     assert op.block is not None
     has_packed_codes = bool(packed_axes(op))
+    has_bytes = any(isinstance(t, DTensor) and t.dtype in BYTE_DTYPES for t in op.inputs)
     for mma in (False, True) if op.block.contractions else (False,):
         for tiles in _TileChoices(op, op.block, mma).all():
             walks = _walks_loop(op.block, tiles)
             if not mma:
                 yield from _multiply_add_schedules(tiles, walks)
+                if walks and has_bytes:
+                    yield from _schedules_of_words(op.block, tiles)
                 continue
             yield from _tensor_core_schedules(tiles, walks)
             if walks and has_packed_codes:
@@ -93,6 +101,14 @@ def _multiply_add_schedules(tiles: Mapping[str, int], walks: bool) -> Iterator[S
         yield Schedule(tiles, reduce_after_loop=lazy, num_warps=warps, num_stages=stages)
 
 
+def _schedules_of_words(block: BlockGraph, tiles: Mapping[str, int]) -> Iterator[Schedule]:
+    """Yield the schedules of multiply-adds that hold the words of later steps in registers."""
+    trips = {1, *_trips(block, tiles)}
+    for warps, steps in itertools.product(_AHEAD_WARPS, _AHEAD_STEPS):
+        if steps in trips:
+            yield Schedule(tiles, num_warps=warps, num_stages=HELD_STAGES, steps_per_trip=steps)
+
+
 def _tensor_core_schedules(tiles: Mapping[str, int], walks: bool) -> Iterator[Schedule]:
     for warps, stages in _WALKED_MMA_LAUNCHES if walks else _HELD_MMA_LAUNCHES:
         yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
@@ -122,6 +138,8 @@ class _TileChoices:
             for i in block.inputs
             if len(i.sources) > 1 and is_packed(operands[i.sources[0]].dtype)
         }
+        #: Pairs of grid axes of codes that split one dim: that of blocks, that within a block.
+        self._nested: list[tuple[str, str]] = []
         #: The axes of codes that threads multiply.
         self._code_axes: set[str | None] = set()
         #: Those of them along which successive codes lie in different words.
@@ -130,6 +148,7 @@ class _TileChoices:
         if codes.dtype in CODE_DTYPES and not mma:
             self._code_axes = self._largest_axes
             contiguous = {a for a, s in zip(largest.axes, codes.strides, strict=True) if s == 1}
+            self._nested = self._nested_axes(largest, codes)
             self._strided_axes = self._code_axes - contiguous - self._packed_axes.keys()
         self._summed = {c.over for c in block.contractions.values()}
         self._sides: list[set[str]] = []
@@ -143,6 +162,21 @@ class _TileChoices:
             if c.b in block.contractions:
                 self._beside_results |= left - right
 
+    def _nested_axes(self, i: BlockInput, codes: DTensor) -> list[tuple[str, str]]:
+        """Return the pairs of grid axes of which the first one's stride is all of the second."""
+        grid = {a.name for a in self._block.named(Role.GRID) if a.size > 1}
+        dims = [
+            (a, n, s)
+            for a, n, s in zip(i.axes, codes.dims, codes.strides, strict=True)
+            if a is not None and a in grid
+        ]
+        return [
+            (a, b)
+            for a, _, s in dims
+            for b, n, t in dims
+            if a != b and b != i.joined and s == n * t and t > 0
+        ]
+
     def all(self) -> Iterator[dict[str, int]]:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
         choices = [self._whole_words(a, self._tiles(a)) for a in self._block.axes]
@@ -153,8 +187,20 @@ class _TileChoices:
             choices = [c[:1] if n in tiled[:-_MOST_TILED] else c for n, c in enumerate(choices)]
         for sizes in itertools.product(*choices):
             tiles = dict(zip(names, sizes, strict=True))
+            if not self._fills_inner(tiles):
+                continue
             if not self._mma or all(self._fits(side, tiles) for side in self._sides):
                 yield tiles
+
+    def _fills_inner(self, tiles: Mapping[str, int]) -> bool:
+        """Return whether tiles of codes cut only one of two axes that split one dim.
+
+        A tile of two blocks of 32 rows reads what one of 64 rows does.
+        """
+        return all(
+            tiles[outer] == 1 or tiles[inner] >= self._block.split_size(inner)
+            for outer, inner in self._nested
+        )
 
     def _tiles(self, a: Axis) -> tuple[int, ...]:
         """Return the tiles to try for one axis; empty if this kind of product does not suit it."""

@@ -14,7 +14,13 @@ from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.tune import correction, multiply_adds
 from mirage_hf.tune.footprint import Footprint, adds_in_runs, footprint, tensor_bytes
-from mirage_hf.tune.occupancy import blocks_per_sm, registers_of, shared_bytes
+from mirage_hf.tune.occupancy import (
+    beside_words,
+    blocks_per_sm,
+    exchanges,
+    registers_of,
+    shared_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,10 @@ STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 #: The share of the arithmetic on codes that does not overlap with reads of memory.
 EXPOSED = 0.4
 
+#: Instructions that a thread takes in each step for each input beside words of bytes: it converts
+#: 16 elements of its own, or gets them from other threads. Counted in machine code for sm_90.
+BESIDE_WORDS, EXCHANGED_WORDS = 22, 8
+
 #: The speed-up of reads, by the number of loop steps whose loads are issued together. These loads
 #: lie side by side. Measured on an H200 with 64 bytes a step: 18.8 µs alone, 17.2 with two steps,
 #: 15.0 with eight. The value for four is interpolated.
@@ -96,6 +106,7 @@ def uncorrected(
     loop_bytes = sum(in_loop) * trips if plan.tiling.is_looped else max(in_loop, default=0)
     l2 = (loop_bytes + tiles.once) * plan.grid + 8 * plan.cooperation.scratch
     instructions = float(trips * tiles.step_work + tiles.once_work) * plan.grid * tiles.element_work
+    instructions += float(trips * _beside_words(plan) * plan.grid)
     flops = (trips * tiles.step_flops + tiles.once_flops) * plan.grid
 
     registers, shared = registers_of(plan, tiles), shared_bytes(plan, tiles)
@@ -132,8 +143,15 @@ def uncorrected(
         arithmetic,
         flops / (device.mma_rate * busy),
     )
-    is_staged = bool(plan.layout.code_factors) and not plan.pipelining.holds_words_ahead
-    if adds_in_runs(plan) or is_staged:
+    holds_ahead = plan.pipelining.holds_words_ahead
+    is_staged = bool(plan.layout.code_factors) and not holds_ahead
+    if holds_ahead and not plan.layout.mma:
+        # Loads of later steps hide the arithmetic, unless both are about as long.
+        seconds = multiply_adds.joined((seconds, arithmetic))
+        if exchanges(plan):
+            turns = plan.grid / (device.sms * per_sm)
+            seconds += 1e-6 * multiply_adds.EXCHANGE_US * trips * turns
+    elif adds_in_runs(plan) or is_staged:
         # The arithmetic is as long as the reads, and hides them only in part.
         seconds += EXPOSED * arithmetic
     again_us = 0.0
@@ -175,6 +193,14 @@ def _read_rate(
     return min(of_memory, of_sms) * min(1.0, tiles.contiguity * together)
 
 
+def _beside_words(plan: KernelPlan) -> int:
+    """Return the instructions of a block's step for inputs beside words of bytes."""
+    if not plan.layout.byte_words:
+        return 0
+    each = EXCHANGED_WORDS if exchanges(plan) else BESIDE_WORDS
+    return 32 * plan.schedule.num_warps * each * len(beside_words(plan))
+
+
 def _copies(plan: KernelPlan) -> float:
     """Return how many warps handle one element of a computed factor.
 
@@ -193,7 +219,8 @@ def _detours(plan: KernelPlan) -> float:
     if on_tensor_cores:
         return 1.02
     # Multiply-adds gain nothing from staging.
-    through_shared = 1.02 if schedule.num_stages > 1 else 1.0
+    is_staged = schedule.num_stages > 1 and not plan.pipelining.holds_words_ahead
+    through_shared = 1.02 if is_staged else 1.0
     reduces_each_step = plan.tiling.is_looped and not schedule.reduce_after_loop
     return through_shared * (1.01 if reduces_each_step else 1.0)
 

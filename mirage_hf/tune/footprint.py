@@ -23,6 +23,12 @@ MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 #: It is three elements: one decoded, one product and one addition.
 CODED = 1.5
 
+#: The same if a thread decodes words of four bytes: 3.4 instructions a code.
+CODED_IN_WORDS = 1.15
+
+#: Elements of a decoded tile for each that a thread holds at a time if it decodes words of bytes.
+DECODED_AT_A_TIME = 4
+
 #: Instructions that a code takes as a factor on tensor cores. Counted in machine code for sm_90.
 CODE_FACTOR = 2.5
 
@@ -340,7 +346,7 @@ def _element_work(plan: KernelPlan) -> float:
     """Return the instructions that one element takes."""
     tiling = plan.tiling
     if adds_in_runs(plan):
-        return CODED
+        return CODED_IN_WORDS if plan.layout.byte_words else CODED
     contractions = [c for c in tiling.block.contractions.values() if c.out not in plan.layout.dots]
     by_multiply_adds = {c.out for c in contractions}
     # Scores of one row are products of two axes. One thread mostly holds them alone.
@@ -373,7 +379,8 @@ def _held(plan: KernelPlan, stage: Stage) -> float:
     # Walked loops copy into shared memory; loops held whole load through registers.
     copied = plan.layout.kept_as_stored if tiling.is_looped else ()
     through_registers = sum(tile_bytes(plan, i) / 4 for i in loaded if i not in copied)
-    held = through_registers + max(formed, default=0.0)
+    share = DECODED_AT_A_TIME if plan.layout.byte_words else 1
+    held = through_registers + max(formed, default=0.0) / share
     return held + (_accumulators(plan, stage) if walked else 0)
 
 
@@ -388,4 +395,7 @@ def _accumulators(plan: KernelPlan, stage: Stage) -> int:
     """Return the elements of a stage's accumulators inside its loop."""
     carried = plan.tiling.block.carried
     names = [a.arg if plan.is_reduced_after_loop(stage, a) else a.out for a in stage.accumulators]
-    return sum(plan.tiling.numel(carried[name]) for name in names)
+    runs = 1
+    if plan.layout.byte_words and adds_in_runs(plan):  # one sum for each run
+        runs = plan.layout.run_lengths.get(str(plan.tiling.loop), 1)
+    return sum(plan.tiling.numel(carried[name]) for name in names) // runs

@@ -6,7 +6,29 @@ import math
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import Device
+from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.tune.footprint import Footprint, tile_bytes
+
+
+def beside_words(plan: KernelPlan) -> list[str]:
+    """Return the inputs of a loop along words of bytes that are no codes, such as x."""
+    axes = {*plan.layout.byte_words.values()}
+    return [
+        i.name
+        for i in plan.tiling.block.inputs
+        if plan.tiling.dtype(i) not in CODE_DTYPES and axes.intersection(i.axes)
+    ]
+
+
+def exchanges(plan: KernelPlan) -> bool:
+    """Return True if warps give each other what they multiply words of bytes by, in each step.
+
+    Triton 3.6 loads an input again in each warp only if it has fewer elements than threads.
+    """
+    threads, words = 32 * plan.schedule.num_warps, {*plan.layout.byte_words.values()}
+    beside = beside_words(plan)
+    longest = max((plan.tiling.numel(plan.tiling.block.carried[i]) for i in beside), default=0)
+    return bool(words) and plan.schedule.num_warps > 1 and longest >= threads
 
 
 def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
@@ -22,9 +44,34 @@ def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
         ),
         default=0,
     )
+    if plan.layout.byte_words and plan.tiling.is_looped:
+        return _registers_of_words(plan, tiles, partial)
     in_loop = max((sum(loads.values()) for loads in tiles.loads), default=0)
     held = tiles.held + (plan.schedule.steps_per_trip - 1) * in_loop / 4
     return math.ceil(max(held, partial) / (32 * plan.schedule.num_warps))
+
+
+#: Registers of a thread that adds up words of bytes: addresses, sums and decoded codes. It takes
+#: OF_AN_INPUT for 16 elements of an input beside them, or EXCHANGING to get these from other
+#: threads. Counted in machine code for sm_90.
+_OF_WORDS, _OF_AN_INPUT, _EXCHANGING = 28, 8, 28
+
+
+def _registers_of_words(plan: KernelPlan, tiles: Footprint, partial: float) -> int:
+    """Return the registers of a thread that adds up words of bytes in a loop."""
+    threads = 32 * plan.schedule.num_warps
+    words = sum(
+        size / 4
+        for loads in tiles.loads
+        for i, size in loads.items()
+        if i in plan.layout.byte_words
+    )
+    copies, steps = 1, plan.schedule.steps_per_trip
+    if plan.pipelining.holds_words_ahead:
+        copies = max(3 if exchanges(plan) else 2, steps)
+    beside = _OF_AN_INPUT * steps * len(beside_words(plan))
+    beside = _EXCHANGING if exchanges(plan) else beside
+    return math.ceil(max(_OF_WORDS + beside + copies * words / threads, partial / threads))
 
 
 def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
@@ -36,6 +83,8 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
     """
     per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
     stages, itemsize = plan.schedule.num_stages, plan.tiling.mma_dtype.itemsize
+    if plan.pipelining.holds_words_ahead and not plan.layout.mma:
+        return tiles.exchanged * plan.schedule.num_warps * 4
     if plan.tiling.is_looped and stages > 1:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
         # Inputs read twice move from registers into the layout of the product.

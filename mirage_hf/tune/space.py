@@ -41,6 +41,9 @@ MOST_BLOCKS_PER_SM = 4
 #: memory.
 MOST_BLOCKS_OF_WORDS = 32
 
+#: The same for multiply-adds that hold words of codes for later steps.
+MOST_BLOCKS_OF_ADDED_WORDS = 8
+
 #: Bytes that the blocks of an SM prefetch together before they wait: about what fills the memory
 #: system.
 PREFETCH_BYTES = 48 << 10
@@ -324,8 +327,8 @@ def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -
     if tiling.trips(str(tiling.loop)) % (blocks * schedule.steps_per_trip):
         return False
     most = MOST_BLOCKS_PER_SM
-    if plan.layout.code_factors and plan.with_schedule(schedule).pipelining.holds_words_ahead:
-        most = MOST_BLOCKS_OF_WORDS
+    if plan.with_schedule(schedule).pipelining.holds_words_ahead:
+        most = MOST_BLOCKS_OF_WORDS if schedule.mma else MOST_BLOCKS_OF_ADDED_WORDS
     return tiling.num_tiles * blocks <= most * device.sms
 
 

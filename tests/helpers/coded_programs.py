@@ -14,8 +14,9 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
-from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.errors import CodegenError
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
@@ -92,14 +93,32 @@ def fp8_linear(rows: int, columns: int, width: int, block: int = 128) -> KernelG
     return g
 
 
-def int8_linear(rows: int, columns: int, width: int) -> KernelGraph:
-    """Return x · Wᵀ for W in int8 with a scale for each row of W."""
+def int8_linear(
+    rows: int, columns: int, width: int, *, norm: bool = False, dtype: str = "int8"
+) -> KernelGraph:
+    """Return x · Wᵀ for W in integers of 8 bits with a scale for each row of W."""
     g = mi.new_graph()
     x = g.new_input((rows, width), "float16", name="x")
-    codes = g.new_input((columns, width), "int8", name="codes", constant=True)
+    if norm:
+        x = g.rms_norm(x, g.new_input((1, width), "float16", name="weight", constant=True))
+    codes = g.new_input((columns, width), dtype, name="codes", constant=True)
     scales = g.new_input((columns, 1), "float16", name="scales", constant=True)
     w = g.mul(g.cast(codes, "float16"), scales)
     g.mark_output(g.matmul(x, g.permute(w, (1, 0))))
+    return g
+
+
+def int8_joined(rows: int, widths: tuple[int, ...], width: int) -> KernelGraph:
+    """Return RMSNorm and linears of int8 of one input side by side."""
+    g = mi.new_graph()
+    x = g.new_input((rows, width), "float16", name="x")
+    normed = g.rms_norm(x, g.new_input((1, width), "float16", name="weight", constant=True))
+    weights = []
+    for n in widths:
+        codes = g.new_input((n, width), "int8", constant=True)
+        scales = g.new_input((n, 1), "float16", constant=True)
+        weights.append(g.permute(g.mul(g.cast(codes, "float16"), scales), (1, 0)))
+    g.mark_output(g.matmul(normed, g.concat(weights, 1)))
     return g
 
 
@@ -231,6 +250,92 @@ def errors_in_trips(g: KernelGraph) -> list[tuple[int, int, float, float]]:
     return results
 
 
+#: Steps of a loop over words of bytes.
+STEPS = 8
+
+#: Programs whose multiply-adds take words of four codes, by name.
+BYTES = {
+    "int8": lambda: int8_linear(1, 32, 512),
+    "int8, 3 rows, norm before": lambda: int8_linear(3, 16, 512, norm=True),
+    "uint8": lambda: int8_linear(1, 16, 512, dtype="uint8"),
+    "float8 blocks": lambda: fp8_linear(2, 32, 256, 32),
+    "int8, three linears joined": lambda: int8_joined(1, (32, 16, 16), 512),
+}
+
+
+def errors_of_bytes(g: KernelGraph) -> list[tuple[int, int, int, float, float]]:
+    """Return (stages, steps of a trip, blocks, error, eager's error) of loops over words of bytes.
+
+    Those of two stages hold the words of later steps.
+    """
+    inputs = random_inputs(g, "cpu")
+    exact = run_kernel_graph(g, inputs, torch.float64)[0]
+    largest = exact.abs().max()
+    allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
+    ugraph, one = walking_bytes(g)
+    results = []
+    for stages, steps, blocks in itertools.product((1, 2, 3), (1, 2, 4), (1, 2)):
+        for lazy in (True, False) if steps == blocks == 1 else (True,):
+            schedule = replace(
+                one,
+                num_stages=stages,
+                steps_per_trip=steps,
+                cooperating_blocks=blocks,
+                reduce_after_loop=lazy,
+            )
+            try:
+                program = triton.generate(ugraph, [schedule])
+            except CodegenError:
+                continue
+            assert "_words_as_float32(" in program.source
+            (y,) = compiler.load(program.source, program.digest).run(random_inputs(g, "cpu"))
+            error = float((y.double() - exact).abs().max() / largest)
+            results.append((stages, steps, blocks, error, allowed))
+    return results
+
+
+def walking_bytes(g: KernelGraph) -> tuple[UGraph, Schedule]:
+    """Return the first µGraph that can hold words of bytes ahead, and such a schedule.
+
+    Raises:
+        AssertionError: There is none.
+    """
+    found, _ = search(g, SearchOptions(threads=1))
+    for ranked in found:
+        ops = place_kernels(ranked.ugraph)
+        if len(ops) > 1 or ranked.ugraph.num_kernels > 1:
+            continue
+        axes = ops[0].block.axes
+        tiles = {a.name: next_power_of_two(a.size) for a in axes}
+        tiles |= {a.name: min(tiles[a.name], 16) for a in axes if a.role is Role.GRID}
+        for a in ops[0].block.named(Role.LOOP):
+            tiles[a.name] = a.size // STEPS
+        one = Schedule(tiles, num_warps=1, num_stages=2)
+        plan = plan_kernel(ops[0], one)
+        if plan.pipelining.holds_words_ahead and plan.cooperation.steps_per_block == STEPS:
+            return ranked.ugraph, one
+    raise AssertionError("no µGraph holds words ahead")
+
+
+def every_byte(dtype: str) -> list[float]:
+    """Return what a kernel converts each byte to that codes of a dtype have. NaN is given as -1."""
+    g = mi.new_graph()
+    x = g.new_input((1, 512), "float32", name="x")
+    codes = g.new_input((256, 512), dtype, name="codes", constant=True)
+    g.mark_output(g.matmul(x, g.permute(g.cast(codes, "float32"), (1, 0))))
+    ugraph, schedule = walking_bytes(g)
+    program = triton.generate(ugraph, [schedule])
+    assert "_words_as_float32(" in program.source
+    every = torch.arange(256).to(torch.uint8)[:, None].repeat(1, 512)
+    x_of_one = torch.zeros(1, 512)
+    x_of_one[0, 511] = 1.0
+    bytes_ = every.view(getattr(torch, dtype))
+    if dtype == "float8_e4m3fn":  # NaN only where it is multiplied by 1
+        every[:, :511] = 0
+    (y,) = compiler.load(program.source, program.digest).run([x_of_one, bytes_])
+    return torch.where(y.isnan(), -1.0, y)[0].tolist()
+
+
 def powers_of_two() -> KernelGraph:
     """Return a program that converts 256 bytes to the powers of two that they stand for."""
     g = mi.new_graph()
@@ -255,6 +360,8 @@ def main() -> None:
     """Print the errors of all cases as JSON."""
     errors: dict[str, Any] = {name: errors_of(make()) for name, make in CASES.items()}
     errors["powers of two"] = converted_powers()
+    errors |= {f"bytes: {name}": errors_of_bytes(make()) for name, make in BYTES.items()}
+    errors |= {f"every {d}": every_byte(d) for d in ("int8", "uint8", "float8_e4m3fn")}
     errors |= {f"trips: {name}": errors_in_trips(make()) for name, make in TRIPS.items()}
     errors |= {f"along words, {rows} rows": errors_along_words(rows) for rows in (1, 16)}
     print(json.dumps(errors))

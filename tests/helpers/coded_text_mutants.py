@@ -61,6 +61,11 @@ DECODERS = {
     "second & -0x10000": ("first & -0x10000", "second & -0x20000"),
     "else 0x64006400": ("else 0x64006401", "else 0x64016400", "else 0x68006400"),
     "(pair >> 16)": ("(pair >> 15)", "pair"),
+    # words of four bytes
+    "(words >> 8) & 255": ("(words >> 7) & 255", "(words >> 8) & 127", "words & 255"),
+    "(words >> 24) & 255": ("(words >> 16) & 255", "(words >> 24) & 254"),
+    "tl.join(b0, b2)": ("tl.join(b2, b0)", "tl.join(b0, b1)"),
+    "^ -0x7F7F7F80": ("^ 0", "^ -0x7F7F7F7F", "^ 0x7F7F7F80"),
     "tl.join(a0, a4)": ("tl.join(a4, a0)", "tl.join(b0, a4)"),
     "tl.join(b3, b7)": ("tl.join(b7, b3)", "tl.join(a3, b7)"),
     "tl.join(firsts, tl.join(even, odd))": ("tl.join(tl.join(even, odd), firsts)",),
@@ -216,7 +221,7 @@ def _table_changes(line: str) -> Iterator[tuple[str, str]]:
 
 def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
     """Yield lines that load codes, scales or zero points from elsewhere, or change them."""
-    found = re.search(r"tl\.load\((\w+)_ptr \+ ", line)
+    found = re.search(r"tl\.load\((\w+)_ptr(?:\.to\(tl\.pointer_type\(tl\.int32\)\))? \+ ", line)
     role = kernel.roles.get(found[1], "x") if found else "x"
     if not found or role in ("x", "norm"):
         return
@@ -227,9 +232,10 @@ def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
             head, tail = line[: found.end()], line[found.end() + len(address) :]
             yield f"{role} of another address", head + changed + tail
     load = line[found.start() : _end_of(line, found.end(), ")") + 1]
-    packed = re.search(r"_words(_next)? = |uint4_\w+\((tl\.reshape\()?tl\.load", line)
+    is_decoded = r"(uint4_\w+|_words_as_float32)\((tl\.reshape\()?tl\.load"
+    packed = re.search(rf"_words(_next\d*)? = |{is_decoded}", line)
     dtype = kernel.dtype(found[1])
-    is_float8 = dtype is torch.float8_e4m3fn
+    is_float8 = dtype is torch.float8_e4m3fn and not packed
     in_bytes = role == "codes" or is_exponent(dtype)
     for change in WORDS if packed else () if is_float8 else BYTES if in_bytes else VALUES[role]:
         yield f"{role} changed", line.replace(load, f"({load} {change})")

@@ -11,24 +11,29 @@ from scripts import bench_codes, benching
 
 
 def options(**changes) -> argparse.Namespace:
-    sizes = dict(hidden=256, keys=128, width=512, group=64)
+    sizes = dict(hidden=256, keys=128, width=512, group=64, weights="int4")
     limits = dict(search_seconds=20.0, schedules=2, climb=0, replays=3)
     return argparse.Namespace(**sizes | limits | changes)
 
 
 @pytest.mark.parametrize("name", bench_codes.BLOCKS)
-def test_blocks_are_programs(name):
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp8"])
+def test_blocks_are_programs(name, weights):
     for rows in (1, 16):
-        assert not isinstance(lower(bench_codes.BLOCKS[name](rows, options())), Rejected)
+        program = bench_codes.BLOCKS[name](rows, options(weights=weights))
+        assert not isinstance(lower(program), Rejected)
 
 
-def test_a_block_is_benchmarked_to_the_end(monkeypatch):
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_block_is_benchmarked_to_the_end(monkeypatch, weights):
     """Without a GPU, the cost model ranks what the tuner would measure."""
     monkeypatch.setattr(benching, "DEVICE", "cpu")
-    program = bench_codes.BLOCKS["output"](1, options())
-    record = {"name": "output:1"} | bench_codes.bench(program, options())
+    chosen = options(weights=weights)
+    program = bench_codes.BLOCKS["output"](1, chosen)
+    record = {"name": "output:1"} | bench_codes.bench(program, chosen)
     kinds = [c["kind"] for c in record["candidates"]]
-    assert {*kinds} == {*bench_codes.KINDS, "library"}
+    if weights == "int4":
+        assert {*kinds} == {*bench_codes.KINDS, "library"}
     assert kinds.count(bench_codes.TRIPS) <= 4 and kinds.count(bench_codes.STAGED) <= 2
     trips = record["best"][bench_codes.TRIPS]
     assert trips["schedules"][0]["steps_per_trip"] > 1

@@ -371,8 +371,8 @@ def test_a_whole_mlp_is_two_kernels():
     assert len(sums) == 3 and next(reversed(list(b.ops()))).fn == "add"
 
 
-#: Attention after norms. Other programs have attention and norms separately, and other tests have its
-#: small form.
+#: Attention after norms. Other programs have attention and norms separately, and other tests have
+#: its small form.
 ALIKE = ("qk_norm_attention",)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Role
 from mirage_hf.graph.coded import is_packed, word_dims
@@ -17,6 +19,12 @@ from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
 
 #: Bytes of codes that a thread loads at a time, and bytes of a word of packed codes.
 RUN_BYTES, WORD_BYTES = 16, 4
+
+#: Dtypes of codes of a byte that kernels load as words of four, and decode by assembly.
+BYTE_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+
+#: Offsets from here on do not fit in 32 bits.
+_FAR = 2**31
 
 
 def run_lengths(tiling: Tiling) -> Mapping[str, int]:
@@ -45,6 +53,38 @@ def _runs(i: BlockInput, operand: DTensor) -> list[tuple[str, int]]:
     longest, count = counts[0]  # only along this dim are there codes of further words
     counts[0] = longest, count * RUN_BYTES // WORD_BYTES
     return [(str(i.axes[d]), n) for d, n in reversed(counts)]
+
+
+def byte_words(tiling: Tiling, lengths: Mapping[str, int]) -> dict[str, str]:
+    """Return the inputs whose bytes are loaded as words of four codes, with the axis of a word.
+
+    Words stay words in registers until their codes are multiplied, so a step can hold those of the
+    next one. Each thread then decodes all four codes of a word at once. Bytes beside packed codes
+    are scales or zero points, which stay as they are.
+
+    Args:
+        tiling: The tiling.
+        lengths: How many codes a run has, by axis.
+    """
+    words: dict[str, str] = {}
+    if any(is_packed(tiling.dtype(i)) for i in tiling.block.inputs):
+        return words
+    for i in tiling.block.inputs:
+        if tiling.dtype(i) not in BYTE_DTYPES or i.rotation or i.padding or i.bounds is not None:
+            continue
+        if len(i.sources) > 1 and (not tiling.selects_source(i) or tiling.differing_dims(i)):
+            continue
+        operand = tiling.operands[i.sources[0]]
+        strides = list(zip(i.axes, operand.strides, strict=True))
+        contiguous = [a for a, s in strides if a is not None and s == 1]
+        others = [s for s in operand.strides if s != 1]
+        reach = sum(s * (n - 1) for s, n in zip(operand.strides, operand.dims, strict=True))
+        if len(contiguous) != 1 or any(s % WORD_BYTES for s in others) or reach >= _FAR:
+            continue
+        (axis,) = contiguous
+        if axis != i.joined and lengths.get(axis, 0) % WORD_BYTES == 0 and axis in lengths:
+            words[i.name] = axis
+    return words
 
 
 def partial_sums(tiling: Tiling, lengths: Mapping[str, int]) -> dict[str, str]:

@@ -55,10 +55,11 @@ class KernelPlan:
         self.pipelining.check()
         self.cooperation.check()
         is_trimmed = any(self.loop_bounds.trimming(s) for s in self.tiling.block.stages)
-        if self.schedule.steps_per_trip > 1 and is_trimmed:
+        if self.pipelining.walks_trips and is_trimmed:
             raise errors.CodegenError(
                 "schedule: a loop that only visits what is within its bounds takes one step in "
-                f"each trip; steps_per_trip is {self.schedule.steps_per_trip}, give 1"
+                f"each trip; steps_per_trip is {self.schedule.steps_per_trip}, give 1 and another "
+                "num_stages"
             )
 
     def with_schedule(self, schedule: Schedule) -> KernelPlan:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen.plan import code_order
-from mirage_hf.codegen.plan.code_runs import partial_sums, run_lengths
+from mirage_hf.codegen.plan.code_runs import byte_words, partial_sums, run_lengths
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.coded import is_packed
@@ -98,6 +98,14 @@ class TensorLayout:
     def partial_sums(self) -> Mapping[str, str]:
         """The values that have one element for each run of codes, with the axis of the runs."""
         return partial_sums(self.tiling, self.run_lengths) if self.run_lengths else {}
+
+    @cached_property
+    def byte_words(self) -> Mapping[str, str]:
+        """The inputs whose bytes are loaded as words of four codes, with the axis of a word."""
+        if not self.run_lengths:
+            return {}
+        words = byte_words(self.tiling, self.run_lengths)
+        return {name: axis for name, axis in words.items() if name not in self.kept_as_stored}
 
     @cached_property
     def unrolled(self) -> str | None:

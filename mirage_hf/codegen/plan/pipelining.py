@@ -29,6 +29,9 @@ WARPGROUP_WARPS = 4
 #: Fewest bytes that a thread copies into shared memory when Triton loads ahead.
 COPIED_BYTES = 4
 
+#: The `num_stages` with which a loop of multiply-adds holds the words of its next step.
+HELD_STAGES = 2
+
 _WARP = 32
 
 
@@ -151,12 +154,39 @@ class Pipelining:
 
         A step has few words of codes, so registers have room for those of the next one. Threads
         then load the words that they multiply, and wait for no other thread. The loop must not be
-        pipelined through shared memory, nor walk the codes of words.
+        pipelined through shared memory, nor walk the codes of packed words.
         """
+        if not self.layout.mma:
+            return self._holds_added_words
         tiling = self._tiling
         if self.num_stages > 1 or not tiling.is_looped or not self.layout.code_factors:
             return False
         return not code_order.packs_along(tiling, str(tiling.loop))
+
+    @cached_property
+    def _holds_added_words(self) -> bool:
+        """Return True if a loop of multiply-adds holds the words of its next step.
+
+        Two stages mean this. Only weights whose loads need no index of the step are held.
+        """
+        tiling, loop = self._tiling, str(self._tiling.loop)
+        if self.num_stages != HELD_STAGES or not tiling.is_looped:
+            return False
+        if code_order.packs_along(tiling, loop):
+            return False
+        coded = [
+            i
+            for i in tiling.block.inputs
+            if i.name in self.layout.byte_words or is_packed(tiling.dtype(i))
+        ]
+        walked = [i.name for i in coded if loop in i.axes and tiling.is_constant(i)]
+        loops = sum(s.loop is not None for s in tiling.block.stages)
+        return loops == 1 and bool(walked) and self._all_of_loop.issuperset(walked)
+
+    @property
+    def walks_trips(self) -> bool:
+        """Return True if the loop is written in trips, which load for later steps themselves."""
+        return self.steps_per_trip > 1 or (self.holds_words_ahead and not self.layout.mma)
 
     @cached_property
     def loaded_together(self) -> tuple[range, ...]:
