@@ -282,11 +282,12 @@ def promising(
             total += estimate(plan_kernel(op, replace(schedules[0], trigger_early=True))).us
         return total
 
-    ordered = sorted(usable, key=estimated_us)
+    us = {id(c): estimated_us(c) for c in usable}
+    ordered = sorted(usable, key=lambda c: us[id(c)])
     kinds = {kind_of(c.ugraph) for c in ordered[:_FIRST_PLACE]}
-    other = (c for c in ordered if c.ugraph.num_kernels == 1 and kind_of(c.ugraph) not in kinds)
-    single = next(other, None)
-    if single is not None and len(kinds) == 1:
+    others = (c for c in ordered if c.ugraph.num_kernels == 1 and kind_of(c.ugraph) not in kinds)
+    single = next(others, None)
+    if single is not None and len(kinds) == 1 and math.isfinite(us[id(single)]):
         ordered.remove(single)
         ordered.insert(_FIRST_PLACE - 1, single)
     pairs: dict[object, Candidate] = {}
