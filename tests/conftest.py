@@ -154,3 +154,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(resolver, "resolve", resolve)
     yield asked
+
+
+@pytest.fixture
+def remembered_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove and check each µGraph once in this process (tests/helpers/remembered_verdicts.py)."""
+    from tests.helpers.remembered_verdicts import remember
+
+    remember(monkeypatch)
