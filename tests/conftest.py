@@ -41,33 +41,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 #: processes share the work, so that no long one is left at the end.
 LONGEST = (
     "decode/test_traced_steps.py",
-    "pipeline/test_windows.py",
+    "decode/test_drafts.py",
+    "decode/test_traced_drafts.py",
     "api/test_background.py",
     "codegen/test_cuda_on_cpu.py",
-    "decode/test_drafts.py",
-    "pipeline/test_superoptimizer.py",
-    "decode/test_traced_drafts.py",
+    "api/test_optimize.py",
     "decode/test_step.py",
     "swap/test_traced.py",
+    "docs/test_pages.py",
+    "pipeline/test_windows.py",
+    "search/test_clusters.py",
+    "pipeline/test_superoptimizer.py",
     "swap/test_lora.py",
     "decode/test_step_forms.py",
     "decode/test_encoder_drafts.py",
-    "docs/test_pages.py",
-    "pipeline/test_searching_ahead.py",
-    "api/test_optimize.py",
-    "scripts/test_bench_generate.py",
-    "search/test_clusters.py",
-    "api/test_searched.py",
-    "decode/test_prefill_by_kernels.py",
     "pipeline/test_kernels.py",
+    "api/test_searched.py",
+    "scripts/test_bench_generate.py",
     "search/test_search.py",
+    "decode/test_prefill_by_kernels.py",
     "decode/test_encoder_decoder.py",
     "cli/test_cli.py",
     "decode/test_generate_life.py",
+    "decode/test_sampling.py",
+    "decode/test_rings.py",
+    "scripts/test_bench_first_use.py",
     "pipeline/test_background.py",
     "codegen/test_append.py",
     "decode/test_generate.py",
     "scripts/test_soak.py",
+    "decode/test_prefill_early.py",
+    "decode/test_routers.py",
     "codegen/test_cuda.py",
 )
 
@@ -154,3 +158,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(resolver, "resolve", resolve)
     yield asked
+
+
+@pytest.fixture
+def remembered_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove and check each µGraph once in this process (tests/helpers/remembered_verdicts.py)."""
+    from tests.helpers.remembered_verdicts import remember
+
+    remember(monkeypatch)

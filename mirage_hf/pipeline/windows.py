@@ -130,7 +130,7 @@ class _WindowResults:
     """
 
     window: Window
-    ranked: list[RankedUGraph]
+    ranked: Sequence[RankedUGraph]
     joined: JoinedProducts | None = None
     ranked_joined: Sequence[RankedUGraph] = ()
     candidates: tuple[Candidate, ...] | None = None
@@ -239,7 +239,7 @@ class _WindowSearch:
         if stop in _STOPS:
             self.stop = max(self.stop, stop, key=_STOPS.index)
 
-    def _search_one(self, graph: KernelGraph, waiting: int) -> list[RankedUGraph]:
+    def _search_one(self, graph: KernelGraph, waiting: int) -> Sequence[RankedUGraph]:
         """Search one window; `waiting` windows share the time that is left."""
         left, before = self.deadline - time.perf_counter(), self.counters
         limit = min(left, _TIME_SHARE * left / waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mirage_hf import _core
@@ -15,6 +15,7 @@ from mirage_hf.search.core_program import core_limits, core_program, counters_of
 from mirage_hf.search.emit import ugraph_of
 from mirage_hf.search.lowered_program import LoweredProgram
 from mirage_hf.search.lowering import lower
+from mirage_hf.search.ranked_ugraphs import RankedUGraphs
 from mirage_hf.search.search_journal import (
     RankedUGraph,
     SearchJournal,
@@ -38,11 +39,12 @@ def search(
     journal: SearchJournal | None = None,
     *,
     lowered: LoweredProgram | Rejected | None = None,
-) -> tuple[list[RankedUGraph], SearchReport]:
+) -> tuple[Sequence[RankedUGraph], SearchReport]:
     """Search for µGraphs that compute the same as `graph`.
 
     Widths 1, 2, 4, … are searched in turn until one of them stops early. Each width is a step.
-    `journal` keeps a step once it is searched to the end.
+    `journal` keeps a step once it is searched to the end. If there is one step only, and no journal
+    and no map to compare it with, each µGraph is made when it is first read.
 
     Args:
         graph: The tensor program.
@@ -66,6 +68,10 @@ def search(
     if isinstance(lowered, Rejected) or reason:
         return [], SearchReport(Counters(), StopReason.NOT_LOWERABLE, reason)
     run = _Search(graph, lowered, options, progress, journal)
+    if journal is None and options.max_width == 1 and options.maps is None:
+        found = run.search_one_step()
+        reason = "" if found else _why_none(run.stop, options)
+        return found, SearchReport(run.counters, run.stop, reason)
     run.search_widths()
     ranked = sorted(run.ranked.values(), key=lambda r: r.cost_us)
     if options.maps is not None and ranked:
@@ -118,36 +124,63 @@ class _Search:
         saved = self.journal.load(key) if self.journal else None
         if saved is not None:
             return step_from_dict(saved, self.graph)
-        step = self._run_core(width, roles)
+        step, plans = self._run_core(width, roles)
+        step = replace(step, ranked=tuple(self._emitted(plans, width)))
         if self.journal and step.stop == StopReason.EXHAUSTED:
             self.journal.save(key, step_to_dict(step))
         return step
 
-    def _run_core(self, width: int, roles: _Roles) -> SearchStep:
+    def search_one_step(self) -> RankedUGraphs:
+        """Search width 1 with the forced roles of the options."""
+        step, plans = self._run_core(1, self.options.roles)
+        self.stop, self.counters = step.stop, step.counters
+        return RankedUGraphs(_distinct(self._emitted(plans, 1)))
+
+    def _run_core(self, width: int, roles: _Roles) -> tuple[SearchStep, list[_core.Candidate]]:
+        """Return one width's step without its µGraphs, and their plans."""
         seconds = self.deadline - time.perf_counter()
         limits = core_limits(self.options, roles, self.axes, width, seconds)
         result = _core.search(self.program, limits, self._report_progress)
-        emitted = [
-            (ugraph_of(plan, self.lowered, self.functions, self.graph), plan.cost_us)
-            for plan in result.candidates
-        ]
-        # If some µGraph keeps all exponentials in range, the numeric check would only reject the
-        # others.
-        some_in_range = any(e is not None and e.in_range for e, _ in emitted)
-        ranked = tuple(
-            RankedUGraph(e.ugraph, cost_us, width)
-            for e, cost_us in emitted
-            if e is not None and (e.in_range or not some_in_range)
-        )
         stop = StopReason(result.stop)
         finished = width if stop == StopReason.EXHAUSTED else 0
-        return SearchStep(stop, counters_of(result.stats, finished), ranked)
+        return SearchStep(stop, counters_of(result.stats, finished), ()), result.candidates
+
+    def _emitted(self, plans: list[_core.Candidate], width: int) -> Iterator[RankedUGraph]:
+        """Yield the µGraphs of plans.
+
+        If some µGraph keeps all exponentials in range, the numeric check would only reject the
+        others, so they are left out.
+        """
+        out_of_range: list[RankedUGraph] = []
+        some_in_range = False
+        for plan in plans:
+            emitted = ugraph_of(plan, self.lowered, self.functions, self.graph)
+            if emitted is None:
+                continue
+            ranked = RankedUGraph(emitted.ugraph, plan.cost_us, width)
+            if emitted.in_range:
+                some_in_range = True
+                yield ranked
+            elif not some_in_range:
+                out_of_range.append(ranked)
+        if not some_in_range:
+            yield from out_of_range
 
     def _report_progress(self, statistics: _core.Statistics) -> bool:
         """Report the counters so far, and return whether to stop."""
         if self.progress is None:
             return False
         return bool(self.progress(self.counters + counters_of(statistics)))
+
+
+def _distinct(ranked: Iterator[RankedUGraph]) -> Iterator[RankedUGraph]:
+    """Yield the µGraphs whose kernels have another text than those of all before."""
+    seen: set[str] = set()
+    for r in ranked:
+        text = str(r.ugraph.kernels)
+        if text not in seen:
+            seen.add(text)
+            yield r
 
 
 def _forced_roles(options: SearchOptions, lowered: LoweredProgram) -> list[_Roles]:

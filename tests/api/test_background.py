@@ -140,8 +140,7 @@ def test_a_model_runs_at_once_and_gets_measured_kernels_between_calls(fake_gpu, 
     }
 
 
-def test_forwards_without_generate_get_measured_kernels_too(fake_gpu, models):
-    fake_gpu()
+def test_forwards_without_generate_get_measured_kernels_too(replayed, models):
     stock, model = models()
     optimize(model.model, tune="background", patterns=["gated_mlp", "linear_residual"])
     handle = model.model.mirage

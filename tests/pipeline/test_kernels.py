@@ -36,6 +36,8 @@ from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.store import packaged_store, user_store
 from tests.helpers import programs
 
+pytestmark = pytest.mark.usefixtures("remembered_verdicts")
+
 ROOT = Path(__file__).parents[2]
 
 FRESH = """

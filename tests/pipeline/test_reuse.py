@@ -26,6 +26,8 @@ from mirage_hf.zoo import known_search
 from mirage_hf.zoo.store import Store, ZooPath
 from tests.helpers import programs
 
+pytestmark = pytest.mark.usefixtures("remembered_verdicts")
+
 
 def program(n: int = 160, rows: int = 1) -> mi.KernelGraph:
     return programs.rms_norm_linear(mi, rows=rows, k=256, n=n)

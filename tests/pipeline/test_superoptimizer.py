@@ -48,6 +48,8 @@ from mirage_hf.zoo.entry import ENTRY, SEARCH
 from mirage_hf.zoo.store import user_store
 from tests.helpers import programs
 
+pytestmark = pytest.mark.usefixtures("remembered_verdicts")
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):

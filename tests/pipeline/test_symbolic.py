@@ -19,6 +19,8 @@ from mirage_hf.search.engine import search
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 
+pytestmark = pytest.mark.usefixtures("remembered_verdicts")
+
 
 def norm_linear(tokens=None, k=256, n=96) -> KernelGraph:
     g = mi.new_kernel_graph()

@@ -30,6 +30,8 @@ from mirage_hf.zoo.entry import ENTRY, KERNEL
 from mirage_hf.zoo.store import Store, ZooPath, user_store
 from tests.helpers import programs
 
+pytestmark = pytest.mark.usefixtures("remembered_verdicts")
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):

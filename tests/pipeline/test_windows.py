@@ -31,9 +31,11 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.cost import library_us
 from mirage_hf.verify.accept import accept
 from mirage_hf.verify.verdict import Accepted
-from tests.helpers import mutants
+from tests.helpers import mutants, remembered_verdicts
 from tests.helpers.decoder_layers import decoder_layer
 from tests.helpers.thorough import THOROUGH
+
+pytestmark = pytest.mark.usefixtures("remembered_verdicts")
 
 OPTIONS = SearchOptions(time_limit=60, threads=1)
 SMALL = dict(hidden=32, heads=4, kv=2, ffn=48)
@@ -137,6 +139,7 @@ def test_commuting_changes_nothing():
 
 def test_the_result_does_not_depend_on_threads_or_on_the_run():
     g, first = decoder_layer(mi, **SMALL, past=6), layer(**SMALL, past=6)
+    remembered_verdicts.forget()
     for other in (searched(g, threads=t) for t in ((2, 4) if THOROUGH else (4,))):
         assert [str(c.ugraph) for c in other.candidates] == [
             str(c.ugraph) for c in first.candidates
