@@ -206,7 +206,9 @@ def _costs(
             for schedule in _variants(tiles, candidate, device):
                 plan = tiles.plan.with_schedule(schedule.triggering_early(early))
                 cost = estimate(plan, device, tiles.footprint)
-                if cost.registers <= REGISTER_BUDGET and cost.shared <= device.shared_bytes:
+                # The threads of a block share the registers of an SM.
+                most = min(REGISTER_BUDGET, device.registers // (32 * schedule.num_warps))
+                if cost.registers <= most and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
             reason = e

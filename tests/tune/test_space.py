@@ -17,7 +17,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
-from tests.helpers import kernel_cases
+from tests.helpers import coded_programs, kernel_cases
 from tests.helpers.schedule_cases import SPACES
 from tests.helpers.thorough import THOROUGH
 
@@ -33,12 +33,22 @@ def test_the_space_keeps_to_its_budgets(name):
             estimate = cost.estimate(plan_kernel(op, s), device)
             assert (
                 estimate.registers <= space.REGISTER_BUDGET
+                and estimate.registers * 32 * s.num_warps <= device.registers
                 and estimate.shared <= device.shared_bytes
             )
         assert (
             space.schedules(op, device, limit=5) == found[:5]
             and space.default_schedule(op, device) == found[0]
         )
+
+
+def test_the_threads_of_a_block_share_the_registers_of_an_sm():
+    ugraph, _ = coded_programs.walking_bytes(coded_programs.int8_linear(1, 14336, 4096))
+    (op,) = place_kernels(ugraph)
+    found = [s for s in space.schedules(op, limit=10**6) if s.num_warps == 16]
+    assert found
+    for s in found:
+        assert cost.estimate(plan_kernel(op, s)).registers <= 128
 
 
 @pytest.mark.parametrize("name", ["online", "split", "split matmul"])
