@@ -10,6 +10,7 @@ from mirage_hf import errors
 from mirage_hf.graph.coded import storage
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.ops import table
+from mirage_hf.ops.dtypes import BYTE_DTYPES
 
 
 def check_tensors(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> None:
@@ -78,6 +79,11 @@ def _check_input(t: DTensor, x: torch.Tensor, where: str) -> None:
             f"{where}: built for {table.dtype_name(stored.dtype)}, "
             f"got {table.dtype_name(x.dtype)}; "
             "convert it, or build the graph with that dtype"
+        )
+    if x.device.type == "cuda" and t.dtype in BYTE_DTYPES and x.storage_offset() % 4:
+        raise errors.InputError(
+            f"{where}: begins at byte {x.storage_offset()} of its memory, and kernels read codes "
+            "as words of 4 bytes; call .clone()"
         )
     strides = zip(x.stride(), stored.strides, stored.dims, strict=True)
     if any(ours != theirs for ours, theirs, size in strides if size > 1):

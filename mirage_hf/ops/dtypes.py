@@ -35,6 +35,9 @@ CODE_DTYPES = (
     torch.float8_e8m0fnu,
 )
 
+#: The dtypes of codes of a byte that kernels may load as words of four.
+BYTE_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+
 #: The dtypes of codes that share a word of memory. int4 codes are in two's complement.
 PACKED_DTYPES = (torch.uint4, torch.int4)
 

@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from mirage_hf.codegen.plan.code_runs import BYTE_DTYPES
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.plan.pipelining import HELD_STAGES
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, Role
 from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.kernel import DTensor, KernelOp
-from mirage_hf.ops.dtypes import CODE_DTYPES
+from mirage_hf.ops.dtypes import BYTE_DTYPES, CODE_DTYPES
 
 #: Most rows that multiply-adds are tried for.
 FMA_ROWS = 8

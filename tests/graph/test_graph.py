@@ -289,6 +289,22 @@ def test_wrong_tensors_at_call_time(make, message):
     assert str(e.value).startswith(message)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_codes_that_do_not_begin_with_a_word_are_refused_on_a_gpu():
+    g = mi.new_graph()
+    g.cast(g.new_input((3, 4), "int8", name="codes"), "float16")
+    whole, shifted = (torch.zeros(16, dtype=torch.int8)[n:][:12].view(3, 4) for n in (4, 1))
+    check_inputs(g, [shifted])
+    check_inputs(g, [whole.as_subclass(OnGpu)])
+    with pytest.raises(errors.InputError, match=r"begins at byte 1 .* call .clone\(\)"):
+        check_inputs(g, [shifted.as_subclass(OnGpu)])
+
+
 def test_the_library_path_never_copies_joined_weights():
     g = mi.new_kernel_graph()
     x, gamma = g.new_input((2, 64)), g.new_input((1, 64))

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Role
 from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.tensors import DTensor
-from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
+from mirage_hf.ops.dtypes import BYTE_DTYPES, CODE_DTYPES, element_bytes
 
 #: Bytes of codes that a thread loads at a time, and bytes of a word of packed codes.
 RUN_BYTES, WORD_BYTES = 16, 4
-
-#: Dtypes of codes of a byte that kernels load as words of four, and decode by assembly.
-BYTE_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 #: Offsets from here on do not fit in 32 bits.
 _FAR = 2**31
