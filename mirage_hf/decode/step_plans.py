@@ -79,7 +79,7 @@ class TracedSteps:
 
     @property
     def reach(self) -> float:
-        """The longest text for which a step may run the recorded ops."""
+        """The length of the longest text for which the recorded ops are right."""
         return min(plan.recording.reach for plan in self.all_plans)
 
     @property
@@ -155,7 +155,7 @@ def why_no_traced_step(
 
 
 def most_slots(recording: Recording) -> float:
-    """Return the largest capacity of a cache by which no slice ends beyond its tensor."""
+    """Return the largest cache capacity for which each slice ends within its tensor."""
     most = math.inf
     for node in recording.nodes:
         if node.name != "aten.slice" or len(node.args) < 4:

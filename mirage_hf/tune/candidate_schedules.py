@@ -162,7 +162,10 @@ class _TileChoices:
                 self._beside_results |= left - right
 
     def _nested_axes(self, i: BlockInput, codes: DTensor) -> list[tuple[str, str]]:
-        """Return the pairs of grid axes of which the first one's stride is all of the second."""
+        """Return the pairs (outer, inner) of grid axes that split one dim of the codes.
+
+        A step along the outer axis passes all elements of the inner one.
+        """
         grid = {a.name for a in self._block.named(Role.GRID) if a.size > 1}
         dims = [
             (a, n, s)

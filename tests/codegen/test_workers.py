@@ -296,7 +296,7 @@ sys.stdin.read()
 def test_a_worker_that_dies_after_its_server_is_replaced(one: workers.Workers) -> None:
     assert one.compile(*asked(program(14))) is None
     first = process_of(one)
-    one._server.close()  # as it is when all are idle for long
+    one._server.close()  # idle workers are ended in this way, too
     os.kill(first.pid, signal.SIGKILL)
     with pytest.raises(workers.WorkerError, match="exit code None"):
         one.compile(*asked(program(15)))

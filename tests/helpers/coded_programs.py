@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import mirage_hf as mi
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
-from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.generated_program import GeneratedProgram
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.errors import CodegenError
@@ -136,6 +138,37 @@ CASES = {
 }
 
 
+def _single_kernels(g: KernelGraph) -> Iterator[tuple[UGraph, PlacedOp]]:
+    """Yield the µGraphs of a search that are one kernel, with that kernel."""
+    found, _ = search(g, SearchOptions(threads=1))
+    for ranked in found:
+        ops = place_kernels(ranked.ugraph)
+        if len(ops) == ranked.ugraph.num_kernels == 1:
+            yield ranked.ugraph, ops[0]
+
+
+class _Exact:
+    """The exact result of a program on random inputs, and errors relative to its largest element.
+
+    Attributes:
+        allowed: Eager's error.
+    """
+
+    def __init__(self, g: KernelGraph):
+        """Run a program."""
+        self._graph, inputs = g, random_inputs(g, "cpu")
+        self._result = run_kernel_graph(g, inputs, torch.float64)[0]
+        self.allowed = self._error(run_kernel_graph(g, inputs)[0])
+
+    def _error(self, y: torch.Tensor) -> float:
+        return float((y.double() - self._result).abs().max() / self._result.abs().max())
+
+    def error_of(self, program: GeneratedProgram) -> float:
+        """Return the error of a generated program."""
+        run = compiler.load(program.source, program.digest).run
+        return self._error(run(random_inputs(self._graph, "cpu"))[0])
+
+
 def errors_of(g: KernelGraph, ugraphs: int = 3) -> list[tuple[bool, float, float]]:
     """Return (tensor cores, error, eager's error) of kernels of a program, for a few schedules.
 
@@ -143,10 +176,7 @@ def errors_of(g: KernelGraph, ugraphs: int = 3) -> list[tuple[bool, float, float
         g: The program.
         ugraphs: How many µGraphs to try at most.
     """
-    inputs = random_inputs(g, "cpu")
-    exact = run_kernel_graph(g, inputs, torch.float64)[0]
-    eager = run_kernel_graph(g, inputs)[0]
-    allowed = float((eager.double() - exact).abs().max() / exact.abs().max())
+    exact = _Exact(g)
     found, _ = search(g, SearchOptions(threads=1))
     results = []
     for ranked in [r for r in found if r.ugraph.num_kernels == 1][:ugraphs]:
@@ -158,10 +188,7 @@ def errors_of(g: KernelGraph, ugraphs: int = 3) -> list[tuple[bool, float, float
                 program = triton.generate(ranked.ugraph, [schedule])
             except CodegenError:
                 continue
-            run = compiler.load(program.source, program.digest).run
-            (y,) = run(random_inputs(g, "cpu"))
-            error = float((y.double() - exact).abs().max() / exact.abs().max())
-            results.append((schedule.mma, error, allowed))
+            results.append((schedule.mma, exact.error_of(program), exact.allowed))
     return results
 
 
@@ -175,10 +202,7 @@ def _few(choices: Any) -> list[Schedule]:
 def errors_along_words(rows: int) -> list[tuple[int, int, float, float]]:
     """Return (stages, blocks, error, eager's error) of kernels that walk the codes of words."""
     g = int4_rows(rows, 32, 256)
-    inputs = random_inputs(g, "cpu")
-    exact = run_kernel_graph(g, inputs, torch.float64)[0]
-    largest = exact.abs().max()
-    allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
+    exact = _Exact(g)
     found, _ = search(g, SearchOptions(threads=1))
     ugraph = next(r.ugraph for r in found if r.ugraph.num_kernels == 1)
     axes = ugraph.block_ops[0].block.axes
@@ -190,9 +214,7 @@ def errors_along_words(rows: int) -> list[tuple[int, int, float, float]]:
         )
         program = triton.generate(ugraph, [schedule])
         assert "uint4_pairs(tl" in program.source
-        (y,) = compiler.load(program.source, program.digest).run(random_inputs(g, "cpu"))
-        error = float((y.double() - exact).abs().max() / largest)
-        results.append((stages, blocks, error, allowed))
+        results.append((stages, blocks, exact.error_of(program), exact.allowed))
     return results
 
 
@@ -215,27 +237,20 @@ def holding_words(g: KernelGraph) -> tuple[UGraph, Schedule]:
     Raises:
         AssertionError: There is none.
     """
-    found, _ = search(g, SearchOptions(threads=1))
-    for ranked in found:
-        ops = place_kernels(ranked.ugraph)
-        if len(ops) > 1 or ranked.ugraph.num_kernels > 1:
-            continue
-        for schedule in schedules(ops[0]):
+    for ugraph, op in _single_kernels(g):
+        for schedule in schedules(op):
             one = replace(schedule, num_stages=1, num_warps=1, cooperating_blocks=1)
-            if one.mma and plan_kernel(ops[0], one).pipelining.holds_words_ahead:
-                return ranked.ugraph, replace(one, prefetch_steps=0)
+            if one.mma and plan_kernel(op, one).pipelining.holds_words_ahead:
+                return ugraph, replace(one, prefetch_steps=0)
     raise AssertionError("no µGraph holds words ahead")
 
 
 def errors_in_trips(g: KernelGraph) -> list[tuple[int, int, float, float]]:
     """Return (steps of a trip, blocks, error, eager's error) of kernels with trips of some steps.
 
-    Those that the steps of a block are no multiple of are left out.
+    Trips that do not divide the steps of a block are left out.
     """
-    inputs = random_inputs(g, "cpu")
-    exact = run_kernel_graph(g, inputs, torch.float64)[0]
-    largest = exact.abs().max()
-    allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
+    exact = _Exact(g)
     ugraph, one = holding_words(g)
     results = []
     for steps, blocks in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 4)):
@@ -244,9 +259,7 @@ def errors_in_trips(g: KernelGraph) -> list[tuple[int, int, float, float]]:
             program = triton.generate(ugraph, [schedule])
         except CodegenError:
             continue
-        (y,) = compiler.load(program.source, program.digest).run(random_inputs(g, "cpu"))
-        error = float((y.double() - exact).abs().max() / largest)
-        results.append((steps, blocks, error, allowed))
+        results.append((steps, blocks, exact.error_of(program), exact.allowed))
     return results
 
 
@@ -268,10 +281,7 @@ def errors_of_bytes(g: KernelGraph) -> list[tuple[int, int, int, float, float]]:
 
     Those of two stages hold the words of later steps.
     """
-    inputs = random_inputs(g, "cpu")
-    exact = run_kernel_graph(g, inputs, torch.float64)[0]
-    largest = exact.abs().max()
-    allowed = float((run_kernel_graph(g, inputs)[0].double() - exact).abs().max() / largest)
+    exact = _Exact(g)
     ugraph, one = walking_bytes(g)
     results = []
     for stages, steps, blocks in itertools.product((1, 2, 3), (1, 2, 4), (1, 2)):
@@ -288,9 +298,8 @@ def errors_of_bytes(g: KernelGraph) -> list[tuple[int, int, int, float, float]]:
             except CodegenError:
                 continue
             assert "_words_as_float32(" in program.source
-            (y,) = compiler.load(program.source, program.digest).run(random_inputs(g, "cpu"))
-            error = float((y.double() - exact).abs().max() / largest)
-            results.append((stages, steps, blocks, error, allowed))
+            error = exact.error_of(program)
+            results.append((stages, steps, blocks, error, exact.allowed))
     return results
 
 
@@ -300,20 +309,15 @@ def walking_bytes(g: KernelGraph) -> tuple[UGraph, Schedule]:
     Raises:
         AssertionError: There is none.
     """
-    found, _ = search(g, SearchOptions(threads=1))
-    for ranked in found:
-        ops = place_kernels(ranked.ugraph)
-        if len(ops) > 1 or ranked.ugraph.num_kernels > 1:
-            continue
-        axes = ops[0].block.axes
-        tiles = {a.name: next_power_of_two(a.size) for a in axes}
-        tiles |= {a.name: min(tiles[a.name], 16) for a in axes if a.role is Role.GRID}
-        for a in ops[0].block.named(Role.LOOP):
-            tiles[a.name] = a.size // STEPS
+    for ugraph, op in _single_kernels(g):
+        assert op.block is not None
+        tiles = {a.name: next_power_of_two(a.size) for a in op.block.axes}
+        tiles |= {a.name: min(tiles[a.name], 16) for a in op.block.named(Role.GRID)}
+        tiles |= {a.name: a.size // STEPS for a in op.block.named(Role.LOOP)}
         one = Schedule(tiles, num_warps=1, num_stages=2)
-        plan = plan_kernel(ops[0], one)
+        plan = plan_kernel(op, one)
         if plan.pipelining.holds_words_ahead and plan.cooperation.steps_per_block == STEPS:
-            return ranked.ugraph, one
+            return ugraph, one
     raise AssertionError("no µGraph holds words ahead")
 
 

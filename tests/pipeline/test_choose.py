@@ -1,4 +1,4 @@
-"""The order in which candidates are tuned."""
+"""The order in which the tuner tries the candidates of a search."""
 
 from __future__ import annotations
 

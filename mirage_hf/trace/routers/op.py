@@ -1,8 +1,8 @@
 """The op `mirage_hf::route`: a router, which chooses experts by the greatest scores.
 
 A router applies functions to a row of scores, may hide groups of experts, chooses the greatest
-scores, and makes weights of them. Called as it is, the op runs these steps as torch ops.
-On a GPU one kernel runs them (text.py).
+scores, and makes weights of them. The op itself runs these steps as torch ops. In traced steps on a
+GPU, one generated kernel runs them (text.py).
 """
 
 from __future__ import annotations
