@@ -49,9 +49,9 @@ from mirage_hf.trace.attention import attention_as_one_node, masked_keys
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node
 from mirage_hf.trace.experts.fixed_shape import experts_of_fixed_shape
 from mirage_hf.trace.experts.op import experts_as_one_node
+from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.record import (
-    FakeOnceMode,
     Recording,
     TraceError,
     host_reads_named,

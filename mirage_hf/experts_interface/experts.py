@@ -24,7 +24,8 @@ from mirage_hf.trace.experts.op import (
     REGISTRIES,
     experts_as_one_node,
 )
-from mirage_hf.trace.record import FakeOnceMode, record
+from mirage_hf.trace.fake_mode import FakeOnceMode
+from mirage_hf.trace.record import record
 from mirage_hf.trace.step_ops import RegionRun
 from mirage_hf.trace.step_plan import StepPlan
 

@@ -23,8 +23,9 @@ from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node
 from mirage_hf.trace.experts.fixed_shape import experts_of_fixed_shape
 from mirage_hf.trace.experts.op import EXPERTS, experts_as_one_node
+from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.near_ties import KeepChoices, TakeChoices
-from mirage_hf.trace.record import FakeOnceMode, Recording, TraceError, record
+from mirage_hf.trace.record import Recording, TraceError, record
 from mirage_hf.trace.step_ops import RegionRun
 from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.torch_functions import torch_functions_only

@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirage_hf.errors import MirageError
 from mirage_hf.trace.coded_linear import CodedLinear
+from mirage_hf.trace.fake_mode import with_tensors
 from mirage_hf.trace.host_values import HostValues
 from mirage_hf.trace.questions import LengthQuestions
 from mirage_hf.trace.row_values import RowValues, UnknownRowsError
@@ -119,7 +119,7 @@ class Node:
     #: The storages that the op writes into.
     written: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The op's name without its overload, such as "aten.add".
 
@@ -241,40 +241,6 @@ def record(
     return recorder.recording
 
 
-class FakeOnceMode(FakeTensorMode):
-    """A FakeTensorMode that makes a fake tensor of each real one once.
-
-    Where an op gets a real tensor, torch's mode does not look up what it knows of earlier calls of
-    the op. So each product with a weight would take milliseconds.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids stay unique while these live
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an op on fake tensors."""
-        args, kwargs = _with_tensors(self._fake, (args, kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def close(self) -> None:
-        """Forget the real tensors.
-
-        A fake view holds its base where Python's garbage collector does not see it, so the mode may
-        live on.
-        """
-        self._fakes.clear()
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if id(tensor) not in self._fakes:
-            self._fakes[id(tensor)] = tensor, self.from_tensor(tensor)
-        return self._fakes[id(tensor)][1]
-
-
 @contextmanager
 def host_reads_named() -> Iterator[None]:
     """Say which line of a model does what fake tensors cannot do. Torch does not log it.
@@ -341,8 +307,8 @@ class _Recorder(TorchDispatchMode):
             return self._of_each_row(self.row_values, func, args, kwargs)
         if func is torch.ops.aten._softmax.default:
             args = (self._scores_of_tokens(*args[:2]), *args[1:])
-        named_args = _with_tensors(self._name, args)
-        named_kwargs = _with_tensors(self._name, kwargs)
+        named_args = with_tensors(self._name, args)
+        named_kwargs = with_tensors(self._name, kwargs)
         result = func(*args, **kwargs)
         self.questions.note(func, args, kwargs, result)
         written = frozenset(
@@ -441,17 +407,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
         if given is not None:
             found.append((argument, given))
     return found
-
-
-def _with_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Return the arguments of an op with what a function returns for each tensor of them."""
-    if isinstance(x, Tensor):
-        return function(x)
-    if type(x) in (tuple, list):
-        return type(x)([_with_tensors(function, each) for each in x])
-    if type(x) is dict:
-        return {name: _with_tensors(function, each) for name, each in x.items()}
-    return x
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Term:
         """Whether it is computed."""
         return self.op not in ("value", "weight")
 
-    @property
+    @cached_property
     def is_constant(self) -> bool:
         """Whether it is a weight, or a weight plus a number."""
         return all(x.is_constant for x in self.terms) if self.is_op else self.op == "weight"

@@ -9,7 +9,8 @@ import torch
 
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.trace.experts.form import ExpertsForm
-from mirage_hf.trace.record import FakeOnceMode, Input, Node, TraceError, Value, record
+from mirage_hf.trace.fake_mode import FakeOnceMode
+from mirage_hf.trace.record import Input, Node, TraceError, Value, record
 from mirage_hf.trace.torch_ops import SAME_TENSOR, elementwise_op
 
 
@@ -18,6 +19,7 @@ def gate(
     dtype: torch.dtype,
     graph: KernelGraph,
     columns: Callable[[slice], DTensor],
+    mode: FakeOnceMode,
 ) -> DTensor:
     """Write the function between the two linears of experts.
 
@@ -26,18 +28,15 @@ def gate(
         dtype: The dtype of the activations.
         graph: The program.
         columns: Gives columns of the first linear's result.
+        mode: The mode in which it is recorded.
 
     Raises:
         TraceError: The function is of another form.
     """
     width = form.first.rows
-    mode = FakeOnceMode()
-    try:
-        with mode:
-            x = torch.empty(1, width, dtype=dtype, device=form.first.tensors[0].device)
-        recording = record(lambda: form.gate(x), {"x": x}, mode)
-    finally:
-        mode.close()
+    with mode:
+        x = torch.empty(1, width, dtype=dtype, device=form.first.tensors[0].device)
+    recording = record(lambda: form.gate(x), {"x": x}, mode)
     made: dict[Any, Any] = {}
 
     def tensor(key: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.experts.form import ExpertsForm, Linear, viewed
 from mirage_hf.trace.experts.gate import gate
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, form_named
+from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.record import Input, Readers, Recording, TraceError, Value, readers_of
 from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape
@@ -61,13 +63,14 @@ def find_experts(
     """
     readers = readers_of(recording.nodes)
     found = []
-    for number, node in enumerate(recording.nodes):
-        if node.name == EXPERTS and recording.meta(node.args[0]).shape[0] <= MOST_TOKENS:
-            sums = _sums_after(recording, ancestors, readers, number, taken)
-            try:
-                found += _Writer(recording, number, sums).write()
-            except (GraphError, TraceError):
-                continue
+    with closing(FakeOnceMode()) as mode:
+        for number, node in enumerate(recording.nodes):
+            if node.name == EXPERTS and recording.meta(node.args[0]).shape[0] <= MOST_TOKENS:
+                sums = _sums_after(recording, ancestors, readers, number, taken)
+                try:
+                    found += _Writer(recording, number, sums, mode).write()
+                except (GraphError, TraceError):
+                    continue
     return found
 
 
@@ -130,8 +133,8 @@ def _are_alike(recording: Recording, *tensors: Value | Input) -> bool:
 class _Writer:
     """Writes the two programs of one node: experts, their weights, and the sums that follow."""
 
-    def __init__(self, recording: Recording, number: int, sums: Sequence[Sum]):
-        self.recording, self.number, self.sums = recording, number, sums
+    def __init__(self, recording: Recording, number: int, sums: Sequence[Sum], mode: FakeOnceMode):
+        self.recording, self.number, self.sums, self.mode = recording, number, sums, mode
         node = recording.nodes[number]
         self.x, self.index, self.weights, self.parameters, name = node.args
         form = form_named(name, recording.meta(self.x).dtype)
@@ -165,7 +168,7 @@ class _Writer:
         x = self._given(self.x, (self.rows, 1, 1, self.width), self.dtype)
         if self.form.scales_inputs:
             x = as_dtype(self.graph, self._weighed(x), self.dtype)
-        h = gate(self.form, self.dtype, self.graph, self._first(x, linear))
+        h = gate(self.form, self.dtype, self.graph, self._first(x, linear), self.mode)
         h = as_dtype(self.graph, h, self.dtype)
         self.graph.mark_output(h)
         return self._region((self.number,), between, h.dims, h.dims, linear)
