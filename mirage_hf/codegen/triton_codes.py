@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mirage_hf import errors
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
 from mirage_hf.codegen.plan.code_runs import WORD_BYTES
+from mirage_hf.codegen.plan.code_words import codes_of_word, holds_words
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
-from mirage_hf.graph.coded import high_first, is_packed, word_dims
+from mirage_hf.graph.coded import high_first, is_packed
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: Functions that decode words of four codes of a byte.
@@ -31,7 +31,7 @@ class CodeWriter(TileWriter):
 
     def holds_words(self, i: BlockInput) -> bool:
         """Return True if the kernel loads words of several codes: packed ones, or four bytes."""
-        return self.holds_packed(i) or i.name in self.layout.byte_words
+        return holds_words(self.layout, i)
 
     def codes_per_word(self, i: BlockInput) -> int:
         """Return how many elements of an input a 32-bit word holds."""
@@ -132,17 +132,9 @@ class CodeWriter(TileWriter):
             text = f"tl.reshape(tl.permute(tl.reshape({text}, {split}), {order}), {shape})"
         return text
 
-    def _per_word(self, i: BlockInput) -> dict[str, int]:
-        """Return how many codes of a word lie along each axis, the longest stride first."""
-        if i.name in self.layout.byte_words:
-            return {self.layout.byte_words[i.name]: WORD_BYTES}
-        operand = self.tiling.operands[i.sources[0]]
-        counts = word_dims(operand.dims, operand.strides)
-        return {str(i.axes[d]): count for d, count in counts.items()}
-
     def _words_last(self, i: BlockInput) -> list[str]:
         """Return the dims of a tile of codes with those of the words last."""
-        packed = self._per_word(i)
+        packed = codes_of_word(self.layout, i)
         dims = self.layout.dims(self.block.input_axes(i))
         return [*(a for a in dims if a not in packed), *packed]
 
@@ -158,8 +150,7 @@ class CodeWriter(TileWriter):
         if ahead is not None:
             shift = shift.also(str(self.tiling.loop), ahead.at)
         self.load_index(i)
-        packed = self._per_word(i)
-        self._check_words(i, packed)
+        packed = codes_of_word(self.layout, i)
         dims = [a for a in self._words_last(i) if self.tiling.tile(a) > packed.get(a, 1)]
         start = "" if ahead is None else ahead.start
         arguments = [self._word_address(i, pointer, packed, dims, shift, start)]
@@ -182,30 +173,6 @@ class CodeWriter(TileWriter):
         instruction for each register.
         """
         return self.layout.mma or ahead is None or [*mask] != [ahead.follows]
-
-    def _check_words(self, i: BlockInput, packed: Mapping[str, int]) -> None:
-        """Check that tiles of an input consist of whole words.
-
-        Raises:
-            CodegenError: If they do not.
-        """
-        reason = ""
-        if len(i.sources) > 1 and (not self.tiling.selects_source(i) or i.joined in packed):
-            reason = "has a tile that lies in several tensors"
-        elif i.rotation is not None or i.padding is not None:
-            reason = "is rotated or padded"
-        elif str(None) in packed:
-            reason = "has words whose codes an index chooses"
-        elif any(a == self.layout.unrolled or self.tiling.tile(a) < n for a, n in packed.items()):
-            reason = "has a tile of part of a word"
-        elif any(self.masks.needed(a) or self.block.split_size(a) % n for a, n in packed.items()):
-            reason = "has a tile that reaches past the end of its codes"
-        if reason:
-            tiles = " and ".join(f"{n} or more along {a}" for a, n in packed.items())
-            raise errors.CodegenError(
-                f"block input {i.name} of packed codes {reason}; give tiles of {tiles} that divide "
-                "their sizes"
-            )
 
     def _word_address(
         self,

@@ -177,13 +177,18 @@ class _Bench:
             patience: Stop after so many in a row that were no better; 0 never stops.
             known_us: The fastest other time.
         """
-        candidates = sorted(candidates, key=lambda c: not c.is_library)
-        programs = [c.generate() for c in candidates]
         tried: list[ScheduledCandidate] = []
+        generated: list[tuple[ScheduledCandidate, triton.GeneratedProgram]] = []
+        for c in sorted(candidates, key=lambda c: not c.is_library):
+            try:
+                generated.append((c, c.generate()))
+            except errors.CodegenError as e:
+                tried.append(c.rejected(str(e)))
         best_us, since_best = known_us, 0
-        for n, outcome in enumerate(compiler.compiling(programs, self.sm)):
+        outcomes = compiler.compiling([program for _, program in generated], self.sm)
+        for n, ((c, program), outcome) in enumerate(zip(generated, outcomes, strict=True)):
             self.progress(n, len(candidates), "measuring")
-            done = undisturbed(partial(self.try_one, candidates[n], programs[n], outcome, best_us))
+            done = undisturbed(partial(self.try_one, c, program, outcome, best_us))
             tried.append(done)
             if done.is_library:
                 continue

@@ -8,6 +8,7 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import cuda, triton, triton_run
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
@@ -278,8 +279,25 @@ def test_a_tile_of_part_of_a_word_is_refused():
     )
     axis = axes_by_size(ugraph)
     schedule = Schedule({axis[64]: 4, axis[4]: 4, axis[128]: 4})
+    (op,) = ugraph.block_ops
     with pytest.raises(errors.CodegenError, match="part of a word"):
-        triton.generate(ugraph, [schedule])
+        plan_kernel(op, schedule)
+
+
+@pytest.mark.parametrize("blocks, fits", [(1, True), (2, False)])
+def test_blocks_that_share_words_take_equal_parts(blocks, fits):
+    """Neighbours of a schedule may have other numbers of blocks, and are planned before written."""
+    found, _ = search(coded_programs.int8_linear(1, 32, 384), SearchOptions(threads=1))
+    ugraph = next(r.ugraph for r in found if [*r.ugraph.block_ops[0].block.named(Role.LOOP)])
+    (op,) = ugraph.block_ops
+    (loop,) = op.block.named(Role.LOOP)
+    tiles = {a.name: 1 for a in op.block.axes} | {loop.name: 128}
+    schedule = Schedule(tiles, cooperating_blocks=blocks)
+    if fits:
+        assert "int8_words_as_float32(" in triton.program_source(ugraph, [schedule])
+    else:
+        with pytest.raises(errors.CodegenError, match="past the end of its codes"):
+            plan_kernel(op, schedule)
 
 
 def test_a_cuda_file_of_codes_is_refused():

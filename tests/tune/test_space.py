@@ -144,13 +144,13 @@ def test_words_of_any_number_of_columns_have_kernels(width):
     made = 0
     for u in coded_kernels(4, 16, width):
         (op,) = u.block_ops
+        if why := space.obstacle([op]):
+            assert "past the end of its codes" in why
+            continue
         for schedule in space.schedules(op)[:4]:
             loops = [a.name for a in op.block.axes if a.role is Role.LOOP and a.size == width]
             assert all(width % schedule.tiles[a] == 0 for a in loops)
-            try:
-                made += bool(triton.generate(u, [schedule]).source)
-            except errors.CodegenError:
-                continue
+            made += bool(triton.generate(u, [schedule]).source)
     assert made
 
 

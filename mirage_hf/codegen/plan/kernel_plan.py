@@ -8,6 +8,7 @@ from functools import cached_property
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.plan import stages
+from mirage_hf.codegen.plan.code_words import check_words
 from mirage_hf.codegen.plan.cooperation import Cooperation
 from mirage_hf.codegen.plan.layout import TensorLayout
 from mirage_hf.codegen.plan.loop_bounds import LoopBounds
@@ -54,6 +55,7 @@ class KernelPlan:
     def __post_init__(self) -> None:
         self.pipelining.check()
         self.cooperation.check()
+        check_words(self)
         is_trimmed = any(self.loop_bounds.trimming(s) for s in self.tiling.block.stages)
         if self.pipelining.walks_trips and is_trimmed:
             raise errors.CodegenError(
