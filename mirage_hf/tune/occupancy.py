@@ -81,7 +81,10 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
     that warps exchange. The step at work counts too if a product still reads it while the next one
     is copied.
     """
-    per_iteration = max((sum(loads.values()) for loads in tiles.loads), default=0)
+    per_iteration = max(
+        (sum(_copies(plan, name) * size for name, size in loads.items()) for loads in tiles.loads),
+        default=0,
+    )
     stages, itemsize = plan.schedule.num_stages, plan.tiling.mma_dtype.itemsize
     if plan.pipelining.holds_words_ahead and not plan.layout.mma:
         return tiles.exchanged * plan.schedule.num_warps * 4
@@ -98,6 +101,12 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
         )
     # A product held whole is fed through shared memory.
     return max(per_iteration, tiles.factors * itemsize)
+
+
+def _copies(plan: KernelPlan, name: str) -> int:
+    """Return how often a tile is loaded: from each of several tensors that it may lie in, or once."""
+    i = plan.tiling.inputs[name]
+    return 1 if plan.tiling.selects_source(i) else len(i.sources)
 
 
 def blocks_per_sm(plan: KernelPlan, registers: float, shared: int, device: Device) -> int:

@@ -1,12 +1,17 @@
 """The cost model: kernels that were measured as fast rank high."""
 
+import pytest
 import torch
 
+from mirage_hf.codegen import compile as compiler
+from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
 from tests.helpers import kernel_cases
 from tests.helpers.schedule_cases import SPACES
@@ -27,6 +32,24 @@ def test_estimates_count_parts():
     assert plan_kernel(few, s).tiling.is_streamed(few.block.inputs[1]) and not plan_kernel(
         few, s
     ).tiling.is_streamed(few.block.inputs[0])
+
+
+@pytest.mark.parametrize("columns, loads", [(32, 1), (128, 4)])
+def test_a_tile_in_several_tensors_is_held_once_for_each(columns, loads):
+    """Triton copies the tile from each tensor, and masks what lies in another one."""
+    pytest.importorskip("triton")
+    g = new_kernel_graph()
+    x = g.new_input((2, 512), "bfloat16")
+    sizes = (256, 128, 32, 32)
+    joined = [g.new_input((512, n), "bfloat16", strides=(1, 512), constant=True) for n in sizes]
+    g.mark_output(g.matmul(x, g.concat(joined, 1)))
+    found, _ = search(g, SearchOptions(threads=1))
+    ugraph = next(r.ugraph for r in found if r.ugraph.num_kernels == 1)
+    (op,) = place_kernels(ugraph)
+    schedule = Schedule({"k": 128, "m": 8, "n": columns}, mma=True, num_stages=2)
+    (compiled,) = compiler.ahead_of_time(triton.generate(ugraph, [schedule]), 90)
+    weights = 128 * columns * 2 * loads
+    assert weights < cost.estimate(plan_kernel(op, schedule)).shared == compiled.shared
 
 
 def test_shifted_sums_and_their_maxima_are_not_lazy():
