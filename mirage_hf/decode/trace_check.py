@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import cached_layers, held_tokens, read_cache
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.masks import MaskPlan
-from mirage_hf.decode.rounding import tolerance_of
+from mirage_hf.decode.rounding import rounded_otherwise, tolerance_of
 from mirage_hf.decode.routing import cache_name
 from mirage_hf.decode.sources import (
     EncoderOutput,
@@ -36,6 +37,10 @@ from mirage_hf.trace.step_plan import StepPlan
 
 #: Lengths of the texts whose next step is compared with stock's.
 LENGTHS = (3, 6, 17)
+#: How often stock's step is run with other roundings if a row differs by more than is usual.
+_ROUNDINGS = 2
+#: How many times as far as rounding moves it a row may be from stock's.
+_MOVED = 2
 #: Samples or frames of sound for each slot of an encoder's output, in known models and between.
 _SAMPLES = (2, 4, 8, 80, 160, 320, 640, 1280)
 
@@ -123,23 +128,62 @@ class TraceCheck:
                 _random_source(self.model, batch, length + 2, generator, self.mask_use),
             )
             try:
-                wanted, ours = self._steps(plan, prompt, windows, capacity)
+                wanted, ours, choices = self._steps(plan, prompt, windows, capacity)
             except Exception as error:  # stock's forward may raise anything
                 raise UnfitFormError(f"the check of a step raised {described(error)}") from None
-            self._compare(wanted, ours, f"step of {_rows(batch)} after {length} tokens")
+            what = f"step of {_rows(batch)} after {length} tokens"
+            self._compare(wanted, ours, what, partial(self._moved, prompt, wanted, choices))
 
-    def _compare(self, wanted: Tensor, ours: Tensor, what: str) -> None:
+    def _compare(
+        self,
+        wanted: Tensor,
+        ours: Tensor,
+        what: str,
+        moved: Callable[[], Tensor] = lambda: torch.zeros(()),
+    ) -> None:
         """Compare logits.
+
+        Args:
+            wanted: Stock's logits.
+            ours: The logits of our step.
+            what: The step, for the error.
+            moved: Returns how far rounding moves the logits of each row. It is called if some row
+                differs by more than is usual.
 
         Raises:
             UnfitFormError: They differ.
         """
-        difference, most = (x.abs().max().item() for x in (wanted - ours, wanted))
-        if not difference <= self.tolerance * max(most, 1e-6):
+        differences, most = (wanted - ours).abs().amax(-1), wanted.abs().max().item()
+        allowed = self.tolerance * max(most, 1e-6)
+        if bool((differences <= allowed).all()):
+            return
+        if not bool((differences <= (_MOVED * moved()).clamp_min(allowed)).all()):
             raise UnfitFormError(
-                f"the traced {what} differs from stock's by {difference:.1e}, with logits up to "
-                f"{most:.1e}"
+                f"the traced {what} differs from stock's by {differences.max().item():.1e}, with "
+                f"logits up to {most:.1e}"
             )
+
+    def _moved(self, prompt: _Prompt, wanted: Tensor, choices: KeepChoices) -> Tensor:
+        """Return how far stock's logits of each row move if its step is rounded otherwise.
+
+        A row can be ill-conditioned, such as one of a single token in a deep model with recurrent
+        states. Then stock's own logits are as far from exact ones.
+
+        Args:
+            prompt: The prompt.
+            wanted: Stock's logits after it.
+            choices: The experts that stock chose in its step.
+        """
+        moved = torch.zeros(len(wanted), device=wanted.device)
+        for seed in range(_ROUNDINGS):
+            stock = _StockRun(self, prompt)
+            with torch.no_grad(), self.model._optimize_model_for_decode():
+                with SummedProducts():
+                    stock.feed(0, prompt.length)
+                with rounded_otherwise(self.model, seed), TakeChoices(choices, self.tolerance):
+                    other = stock.feed(prompt.length, prompt.length + 1)
+            moved = moved.maximum((other - wanted).abs().amax(-1).float())
+        return moved
 
     def run_drafts(self, plan: StepPlan, shape: StepShape, capacity: int) -> None:
         """Compare a plan's steps of several tokens of each row with stock's steps of one token.
@@ -213,10 +257,10 @@ class TraceCheck:
 
     def _steps(
         self, plan: StepPlan, prompt: _Prompt, windows: Sequence[int | None], capacity: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, KeepChoices]:
         """Return the logits of stock's step and of ours after all but the last token.
 
-        Ours takes stock's experts where their scores nearly tie.
+        Ours takes stock's experts, the third result, where their scores nearly tie.
         """
         stock = _StockRun(self, prompt)
         with torch.no_grad(), self.model._optimize_model_for_decode():
@@ -226,7 +270,8 @@ class TraceCheck:
                 wanted = stock.feed(prompt.length, prompt.length + 1)
             with TakeChoices(choices, self.tolerance):
                 TracedStep(plan, block, self.masks, graphs=False, graph_key=None)._forward()
-        return wanted.float() if wanted.dtype == torch.float64 else wanted, block.logits
+        wanted = wanted.float() if wanted.dtype == torch.float64 else wanted
+        return wanted, block.logits, choices
 
 
 class _StockRun:

@@ -104,7 +104,7 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
 
 
 def _copies(plan: KernelPlan, name: str) -> int:
-    """Return how often a tile is loaded: from each of several tensors that it may lie in, or once."""
+    """Return how often a tile is loaded: from each of the tensors that it may lie in, or once."""
     i = plan.tiling.inputs[name]
     return 1 if plan.tiling.selects_source(i) else len(i.sources)
 

@@ -575,6 +575,34 @@ def test_a_wrong_kernel_before_a_router_is_refused(monkeypatch: pytest.MonkeyPat
     assert any("differs from stock's by" in note for note in ours.mirage.report.notes)
 
 
+class RoundedOtherwise(Resolved):
+    """A kernel whose results are some units in the last place off."""
+
+    def run(self, inputs: Any, *out: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        results = super().run(inputs, *out)
+        for y in results:
+            signs = torch.randint(0, 2, y.shape, generator=generator) * 2 - 1
+            y.mul_(1 + torch.finfo(y.dtype).eps * signs)
+        return results
+
+
+def test_rounding_of_an_ill_conditioned_step_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LayerNorm subtracts a mean that is thousands of times as large as what is left."""
+    model = built("gpt2")
+    with torch.no_grad():
+        model.transformer.wpe.weight.zero_()
+        model.transformer.wte.weight.add_(100)
+    monkeypatch.setattr(resolver, "resolve", lambda program, **_: RoundedOtherwise(program))
+
+    notes = optimize(twin_of(model), verify=False).mirage.report.notes
+    assert any("run as traced" in note for note in notes)
+    monkeypatch.setattr(trace_check, "_ROUNDINGS", 0)
+    assert "differs from stock's by" in not_traced(model)
+
+
 def test_the_check_allows_deeper_models_more_rounding():
     """Errors of rounding grow with the root of the depth; a few layers get no more than before."""
 

@@ -32,7 +32,7 @@ from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.tune.space import schedules
+from mirage_hf.tune.space import obstacle, schedules
 from mirage_hf.verify.accept import Candidate, accept
 from tests.helpers import coded_modules, coded_mutants, gguf_reference
 from tests.helpers.random_searched_kernels import _steps
@@ -436,8 +436,10 @@ def _generated(
 ) -> tuple[GeneratedProgram, list[Schedule]] | None:
     """Return kernels with random schedules, None if there are none of this kind."""
     ops = place_kernels(candidate.ugraph)
+    if not candidate.allows(mma) or obstacle(ops):
+        return None
     listed = [_of_kind(schedules(op), mma) for op in ops]
-    if not candidate.allows(mma) or not all(listed):
+    if not all(listed):
         return None
     for _ in range(ATTEMPTS):
         chosen = [r.choice(each) for each in listed]
