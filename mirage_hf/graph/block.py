@@ -109,7 +109,13 @@ class BlockGraph:
 
     def named(self, *roles: Role) -> tuple[Axis, ...]:
         """Return the axes that have a role, or one of several."""
+        if len(roles) == 1:
+            return self._by_role.get(roles[0], ())
         return tuple(a for a in self.axes if a.role in roles)
+
+    @cached_property
+    def _by_role(self) -> dict[Role, tuple[Axis, ...]]:
+        return {role: tuple(a for a in self.axes if a.role is role) for role in Role}
 
     @cached_property
     def cluster(self) -> Axis | None:
@@ -133,6 +139,11 @@ class BlockGraph:
         return self._table.axis_split_by(name)
 
     # -- inputs and outputs ------------------------------------------------------------------------
+
+    @cached_property
+    def inputs_by_name(self) -> dict[str, BlockInput]:
+        """The inputs by name."""
+        return {i.name: i for i in self.inputs}
 
     def extent(self, i: BlockInput, axis: str) -> int:
         """Return how many elements the source of an input has along an axis that is not joined."""
@@ -163,6 +174,11 @@ class BlockGraph:
             axes |= {op.out: op.axes for op in stage.body}
             axes |= {acc.out: acc.axes for acc in stage.accumulators}
         return axes
+
+    @cached_property
+    def ops_by_name(self) -> dict[str, BlockOp]:
+        """The ops by the name of their result."""
+        return {op.out: op for op in self.ops()}
 
     def ops(self) -> Iterator[BlockOp]:
         """Iterate over the ops of all stages, in order."""

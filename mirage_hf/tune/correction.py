@@ -37,6 +37,7 @@ def features(
     l2_bytes: int,
     registers: int,
     per_sm: int,
+    trigger_early: bool,
 ) -> dict[str, float]:
     """Return what the linear model knows about a kernel, mostly logarithms to the base 2.
 
@@ -50,6 +51,7 @@ def features(
         l2_bytes: Bytes that all blocks together load.
         registers: Registers that a thread needs for tiles.
         per_sm: Blocks that fit on one SM at a time.
+        trigger_early: The value of `Schedule.trigger_early`.
     """
     tiling, schedule = plan.tiling, plan.schedule
     steps = plan.cooperation.steps_per_block if tiling.is_looped else 1
@@ -77,7 +79,7 @@ def features(
         "prefetched": schedule.prefetch_steps,
         "all_prefetched": schedule.prefetch_steps >= steps,
         "cooperating": math.log2(schedule.cooperating_blocks),
-        "early": schedule.trigger_early,
+        "early": trigger_early,
     }
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import Device
-from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.tune.footprint import Footprint
 from mirage_hf.tune.occupancy import blocks_per_sm
 
@@ -61,15 +60,10 @@ SPREAD = 1.3
 SHARPNESS = 10
 
 
-def apply_to(plan: KernelPlan) -> bool:
+def apply_to(plan: KernelPlan, tiles: Footprint) -> bool:
     """Return whether a kernel adds up products of its inputs without tensor cores and codes."""
-    operands = plan.tiling.operands
-    reads_codes = any(operands[n].dtype in CODE_DTYPES for n in _sources(plan))
-    return bool(plan.tiling.block.contractions) and not plan.layout.dots and not reads_codes
-
-
-def _sources(plan: KernelPlan) -> set[int]:
-    return {n for i in plan.tiling.block.inputs for n in i.sources}
+    has_products = bool(plan.tiling.block.contractions)
+    return has_products and not plan.layout.dots and not tiles.reads_codes
 
 
 def body_us(
@@ -159,7 +153,6 @@ def _alone_us(plan: KernelPlan, tiles: Footprint, work_us: float) -> float:
 
 def _step_bytes(plan: KernelPlan, tiles: Footprint) -> float:
     """Return the bytes that a block loads in a step, without those beyond the ends of axes."""
-    in_loop = [sum(loads.values()) for loads in tiles.loads]
     if plan.tiling.is_looped:
-        return sum(in_loop) * tiles.within
-    return (max(in_loop, default=0) + tiles.once) * tiles.within
+        return tiles.step_bytes * tiles.within
+    return (tiles.longest_step_bytes + tiles.once) * tiles.within

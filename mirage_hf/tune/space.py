@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.default_schedule import choose_schedule
-from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.plan import KernelPlan, check_roles, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
@@ -21,8 +21,9 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.cuda_schedules import cuda_schedules, placed
-from mirage_hf.tune.footprint import Footprint, footprint
+from mirage_hf.tune.cuda_schedules import cuda_schedules
+from mirage_hf.tune.footprint import Footprint, footprint, with_same_layout
+from mirage_hf.tune.traffic import traffic
 
 #: Registers that a thread may spend on float32 tiles. Beyond it tiles spill.
 REGISTER_BUDGET = 160
@@ -187,27 +188,18 @@ def _costs(
     """Return the estimated µs of every schedule that fits, and why the last other one does not."""
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
-    early = isinstance(op, PlacedOp) and op.next_may_launch_early
-    # Schedules with the same tiles and kind of product share a layout and its footprint.
-    known: dict[tuple[object, ...], _Tiles] = {}
+    op = placed(op)
+    tilings = _Tilings(op)
     for candidate in candidate_schedules(op):
-        kind = (
-            candidate.tiles,
-            candidate.mma,
-            candidate.weights_first,
-            candidate.reduce_after_loop,
-        )
         try:
-            if kind not in known:
-                known[kind] = _Tiles.of(plan_kernel(op, candidate))
-            tiles = known[kind]
+            tiles = tilings.of(candidate)
             if not tiles.suit(candidate):
                 continue
+            # The threads of a block share the registers of an SM.
+            most = min(REGISTER_BUDGET, device.registers // (32 * candidate.num_warps))
             for schedule in _variants(tiles, candidate, device):
-                plan = tiles.plan.with_schedule(schedule.triggering_early(early))
-                cost = estimate(plan, device, tiles.footprint)
-                # The threads of a block share the registers of an SM.
-                most = min(REGISTER_BUDGET, device.registers // (32 * schedule.num_warps))
+                plan = tiles.plan.with_schedule(schedule)
+                cost = estimate(plan, device, tiles.footprint, op.next_may_launch_early)
                 if cost.registers <= most and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
@@ -286,18 +278,11 @@ class _Tiles:
         plan: The plan of one of them.
         footprint: What their tiles load, hold and compute.
         step_bytes: The bytes of a loop step that may be prefetched before the grid wait.
-        is_trimmed: Whether a loop visits only what is within its bounds.
     """
 
     plan: KernelPlan
     footprint: Footprint
     step_bytes: int
-    is_trimmed: bool
-
-    @staticmethod
-    def of(plan: KernelPlan) -> _Tiles:
-        is_trimmed = any(plan.loop_bounds.trimming(s) for s in plan.tiling.block.stages)
-        return _Tiles(plan, footprint(plan), _prefetchable_bytes(plan), is_trimmed)
 
     def suit(self, s: Schedule) -> bool:
         """Return whether a schedule uses its threads, and its tiles fit into registers."""
@@ -307,10 +292,43 @@ class _Tiles:
         return is_on_tensor_cores and is_busy and self.footprint.held <= REGISTER_BUDGET * threads
 
 
+class _Tilings:
+    """What schedules of an op with the same tiles have in common, computed once."""
+
+    def __init__(self, op: PlacedOp) -> None:
+        self._op = op
+        self._traffic = traffic(op)
+        self._of_layouts: dict[tuple[object, ...], _Tiles] = {}
+        self._known: dict[tuple[object, ...], _Tiles] = {}
+
+    def of(self, s: Schedule) -> _Tiles:
+        """Return what a schedule has in common with others.
+
+        Raises:
+            CodegenError: No kernel can be made of the op and the schedule.
+        """
+        layout = s.tiles, s.mma, s.weights_first
+        kind = layout, s.reduce_after_loop
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = self._of(s, self._of_layouts.get(layout))
+            self._of_layouts.setdefault(layout, known)
+        return known
+
+    def _of(self, s: Schedule, other: _Tiles | None) -> _Tiles:
+        """Return the same, given that of a schedule with the same layout if there is one."""
+        if other is None:
+            plan = plan_kernel(self._op, s)
+            return _Tiles(plan, footprint(plan, self._traffic), _prefetchable_bytes(plan))
+        plan = other.plan.with_schedule(s)
+        tiles = with_same_layout(plan, other.footprint, self._traffic)
+        return _Tiles(plan, tiles, other.step_bytes)
+
+
 def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Schedule]:
     """Yield a schedule with more and more cooperating blocks and early prefetches."""
     # Blocks share a trimmed loop anew for each length, so up to 32 are tried.
-    for blocks in (1, 2, 4, 8, 16, 32) if tiles.is_trimmed else (1, 2, 4, 8):
+    for blocks in (1, 2, 4, 8, 16, 32) if tiles.plan.loop_bounds.trims_any else (1, 2, 4, 8):
         if blocks > 1 and not _may_share(tiles, schedule, blocks, device):
             break
         steps = _prefetch_steps(tiles, schedule, blocks, device)

@@ -88,6 +88,17 @@ class Cooperation:
         largest_power = 1 << max(0, fit.bit_length() - 1)
         return min(self.blocks, MOST_UNLOOPED_BLOCKS, largest_power)
 
+    @cached_property
+    def most_gathered(self) -> int:
+        """The most partial results that are read at a time. 0 if blocks do not share the loop."""
+        return max(
+            (
+                self.gathered(a) * math.prod(map(self.counted, self.layout.value_dims(a.out)))
+                for a in self.shared_accumulators
+            ),
+            default=0,
+        )
+
     def check(self) -> None:
         """Check that the loop can be shared.
 

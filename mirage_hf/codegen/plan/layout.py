@@ -17,6 +17,7 @@ import torch
 
 from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.code_runs import byte_words, partial_sums, run_lengths
+from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.coded import is_packed
@@ -73,9 +74,12 @@ class TensorLayout:
 
     def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return the axes among `axes` that are dims of a tensor, in order."""
-        return tuple(
-            a for a in self.order if a in axes and self.tiling.tile(a) > 1 and a != self.unrolled
-        )
+        return tuple(a for a in self._all_dims if a in axes)
+
+    @cached_property
+    def _all_dims(self) -> tuple[str, ...]:
+        """All axes that can be dims, in order."""
+        return tuple(a for a in self.order if self.tiling.tile(a) > 1 and a != self.unrolled)
 
     def value_dims(self, value: str) -> tuple[str, ...]:
         """Return the dims of a value. The runs of a partial sum are its last dim."""
@@ -135,6 +139,23 @@ class TensorLayout:
     def lanes(self) -> int:
         """The number of variables for the elements of the unrolled axis."""
         return self.tiling.tile(self.unrolled) if self.unrolled else 0
+
+    @cached_property
+    def spreadable(self) -> frozenset[str]:
+        """The accumulators that may stay spread over the loop tile inside the loop.
+
+        A running maximum must be that of whole tiles, because the body reads it. A sum that is
+        relative to it is rescaled as it grows. So both are reduced in each step.
+        """
+        return frozenset(
+            a.out
+            for s in self.tiling.block.stages
+            for a in s.accumulators
+            if a.out not in self.dots
+            and a.shift is None
+            and self.tiling.loop in self.value_dims(a.arg)
+            and a.out not in running_maxima(s)
+        )
 
     # -- order of dims ----------------------------------------------------------------------------
 

@@ -88,6 +88,11 @@ class Pipelining:
         )
 
     @cached_property
+    def has_asynchronous(self) -> bool:
+        """True if Hopper may read the factors of some product while the next step runs."""
+        return any(self.is_asynchronous(d) for d in self.layout.dots.values())
+
+    @cached_property
     def read_asynchronously(self) -> frozenset[str]:
         """Inputs of the loop that an asynchronous product reads as they are stored."""
         if not self._is_pipelined:
@@ -109,7 +114,7 @@ class Pipelining:
 
         That code gets a load of its own, see `LoadWriter.second_load`.
         """
-        if not self.read_asynchronously:
+        if not self.layout.dots or not self.read_asynchronously:
             return frozenset()
         block, layout = self._tiling.block, self.layout
         read = {a for op in block.ops() if op.out not in layout.unformed_products for a in op.args}
@@ -224,6 +229,13 @@ class Pipelining:
         Raises:
             CodegenError: If the schedule gives such a kernel.
         """
+        if self.layout.dots:
+            self._check_dots()
+        if self.steps_per_trip > 1:
+            self._check_trips()
+
+    def _check_dots(self) -> None:
+        """Reject kernels whose products on tensor cores Triton gets wrong."""
         for x in self.loaded_twice:
             if self._tiling.has_index_in_loop(self._tiling.inputs[x]):
                 raise errors.CodegenError(
@@ -234,8 +246,6 @@ class Pipelining:
             if self.is_asynchronous(dot):
                 self._check_chained(dot)
                 self._check_transposed(dot)
-        if self.steps_per_trip > 1:
-            self._check_trips()
 
     def _check_trips(self) -> None:
         """Reject trips of several steps if words are not held ahead, or if a trip is not filled."""
