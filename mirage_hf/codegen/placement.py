@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
+from mirage_hf.cached import cached_property
 from mirage_hf.graph import effects
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand
 from mirage_hf.graph.ugraph import UGraph
@@ -62,6 +63,11 @@ class PlacedOp(KernelOp):
     def operands(self) -> tuple[DTensor, ...]:
         """The tensors that the kernel reads."""
         return tuple(t for t in self.inputs if isinstance(t, DTensor))
+
+    @cached_property
+    def reads_packed_codes(self) -> bool:
+        """True if some operand holds several codes in a word."""
+        return any(is_packed(t.dtype) for t in self.operands)
 
 
 def placed(op: KernelOp) -> PlacedOp:

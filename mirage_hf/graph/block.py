@@ -17,10 +17,10 @@ paper follow from the roles, see `graph/maps.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+from mirage_hf.cached import cached_property
 from mirage_hf.graph.block_checks import check_block
 from mirage_hf.graph.block_parts import (
     ROTATIONS,
@@ -138,6 +138,16 @@ class BlockGraph:
         """Return the axis whose splits the axis `name` numbers, None if it numbers none."""
         return self._table.axis_split_by(name)
 
+    def differs_along(self, grid: str, axes: Sequence[str | None]) -> bool:
+        """Return True if the elements of a tensor differ between blocks along a grid axis.
+
+        Args:
+            grid: The grid axis.
+            axes: The tensor's axes.
+        """
+        split = self.axis_split_by(grid)
+        return grid in axes or (split is not None and split in axes)
+
     # -- inputs and outputs ------------------------------------------------------------------------
 
     @cached_property
@@ -163,6 +173,18 @@ class BlockGraph:
     def output_dims(self, output: BlockOutput) -> tuple[int, ...]:
         """Return the dims of the tensor that an output is stored to."""
         return tuple(1 if a is None else self.axis(a).size for a in output.axes)
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    @cached_property
+    def loops(self) -> tuple[Stage, ...]:
+        """The stages that loop."""
+        return tuple(s for s in self.stages if s.loop is not None)
+
+    @cached_property
+    def accumulators(self) -> tuple[Accumulator, ...]:
+        """The accumulators of all stages."""
+        return tuple(a for s in self.stages for a in s.accumulators)
 
     # -- values ------------------------------------------------------------------------------------
 

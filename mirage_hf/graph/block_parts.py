@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 from mirage_hf import errors
+from mirage_hf.cached import cached_property
 
 
 class Role(str, Enum):

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cache
+from operator import mul
 from pathlib import Path
 
 from mirage_hf.codegen.plan import KernelPlan
@@ -100,7 +101,8 @@ def corrected_by(
 
     The result is not below the time that memory takes.
     """
-    doublings = constant + math.fsum(weights[name] * value for name, value in known.items())
+    products = map(mul, known.values(), map(weights.__getitem__, known))
+    doublings = constant + math.fsum(products)
     us *= min(MOST, max(1 / MOST, 2.0**doublings))
     return joined((us, 2.0 ** known["memory"]))
 

@@ -6,7 +6,7 @@ Estimates rank candidates. They promise nothing; the tuner measures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import H200, Device
@@ -23,8 +23,7 @@ from mirage_hf.tune.occupancy import (
 from mirage_hf.tune.traffic import tensor_bytes
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """An estimate for one launch, and what it was made of.
 
     Attributes:
@@ -96,7 +95,7 @@ def estimate(
         trigger_early: Another value of `Schedule.trigger_early` than that of the schedule.
     """
     cost, known = uncorrected(plan, device, tiles, trigger_early)
-    return cost if known is None else replace(cost, us=correction.corrected(cost.us, known))
+    return cost if known is None else cost._replace(us=correction.corrected(cost.us, known))
 
 
 def uncorrected(

@@ -187,8 +187,8 @@ def _reads_weights(plan: KernelPlan, known: Traffic) -> bool:
 
 def _streamed(plan: KernelPlan, known: Traffic, each_step: Sequence[int]) -> int:
     """Return the bytes of a step that no other block reads, or of a loop if there are none."""
-    sizes = plan.tiling.input_bytes
-    own = sum(sizes[i.name] for i in known.walked if plan.tiling.is_streamed(i))
+    sizes, trips = plan.tiling.input_bytes, plan.tiling.trips
+    own = sum(sizes[i] for i, shared in known.walked.items() if all(trips(a) == 1 for a in shared))
     return own or max(each_step, default=0)
 
 
@@ -246,6 +246,8 @@ def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
 def _uncounted(plan: KernelPlan) -> set[str]:
     """Return the ops that take no instructions of their own."""
     layout = plan.layout
+    if not layout.dots and not plan.op.reads_packed_codes:
+        return set()
     return {*layout.unformed_products, *layout.dots, *layout.decoded, *layout.code_factors}
 
 

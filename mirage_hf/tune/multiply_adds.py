@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import Device
@@ -91,22 +91,26 @@ def body_us(
     of_one_sm_us = 1e6 * fullest * tiles.moved / device.sm_bandwidth
     held = registers if plan.tiling.is_looped else HELD_SHARE * registers
     likely = ADDRESS_REGISTERS + held
-    us = []
-    for needed in (likely, SPREAD * likely):
+    us: dict[int, float] = {}
+
+    def of_blocks(needed: float) -> float:
+        """Return µs if a thread needs so many registers."""
         per_sm = blocks_per_sm(plan, needed, shared, device)
-        limits = (memory_us, of_one_sm_us, shared_us, blocks_us(plan, step, per_sm, device))
-        us.append(joined(limits))
-    return START_US + (2 * us[0] + us[1]) / 3
+        if per_sm not in us:
+            in_turns = blocks_us(plan, step, per_sm, device)
+            us[per_sm] = joined((memory_us, of_one_sm_us, shared_us, in_turns))
+        return us[per_sm]
+
+    return START_US + (2 * of_blocks(likely) + of_blocks(SPREAD * likely)) / 3
 
 
 def joined(us: Sequence[float]) -> float:
     """Return about the longest of several times, more if others are nearly as long."""
     longest = max(us)
-    return longest * math.fsum((x / longest) ** SHARPNESS for x in us) ** (1 / SHARPNESS)
+    return longest * math.fsum([(x / longest) ** SHARPNESS for x in us]) ** (1 / SHARPNESS)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step of a block: its µs of arithmetic, and all its µs if the block is alone on its SM."""
 
     work_us: float

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.default_schedule import choose_schedule
 from mirage_hf.codegen.placement import PlacedOp, placed
-from mirage_hf.codegen.plan import KernelPlan, check_roles, plan_kernel
+from mirage_hf.codegen.plan import KernelPlan, Planner, check_roles, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
@@ -234,20 +236,30 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     see differs most between tiles. Two schedules of the likelier kind of product come for each of
     the other, so a wrong estimate costs only time.
     """
-    effective: dict[Schedule, float] = {}
+    effective: list[tuple[float, Schedule]] = []
     seen: Counter[tuple[bool, Mapping[str, int]]] = Counter()
-    for s in sorted(costs, key=lambda s: (costs[s], tie_break(s))):
-        effective[s] = costs[s] * (1 + REPEAT * seen[s.mma, s.tiles])
-        seen[s.mma, s.tiles] += 1
-    ranked = sorted(effective, key=effective.__getitem__)
-    kinds = [[s for s in ranked if s.mma == mma] for mma in (False, True)]
-    kinds.sort(key=lambda kind: effective[kind[0]] if kind else math.inf)
-    likelier, other = kinds
-    mixed: list[Schedule] = []
-    while likelier or other:
-        mixed += likelier[:2] + other[:1]
-        likelier, other = likelier[2:], other[1:]
-    return tuple(mixed)
+    for s, cost in _by_cost(costs):
+        alike = s.mma, s.tiles
+        effective.append((cost * (1 + REPEAT * seen[alike]), s))
+        seen[alike] += 1
+    effective.sort(key=itemgetter(0))
+    kinds = [[x for x in effective if x[1].mma == mma] for mma in (False, True)]
+    kinds.sort(key=lambda kind: kind[0][0] if kind else math.inf)
+    likelier, other = ([s for _, s in kind] for kind in kinds)
+    turns = itertools.zip_longest(likelier[::2], likelier[1::2], other)
+    return tuple(s for turn in turns for s in turn if s is not None)
+
+
+def _by_cost(costs: Mapping[Schedule, float]) -> list[tuple[Schedule, float]]:
+    """Return schedules with their costs, the lowest first."""
+    found: list[tuple[Schedule, float]] = []
+    ascending = sorted(costs.items(), key=itemgetter(1))
+    for _, group in itertools.groupby(ascending, key=itemgetter(1)):
+        equal = list(group)
+        if len(equal) > 1:
+            equal.sort(key=lambda item: tie_break(item[0]))
+        found += equal
+    return found
 
 
 def tie_break(s: Schedule) -> str:
@@ -296,7 +308,7 @@ class _Tilings:
     """What schedules of an op with the same tiles have in common, computed once."""
 
     def __init__(self, op: PlacedOp) -> None:
-        self._op = op
+        self._planner = Planner(op)
         self._traffic = traffic(op)
         self._of_layouts: dict[tuple[object, ...], _Tiles] = {}
         self._known: dict[tuple[object, ...], _Tiles] = {}
@@ -318,7 +330,7 @@ class _Tilings:
     def _of(self, s: Schedule, other: _Tiles | None) -> _Tiles:
         """Return the same, given that of a schedule with the same layout if there is one."""
         if other is None:
-            plan = plan_kernel(self._op, s)
+            plan = self._planner.plan(s)
             return _Tiles(plan, footprint(plan, self._traffic), _prefetchable_bytes(plan))
         plan = other.plan.with_schedule(s)
         tiles = with_same_layout(plan, other.footprint, self._traffic)
@@ -333,7 +345,7 @@ def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Sch
             break
         steps = _prefetch_steps(tiles, schedule, blocks, device)
         if blocks > 1 or steps:
-            yield replace(schedule, cooperating_blocks=blocks, prefetch_steps=steps)
+            yield schedule.changed(cooperating_blocks=blocks, prefetch_steps=steps)
         else:
             yield schedule
 
@@ -341,8 +353,7 @@ def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Sch
 def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -> bool:
     """Return whether this many blocks can share the loop of each tile evenly."""
     plan, tiling = tiles.plan, tiles.plan.tiling
-    loops = sum(s.loop is not None for s in tiling.block.stages)
-    if loops != 1 or not tiling.is_looped:
+    if len(tiling.block.loops) != 1 or not tiling.is_looped:
         return False
     if tiling.trips(str(tiling.loop)) % (blocks * schedule.steps_per_trip):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mirage_hf.codegen.placement import PlacedOp
@@ -27,7 +27,8 @@ class Traffic:
         largest: The input of which the most bytes are read.
         loads: For each stage, the inputs that it reads in its loop.
         once: The inputs that do not have the loop axis.
-        walked: The other inputs.
+        walked: The inputs that have the loop axis, or all if there is none. Maps each to the grid
+            axes along which blocks read the same elements.
         interleaved: How many tensors like the largest input alternate in memory with it. 1 if it
             lies alone.
         interleaved_axes: The axes along which they alternate.
@@ -39,7 +40,7 @@ class Traffic:
     largest: BlockInput
     loads: tuple[tuple[str, ...], ...]
     once: tuple[str, ...]
-    walked: tuple[BlockInput, ...]
+    walked: Mapping[str, tuple[str, ...]]
     interleaved: int
     interleaved_axes: tuple[str, ...]
     weights: frozenset[str]
@@ -51,7 +52,6 @@ def traffic(op: PlacedOp) -> Traffic:
     assert op.block is not None
     block, operands = op.block, op.operands
     loop = next((a.name for a in block.named(Role.LOOP)), None)
-    walked = tuple(i for i in block.inputs if loop is None or loop in i.read_axes)
     largest = max(block.inputs, key=lambda i: sum(read_bytes(i, operands, s) for s in i.sources))
     interleaved, axes = _interleaved(block, operands, largest)
     return Traffic(
@@ -59,7 +59,11 @@ def traffic(op: PlacedOp) -> Traffic:
         largest=largest,
         loads=tuple(_loads(block, s) for s in block.stages),
         once=tuple(i.name for i in block.inputs if loop is None or loop not in i.read_axes),
-        walked=walked,
+        walked={
+            i.name: _shared_along(block, i)
+            for i in block.inputs
+            if loop is None or loop in i.read_axes
+        },
         interleaved=interleaved,
         interleaved_axes=axes,
         weights=_weights(op),
@@ -92,6 +96,13 @@ def _loads(block: BlockGraph, stage: Stage) -> tuple[str, ...]:
     """Return the inputs that a stage reads in its loop."""
     return tuple(
         i.name for i in block.inputs if i.name in stage.reads and stage.loop in i.read_axes
+    )
+
+
+def _shared_along(block: BlockGraph, i: BlockInput) -> tuple[str, ...]:
+    """Return the grid axes along which blocks read the same elements of an input."""
+    return tuple(
+        a.name for a in block.named(Role.GRID) if not block.differs_along(a.name, i.read_axes)
     )
 
 

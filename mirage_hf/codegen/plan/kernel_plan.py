@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from mirage_hf import errors
+from mirage_hf.cached import cached_property
 from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.plan.cooperation import Cooperation
@@ -27,15 +26,32 @@ def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
     Raises:
         CodegenError: If no kernel can be made of the op and the schedule.
     """
-    op = placed(op)
-    assert op.block is not None
-    check_roles(op.block)
-    schedule.check(op.block)
-    tiling = Tiling(op, schedule.tiles)
-    _check_block(tiling)
-    layout = TensorLayout(tiling, schedule.mma, schedule.weights_first)
-    _check_sizes(layout)
-    return KernelPlan(LayoutPlan(layout), schedule)
+    return Planner(op).plan(schedule)
+
+
+class Planner:
+    """Makes plans of one `customized` op, which it checks only once."""
+
+    def __init__(self, op: KernelOp) -> None:
+        self._op = placed(op)
+        self._is_checked = False
+
+    def plan(self, schedule: Schedule) -> KernelPlan:
+        """Return the plan of a schedule.
+
+        Raises:
+            CodegenError: If no kernel can be made of the op and the schedule.
+        """
+        assert self._op.block is not None
+        check_roles(self._op.block)
+        schedule.check(self._op.block)
+        tiling = Tiling(self._op, schedule.tiles)
+        if not self._is_checked:
+            _check_block(tiling)
+            self._is_checked = True
+        layout = TensorLayout(tiling, schedule.mma, schedule.weights_first)
+        _check_sizes(layout)
+        return KernelPlan(LayoutPlan(layout), schedule)
 
 
 class LayoutPlan:
@@ -90,6 +106,7 @@ class KernelPlan:
         loop_bounds: Loops that only visit what is within their bounds.
         cooperation: Blocks that share the loop of one tile.
         pipelining: Loads that are copied asynchronously.
+        grid: The number of thread blocks.
 
     Raises:
         CodegenError: If no kernel can be made of the layout and the schedule.
@@ -103,6 +120,7 @@ class KernelPlan:
         self.op: PlacedOp = self.tiling.op
         self.loop_bounds = shared.loop_bounds
         self.cooperation, self.pipelining = shared.parts(schedule)
+        self.grid = self.tiling.num_tiles * schedule.cooperating_blocks
 
     def with_schedule(self, schedule: Schedule) -> KernelPlan:
         """Return the plan of a schedule with the same tiles and kind of product.
@@ -121,11 +139,6 @@ class KernelPlan:
     def masks(self) -> Masks:
         """Where tiles reach past the end of an axis."""
         return Masks(self.tiling, self.loop_bounds, self.cooperation)
-
-    @cached_property
-    def grid(self) -> int:
-        """The number of thread blocks."""
-        return self.tiling.num_tiles * self.schedule.cooperating_blocks
 
     @property
     def triggers_early(self) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
+from mirage_hf.cached import cached_property
 from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.code_runs import byte_words, partial_sums, run_lengths
 from mirage_hf.codegen.plan.stages import running_maxima
@@ -79,7 +79,11 @@ class TensorLayout:
     @cached_property
     def _all_dims(self) -> tuple[str, ...]:
         """All axes that can be dims, in order."""
-        return tuple(a for a in self.order if self.tiling.tile(a) > 1 and a != self.unrolled)
+        return tuple(filter(self.is_dim, self.order))
+
+    def is_dim(self, axis: str) -> bool:
+        """Return True if an axis is a dim of the tensors that carry it."""
+        return self.tiling.tile(axis) > 1 and axis != self.unrolled
 
     def value_dims(self, value: str) -> tuple[str, ...]:
         """Return the dims of a value. The runs of a partial sum are its last dim."""
@@ -147,15 +151,39 @@ class TensorLayout:
         A running maximum must be that of whole tiles, because the body reads it. A sum that is
         relative to it is rescaled as it grows. So both are reduced in each step.
         """
+        loop, carried = self.tiling.loop, self.tiling.block.carried
+        if loop is None or not self.is_dim(loop):
+            return frozenset()
         return frozenset(
             a.out
             for s in self.tiling.block.stages
             for a in s.accumulators
             if a.out not in self.dots
             and a.shift is None
-            and self.tiling.loop in self.value_dims(a.arg)
+            and loop in carried[a.arg]
             and a.out not in running_maxima(s)
         )
+
+    @cached_property
+    def accumulated(self) -> dict[str, int]:
+        """The elements of each accumulator, by name. The unrolled axis does not count."""
+        return self._accumulated(self.tiling.tile)
+
+    @cached_property
+    def accumulated_within(self) -> dict[str, int]:
+        """The same up to the ends of axes, see `Tiling.within`."""
+        return self._accumulated(self.tiling.within)
+
+    def _accumulated(self, size: Callable[[str], int]) -> dict[str, int]:
+        return {
+            a.out: math.prod(size(axis) for axis in a.axes if self.is_dim(axis))
+            for a in self.tiling.block.accumulators
+        }
+
+    @cached_property
+    def accumulated_elements(self) -> int:
+        """The elements of all accumulators."""
+        return sum(self.tiling.elements[a.out] for a in self.tiling.block.accumulators)
 
     # -- order of dims ----------------------------------------------------------------------------
 
@@ -472,9 +500,9 @@ class TensorLayout:
         read |= {a for out in self.half_products for a in self.tiling.ops[out].args}
         inputs = self.tiling.inputs
         bytes_ = {n for n, i in inputs.items() if self.tiling.dtype(i) is torch.uint8}
-        read |= {
-            a for op in self.tiling.ops.values() if op.fn == "bits" for a in op.args if a in bytes_
-        }
+        if bytes_:
+            bits = [op for op in self.tiling.ops.values() if op.fn == "bits"]
+            read |= {a for op in bits for a in op.args if a in bytes_}
         return frozenset(
             str(x) for x in read if x in inputs and not is_packed(self.tiling.dtype(inputs[str(x)]))
         )

@@ -8,8 +8,8 @@ maximum must take a number there that is so low that the maximum may as well sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
+from mirage_hf.cached import cached_property
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import Accumulator, BlockInput, Stage
 

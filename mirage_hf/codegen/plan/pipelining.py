@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import metadata
 
 from mirage_hf import errors
+from mirage_hf.cached import cached_property
 from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.cooperation import Cooperation
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, Dot, TensorLayout

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
+from mirage_hf.cached import cached_property
 from mirage_hf.codegen.placement import Append, PlacedOp
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, BlockOutput, Role
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
@@ -77,6 +78,16 @@ class Tiling:
         size = self.block.split_size
         return {axis: -(-size(axis) // tile) for axis, tile in self._tiles.items()}
 
+    def within(self, axis: str) -> int:
+        """Return the elements of a tile up to the end of its axis, rounded to a power of two.
+
+        A short axis may fill only part of its tile.
+        """
+        tile = self.tile(axis)
+        if self.trips(axis) > 1 or self.split_axis(axis):
+            return tile
+        return min(tile, next_power_of_two(self.block.split_size(axis)))
+
     def numel(self, axes: Sequence[str]) -> int:
         """Return the elements of a tile with these axes."""
         return math.prod([self._tiles[a] for a in axes])
@@ -112,8 +123,7 @@ class Tiling:
             grid: The grid axis.
             axes: The tensor's axes.
         """
-        split = self.block.axis_split_by(grid)
-        return grid in axes or (split is not None and split in axes)
+        return self.block.differs_along(grid, axes)
 
     # -- inputs -----------------------------------------------------------------------------------
 
