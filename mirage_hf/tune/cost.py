@@ -108,27 +108,28 @@ def uncorrected(
 
     They are None if the kernel has no correction. The arguments are those of `estimate`.
     """
-    tiles = tiles or footprint(plan)
+    if tiles is None:
+        tiles = footprint(plan)
     if trigger_early is None:
         trigger_early = plan.schedule.trigger_early
-    trips = plan.cooperation.steps_per_block if plan.tiling.loop else 1
+    cooperation, grid = plan.cooperation, plan.grid
+    trips = cooperation.steps_per_block if plan.tiling.loop else 1
     loop_bytes = tiles.longest_step_bytes
     if plan.tiling.is_looped:
         loop_bytes = tiles.step_bytes * trips
-    l2 = (loop_bytes + tiles.once) * plan.grid + 8 * plan.cooperation.scratch
-    instructions = float(trips * tiles.step_work + tiles.once_work) * plan.grid * tiles.element_work
-    instructions += float(trips * _beside_words(plan, tiles) * plan.grid)
-    flops = (trips * tiles.step_flops + tiles.once_flops) * plan.grid
+    l2 = (loop_bytes + tiles.once) * grid + 8 * cooperation.scratch
+    instructions = float(trips * tiles.step_work + tiles.once_work) * grid * tiles.element_work
+    if tiles.beside_words:
+        instructions += float(trips * _beside_words(plan, tiles) * grid)
+    flops = (trips * tiles.step_flops + tiles.once_flops) * grid
 
     registers, shared = registers_of(plan, tiles), shared_bytes(plan, tiles)
     per_sm = blocks_per_sm(plan, registers, shared, device)
-    waves = plan.grid / (device.sms * per_sm)
-    tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
-    busy = min(1.0, plan.grid / device.sms)
+    busy = min(1.0, grid / device.sms)
     # An early trigger hides the launch of the next kernel.
     hides_launch = trigger_early and plan.op.next_may_launch_early
     launch_us = 0.0 if hides_launch else device.launch_us
-    meeting_us = device.meeting_us if plan.cooperation.scratch else 0.0
+    meeting_us = device.meeting_us if cooperation.scratch else 0.0
     arithmetic = instructions / (device.lane_rate * busy)
     if multiply_adds.apply_to(plan, tiles):
         seconds = max(l2 / device.l2_bandwidth, arithmetic)
@@ -150,6 +151,8 @@ def uncorrected(
                 trigger_early=trigger_early,
             )
         return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm), known
+    waves = grid / (device.sms * per_sm)
+    tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
     seconds = max(
         tiles.moved / _read_rate(plan, tiles, trips, per_sm, device),
         l2 / device.l2_bandwidth,
@@ -162,7 +165,7 @@ def uncorrected(
         # Loads of later steps hide the arithmetic, unless both are about as long.
         seconds = multiply_adds.joined((seconds, arithmetic))
         if exchanges(plan, tiles):
-            turns = plan.grid / (device.sms * per_sm)
+            turns = grid / (device.sms * per_sm)
             seconds += 1e-6 * multiply_adds.EXCHANGE_US * trips * turns
     elif adds_in_runs(plan) or is_staged:
         # The arithmetic is as long as the reads, and hides them only in part.
@@ -172,7 +175,7 @@ def uncorrected(
         seconds = max(seconds, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     elif tiles.accumulating:
         step_us = STEP_US * tiles.accumulating + ELEMENT_US * tiles.step_work * _copies(plan)
-        turns = max(1.0, plan.grid / device.sms)
+        turns = max(1.0, grid / device.sms)
         ahead_us = AHEAD_US if plan.pipelining.loaded_twice or plan.pipelining.loaded_ahead else 0.0
         seconds = max(seconds, 1e-6 * trips * max(ahead_us, step_us * turns))
         # Blocks of a later wave begin their loads anew.
@@ -208,8 +211,6 @@ def _read_rate(
 
 def _beside_words(plan: KernelPlan, tiles: Footprint) -> int:
     """Return the instructions of a block's step for inputs beside words of bytes."""
-    if not plan.layout.byte_words:
-        return 0
     each = EXCHANGED_WORDS if exchanges(plan, tiles) else BESIDE_WORDS
     return 32 * plan.schedule.num_warps * each * tiles.beside_words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.graph.block import BlockOp, Role, Stage
@@ -42,8 +42,7 @@ CONTINUED = 0.8
 BESIDE_CODES = 4
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """What the tiles of a plan decide alone, whatever its warps, stages and cooperating blocks.
 
     Attributes:
@@ -162,7 +161,7 @@ def with_same_layout(plan: KernelPlan, other: Footprint, known: Traffic) -> Foot
         other: The footprint of the other plan.
         known: What the kernel reads and writes.
     """
-    return replace(other, held=_most_held(plan, known), exchanged=_exchanged(plan))
+    return other._replace(held=_most_held(plan, known), exchanged=_exchanged(plan))
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -246,8 +245,6 @@ def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
 def _uncounted(plan: KernelPlan) -> set[str]:
     """Return the ops that take no instructions of their own."""
     layout = plan.layout
-    if not layout.dots and not plan.op.reads_packed_codes:
-        return set()
     return {*layout.unformed_products, *layout.dots, *layout.decoded, *layout.code_factors}
 
 

@@ -77,7 +77,6 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
 def blocks_per_sm(plan: KernelPlan, registers: float, shared: int, device: Device) -> int:
     """Return how many blocks fit on one SM at a time."""
     threads = 32 * plan.schedule.num_warps
-    by_threads = 2048 // threads
     by_registers = int(device.registers // (threads * min(255, max(32, registers))))
     by_shared = device.shared_bytes // (shared + 1024)
-    return max(1, min(32, by_threads, by_registers, by_shared))
+    return max(1, min(32, 2048 // threads, by_registers, by_shared))

@@ -10,7 +10,7 @@ from mirage_hf.codegen.plan.cooperation import Cooperation
 from mirage_hf.codegen.plan.layout import TensorLayout
 from mirage_hf.codegen.plan.loop_bounds import LoopBounds
 from mirage_hf.codegen.plan.masks import Masks
-from mirage_hf.codegen.plan.pipelining import Pipelining
+from mirage_hf.codegen.plan.pipelining import LoopLoads, Pipelining
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, BlockGraph, Role, Stage
@@ -65,6 +65,7 @@ class LayoutPlan:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
         self.loop_bounds = LoopBounds(layout.tiling)
+        self._loads = LoopLoads(layout)
         self._known: dict[tuple[int, ...], tuple[Cooperation, Pipelining]] = {}
 
     def parts(self, s: Schedule) -> tuple[Cooperation, Pipelining]:
@@ -78,7 +79,7 @@ class LayoutPlan:
         if known is None:
             cooperation = Cooperation(self.layout, s.cooperating_blocks, s.num_warps)
             pipelining = Pipelining(
-                self.layout, cooperation, s.num_stages, s.num_warps, s.steps_per_trip
+                self._loads, cooperation, s.num_stages, s.num_warps, s.steps_per_trip
             )
             self._check(cooperation, pipelining)
             known = self._known[key] = cooperation, pipelining

@@ -314,11 +314,20 @@ class TensorLayout:
 
     def rows(self, dot: Dot) -> int:
         """Return the rows of a product's left tile."""
-        return self.tiling.numel(self._free(dot.left, dot.contraction.over))
+        return self._sizes_of_dots[dot.contraction.out][0]
 
     def columns(self, dot: Dot) -> int:
         """Return the columns of a product's right tile."""
-        return self.tiling.numel(self._free(dot.right, dot.contraction.over))
+        return self._sizes_of_dots[dot.contraction.out][1]
+
+    @cached_property
+    def _sizes_of_dots(self) -> dict[str, tuple[int, int]]:
+        """The rows and the columns of each product on tensor cores, by the name of the sum."""
+        sizes = {}
+        for out, dot in self.dots.items():
+            rows, columns = (self._free(x, dot.contraction.over) for x in (dot.left, dot.right))
+            sizes[out] = self.tiling.numel(rows), self.tiling.numel(columns)
+        return sizes
 
     @cached_property
     def _mma_contractions(self) -> tuple[Contraction, ...]:
@@ -384,6 +393,8 @@ class TensorLayout:
         It is subtracted at no cost if nothing reads the codes without subtracting it.
         """
         tiling, found = self.tiling, {}
+        if not tiling.op.reads_packed_codes:
+            return {}
         accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}
         for i in tiling.block.inputs:
             if not is_packed(tiling.dtype(i)) or i.name in accumulated:
@@ -402,6 +413,8 @@ class TensorLayout:
         Only inputs whose codes nothing reads in another way have one.
         """
         tiling, found = self.tiling, {}
+        if not tiling.op.reads_packed_codes:
+            return {}
         accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}
         for i in tiling.block.inputs:
             if tiling.dtype(i) is not torch.uint4 or i.name in accumulated:
@@ -421,6 +434,8 @@ class TensorLayout:
         """
         ops = self.tiling.ops.values()
         inputs = {*self.zero_points, *self.tables}
+        if not inputs:
+            return frozenset()
         return frozenset(op.out for op in ops if op.args and op.args[0] in inputs)
 
     @cached_property
@@ -429,6 +444,8 @@ class TensorLayout:
 
         They are decoded to this dtype, in code order. See code_order.py.
         """
+        if not self.dots or not self.tiling.op.reads_packed_codes:
+            return {}
         products = ((d.contraction, d.dtype) for d in self.dots.values())
         return code_order.code_factors(self.tiling, products, self.zero_points)
 
