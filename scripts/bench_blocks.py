@@ -35,8 +35,8 @@ from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.candidates import ScheduledCandidate
-from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.measure import Run
+from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from scripts import benching

@@ -43,9 +43,9 @@ from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import tuner
 from mirage_hf.tune.candidates import MEASURED, TOO_SLOW
-from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.space import REPEAT
+from mirage_hf.tune.traffic import tensor_bytes
 from scripts import benching
 from scripts.bench_reports import Budget, Report, add_report_options, run_all
 from scripts.bench_sizes import numbers

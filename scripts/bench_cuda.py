@@ -30,8 +30,8 @@ from mirage_hf.pipeline.choose import permitted, promising, promising_in_cuda
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
-from mirage_hf.tune.footprint import tensor_bytes
 from mirage_hf.tune.ranking import CUDA, TRITON
+from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.verify.accept import Candidate
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case

@@ -27,7 +27,7 @@ from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.tune import measure
-from mirage_hf.tune.footprint import tensor_bytes
+from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from scripts import benching

@@ -43,7 +43,8 @@ from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.tune import measure, multiply_adds, space
 from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.footprint import tensor_bytes
+from mirage_hf.tune.footprint import footprint
+from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import KEEP
 from mirage_hf.verify.case_inputs import make_inputs
@@ -171,7 +172,8 @@ def sample(name: str, hidden: int, rows: int, count: int) -> dict[str, Any]:
     def chosen(op: KernelOp, gpu: Device) -> list[Schedule]:
         every = [s for s in space.schedules(op, gpu, limit=100_000) if not s.mma]
         costs = {s: estimate(plan_kernel(op, s), gpu) for s in every}
-        if not every or not multiply_adds.apply_to(plan_kernel(op, every[0])):
+        plan = plan_kernel(op, every[0]) if every else None
+        if plan is None or not multiply_adds.apply_to(plan, footprint(plan)):
             return every[:1]
         likely = [s for s in every if costs[s].us <= LIKELY * costs[every[0]].us]
         best = likely[: each // 3]

@@ -13,7 +13,7 @@ import mirage_hf as mi
 from mirage_hf.gpus import H200
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
-from mirage_hf.tune.footprint import tensor_bytes
+from mirage_hf.tune.traffic import tensor_bytes
 from scripts import rivals
 from scripts.rivals import Rival
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from mirage_hf.graph import effects
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.indices import indices_of
 from mirage_hf.graph.kernel import CUSTOMIZED, DTensor, KernelGraph, KernelOp, Operand
 from mirage_hf.graph.ugraph import UGraph
@@ -57,6 +59,23 @@ class PlacedOp(KernelOp):
     #: own wait.
     next_may_launch_early: bool = False
 
+    @cached_property
+    def operands(self) -> tuple[DTensor, ...]:
+        """The tensors that the kernel reads."""
+        return tuple(t for t in self.inputs if isinstance(t, DTensor))
+
+    @cached_property
+    def reads_packed_codes(self) -> bool:
+        """True if some operand holds several codes in a word."""
+        return any(is_packed(t.dtype) for t in self.operands)
+
+
+def placed(op: KernelOp) -> PlacedOp:
+    """Return an op as it runs by itself, if no µGraph has placed it."""
+    if isinstance(op, PlacedOp):
+        return op
+    return PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
+
 
 def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[PlacedOp, ...]:
     """Return the `customized` ops of a µGraph as they run.
@@ -81,12 +100,12 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
     indices = {kernels.inputs[n].index for n in indices_of(kernels)}
     read_elsewhere = _read_by_library(kernels)
     strided: dict[int, DTensor] = {}
-    placed: list[PlacedOp] = []
+    block_ops: list[PlacedOp] = []
     for op in kernels.ops:
         inputs = tuple(strided.get(x.index, x) if isinstance(x, DTensor) else x for x in op.inputs)
         if op.name == CUSTOMIZED:
             inputs, outputs, appended = _stored_outputs(op, inputs, stored)
-            placed.append(
+            block_ops.append(
                 PlacedOp(
                     op.name,
                     inputs,
@@ -96,7 +115,7 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
                     appends=appended,
                     caches=_positions(inputs, caches),
                     readable_before_wait=_positions(
-                        inputs, integers | indices if placed else integers
+                        inputs, integers | indices if block_ops else integers
                     ),
                     has_private_partials=read_elsewhere.isdisjoint(t.index for t in op.outputs),
                 )
@@ -113,7 +132,7 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
             if following is None
             else not following.readable_before_wait,
         )
-        for op, following in itertools.zip_longest(placed, placed[1:])
+        for op, following in itertools.zip_longest(block_ops, block_ops[1:])
     )
 
 

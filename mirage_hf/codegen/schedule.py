@@ -6,7 +6,7 @@ A schedule changes how fast a kernel is and in which order it adds, never what i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mirage_hf import errors
@@ -29,8 +29,7 @@ class Tiles(Mapping[str, int]):
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = {str(axis): int(size) for axis, size in sorted(dict(sizes).items())}
-        for axis, size in self._sizes.items():
-            _check_power_of_two(axis, size)
+        _check_powers_of_two(self._sizes)
         self._hash = hash(tuple(self._sizes.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,18 +106,24 @@ class Schedule:
     def __post_init__(self) -> None:
         if not isinstance(self.tiles, Tiles):
             object.__setattr__(self, "tiles", Tiles(self.tiles))
-        _check_power_of_two("num_warps", self.num_warps)
-        _check_power_of_two("cooperating_blocks", self.cooperating_blocks)
-        _check_power_of_two("prefetch_steps", self.prefetch_steps or 1)
-        for name in ("num_stages", "steps_per_trip"):
-            if getattr(self, name) < 1:
-                raise errors.CodegenError(
-                    f"schedule: {name} is {getattr(self, name)}; it must be at least 1"
-                )
+        _check_powers_of_two(
+            {
+                "num_warps": self.num_warps,
+                "cooperating_blocks": self.cooperating_blocks,
+                "prefetch_steps": self.prefetch_steps or 1,
+            }
+        )
+        for name, count in ("num_stages", self.num_stages), ("steps_per_trip", self.steps_per_trip):
+            if count < 1:
+                raise errors.CodegenError(f"schedule: {name} is {count}; it must be at least 1")
+
+    def changed(self, **values: Any) -> Schedule:
+        """Return the schedule with other values of some fields. It is faster than `replace`."""
+        return Schedule(**(vars(self) | values))
 
     def triggering_early(self, early: bool) -> Schedule:
         """Return the schedule with another value of `trigger_early`."""
-        return self if self.trigger_early == early else replace(self, trigger_early=early)
+        return self if self.trigger_early == early else self.changed(trigger_early=early)
 
     def check(self, block: BlockGraph) -> None:
         """Check that the tiles fit `block`.
@@ -186,12 +191,13 @@ class Schedule:
         return f"Schedule({', '.join(arguments)})"
 
 
-def _check_power_of_two(name: str, size: int) -> None:
-    if size < 1 or size & (size - 1):
-        raise errors.CodegenError(
-            f"schedule: {name} is {size}; tiles, num_warps, cooperating_blocks and "
-            "prefetch_steps must be powers of two"
-        )
+def _check_powers_of_two(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if size < 1 or size & (size - 1):
+            raise errors.CodegenError(
+                f"schedule: {name} is {size}; tiles, num_warps, cooperating_blocks and "
+                "prefetch_steps must be powers of two"
+            )
 
 
 def next_power_of_two(n: int) -> int:

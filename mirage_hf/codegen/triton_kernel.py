@@ -142,7 +142,7 @@ class _KernelWriter(CombineWriter):
         stage = next((s for s in self.block.stages if s.loop), None)
         if stage is None or not self.pipelining.holds_words_ahead:
             return
-        read = stages.values_read(stage)
+        read = stage.reads
         ahead = self.pipelining.loaded_ahead.intersection(read)
         constants = [i for i in self.block.inputs if i.name in ahead and self.tiling.is_constant(i)]
         if self.pipelining.walks_trips:
@@ -247,7 +247,7 @@ class _KernelWriter(CombineWriter):
         invariant = stages.loop_invariant(stage)
         for op in invariant:
             self.op(op)
-        read = stages.values_read(stage)
+        read = stage.reads
         inputs = sorted(
             (i for i in self.block.inputs if i.name in read),
             key=lambda i: -self.tiling.numel(self.block.input_axes(i)),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from mirage_hf.codegen.placement import Append
-from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.triton_codes import CodeWriter
 from mirage_hf.codegen.triton_names import slot_pointer
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, triton_dtype
@@ -276,7 +275,7 @@ class LoadWriter(CodeWriter):
         is_read_plainly = i.bounds is None and not self.tiling.is_constant(i)
         if self.tiling.is_looped or loop is None or loop not in i.read_axes or not is_read_plainly:
             return None
-        readers = [s for s in self.block.stages if i.name in stages.values_read(s)]
+        readers = [s for s in self.block.stages if i.name in s.reads]
         effective = {self.loop_bounds.effective(s) for s in readers}
         bounds = effective.pop() if len(effective) == 1 else None
         if bounds is None or not {a for a in bounds.axes if a} <= {*self.block.input_axes(i)}:

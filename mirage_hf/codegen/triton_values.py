@@ -121,7 +121,7 @@ class ValueWriter(PrefetchWriter):
             loop = str(self.tiling.loop)
             dims = self.layout.value_dims(acc.arg)
             return (*(a for a in dims if a != loop), runs_of(loop))
-        if self.plan.is_reduced_after_loop(stage, acc):
+        if self.plan.is_reduced_after_loop(acc):
             return self.layout.value_dims(acc.arg)
         return (*self.layout.value_dims(acc.out), *self._runs(acc.arg))
 
@@ -131,7 +131,7 @@ class ValueWriter(PrefetchWriter):
         return (
             acc.kind == "sum"
             and bool(self.layout.byte_words)
-            and self.plan.is_reduced_after_loop(stage, acc)
+            and self.plan.is_reduced_after_loop(acc)
             and len(self.layout.value_dims(acc.arg)) > 1
             and self._is_added_in_runs(acc.arg, loop)
             and self._threads_hold_runs(loop)
@@ -164,7 +164,7 @@ class ValueWriter(PrefetchWriter):
         if acc.out in self.layout.dots:
             self.line(f"{name} = {self.dot(self.layout.dots[acc.out], before)}")
             return
-        if self.plan.is_reduced_after_loop(stage, acc):
+        if self.plan.is_reduced_after_loop(acc):
             step = self._inside(self.wide(acc.arg), acc.arg, loop, acc.kind)
             if self._accumulates_runs(stage, acc):
                 step = self._sum_of_runs(step, self.layout.value_dims(acc.arg), loop)
@@ -182,7 +182,7 @@ class ValueWriter(PrefetchWriter):
         spread = self._runs(acc.arg)
         if self._accumulates_runs(stage, acc):
             spread = [runs_of(str(self.tiling.loop))]
-        elif self.plan.is_reduced_after_loop(stage, acc):
+        elif self.plan.is_reduced_after_loop(acc):
             spread = [str(self.tiling.loop), *spread]
         if not spread:
             return
@@ -336,9 +336,7 @@ class ValueWriter(PrefetchWriter):
         sums = [(str(op.args[0]), op.over) for op in ops.values() if op.over and op.fn == "sum"]
         for s in self.block.stages:
             for a in s.accumulators:
-                is_reduced_after_loop = self.tiling.is_looped and self.plan.is_reduced_after_loop(
-                    s, a
-                )
+                is_reduced_after_loop = self.tiling.is_looped and self.plan.is_reduced_after_loop(a)
                 if a.kind == "sum" and not is_reduced_after_loop:
                     sums.append((a.arg, loop))
         products = {

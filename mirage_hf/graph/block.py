@@ -17,7 +17,7 @@ paper follow from the roles, see `graph/maps.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -109,7 +109,13 @@ class BlockGraph:
 
     def named(self, *roles: Role) -> tuple[Axis, ...]:
         """Return the axes that have a role, or one of several."""
+        if len(roles) == 1:
+            return self._by_role.get(roles[0], ())
         return tuple(a for a in self.axes if a.role in roles)
+
+    @cached_property
+    def _by_role(self) -> dict[Role, tuple[Axis, ...]]:
+        return {role: tuple(a for a in self.axes if a.role is role) for role in Role}
 
     @cached_property
     def cluster(self) -> Axis | None:
@@ -132,7 +138,22 @@ class BlockGraph:
         """Return the axis whose splits the axis `name` numbers, None if it numbers none."""
         return self._table.axis_split_by(name)
 
+    def differs_along(self, grid: str, axes: Sequence[str | None]) -> bool:
+        """Return True if the elements of a tensor differ between blocks along a grid axis.
+
+        Args:
+            grid: The grid axis.
+            axes: The tensor's axes.
+        """
+        split = self.axis_split_by(grid)
+        return grid in axes or (split is not None and split in axes)
+
     # -- inputs and outputs ------------------------------------------------------------------------
+
+    @cached_property
+    def inputs_by_name(self) -> dict[str, BlockInput]:
+        """The inputs by name."""
+        return {i.name: i for i in self.inputs}
 
     def extent(self, i: BlockInput, axis: str) -> int:
         """Return how many elements the source of an input has along an axis that is not joined."""
@@ -153,6 +174,18 @@ class BlockGraph:
         """Return the dims of the tensor that an output is stored to."""
         return tuple(1 if a is None else self.axis(a).size for a in output.axes)
 
+    # -- stages ------------------------------------------------------------------------------------
+
+    @cached_property
+    def loops(self) -> tuple[Stage, ...]:
+        """The stages that loop."""
+        return tuple(s for s in self.stages if s.loop is not None)
+
+    @cached_property
+    def accumulators(self) -> tuple[Accumulator, ...]:
+        """The accumulators of all stages."""
+        return tuple(a for s in self.stages for a in s.accumulators)
+
     # -- values ------------------------------------------------------------------------------------
 
     @cached_property
@@ -163,6 +196,11 @@ class BlockGraph:
             axes |= {op.out: op.axes for op in stage.body}
             axes |= {acc.out: acc.axes for acc in stage.accumulators}
         return axes
+
+    @cached_property
+    def ops_by_name(self) -> dict[str, BlockOp]:
+        """The ops by the name of their result."""
+        return {op.out: op for op in self.ops()}
 
     def ops(self) -> Iterator[BlockOp]:
         """Iterate over the ops of all stages, in order."""

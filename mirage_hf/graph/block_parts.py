@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from mirage_hf import errors
 
@@ -50,6 +51,11 @@ class AxisTable:
 
     def __init__(self, axes: Iterable[Axis]) -> None:
         self._axes = {a.name: a for a in axes}
+        splits: dict[str, str] = {}
+        for a in self._axes.values():
+            if a.split_axis is not None:
+                splits.setdefault(a.split_axis, a.name)
+        self._split_by = splits
 
     def get(self, name: str) -> Axis | None:
         """Return the axis called `name`, None if there is none."""
@@ -81,7 +87,7 @@ class AxisTable:
 
     def axis_split_by(self, name: str) -> str | None:
         """Return the axis whose splits the axis `name` numbers, None if it numbers none."""
-        return next((a.name for a in self._axes.values() if a.split_axis == name), None)
+        return self._split_by.get(name)
 
 
 SWAP_HALVES = "swap halves"
@@ -327,6 +333,12 @@ class Stage:
     body: tuple[BlockOp, ...]
 
     accumulators: tuple[Accumulator, ...] = ()
+
+    @cached_property
+    def reads(self) -> frozenset[str | float]:
+        """The values that the body and the accumulators read."""
+        read = {a for op in self.body for a in op.args}
+        return frozenset(read | {a.arg for a in self.accumulators})
 
 
 @dataclass(frozen=True)

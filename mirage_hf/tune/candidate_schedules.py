@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from mirage_hf.codegen.plan.layout import MMA_COLUMNS, MMA_MIN
 from mirage_hf.codegen.plan.pipelining import HELD_STAGES
-from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.schedule import Schedule, Tiles, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, Role
 from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.kernel import DTensor, KernelOp
@@ -179,7 +179,7 @@ class _TileChoices:
             if a != b and b != i.joined and s == n * t and t > 0
         ]
 
-    def all(self) -> Iterator[dict[str, int]]:
+    def all(self) -> Iterator[Tiles]:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
         choices = [self._whole_words(a, self._tiles(a)) for a in self._block.axes]
         names = [a.name for a in self._block.axes]
@@ -188,7 +188,7 @@ class _TileChoices:
             tiled = [n for n in grid if len(choices[n]) > 1]
             choices = [c[:1] if n in tiled[:-_MOST_TILED] else c for n, c in enumerate(choices)]
         for sizes in itertools.product(*choices):
-            tiles = dict(zip(names, sizes, strict=True))
+            tiles = Tiles(dict(zip(names, sizes, strict=True)))
             if not self._fills_inner(tiles):
                 continue
             if not self._mma or all(self._fits(side, tiles) for side in self._sides):

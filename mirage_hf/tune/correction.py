@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cache
+from operator import mul
 from pathlib import Path
 
 from mirage_hf.codegen.plan import KernelPlan
@@ -37,6 +38,7 @@ def features(
     l2_bytes: int,
     registers: int,
     per_sm: int,
+    trigger_early: bool,
 ) -> dict[str, float]:
     """Return what the linear model knows about a kernel, mostly logarithms to the base 2.
 
@@ -50,6 +52,7 @@ def features(
         l2_bytes: Bytes that all blocks together load.
         registers: Registers that a thread needs for tiles.
         per_sm: Blocks that fit on one SM at a time.
+        trigger_early: The value of `Schedule.trigger_early`.
     """
     tiling, schedule = plan.tiling, plan.schedule
     steps = plan.cooperation.steps_per_block if tiling.is_looped else 1
@@ -77,7 +80,7 @@ def features(
         "prefetched": schedule.prefetch_steps,
         "all_prefetched": schedule.prefetch_steps >= steps,
         "cooperating": math.log2(schedule.cooperating_blocks),
-        "early": schedule.trigger_early,
+        "early": trigger_early,
     }
 
 
@@ -98,7 +101,8 @@ def corrected_by(
 
     The result is not below the time that memory takes.
     """
-    doublings = constant + math.fsum(weights[name] * value for name, value in known.items())
+    products = map(mul, known.values(), map(weights.__getitem__, known))
+    doublings = constant + math.fsum(products)
     us *= min(MOST, max(1 / MOST, 2.0**doublings))
     return joined((us, 2.0 ** known["memory"]))
 

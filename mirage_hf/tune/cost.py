@@ -6,25 +6,24 @@ Estimates rank candidates. They promise nothing; the tuner measures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.tune import correction, multiply_adds
-from mirage_hf.tune.footprint import Footprint, adds_in_runs, footprint, tensor_bytes
+from mirage_hf.tune.footprint import Footprint, adds_in_runs, footprint
 from mirage_hf.tune.occupancy import (
-    beside_words,
     blocks_per_sm,
     exchanges,
     registers_of,
     shared_bytes,
 )
+from mirage_hf.tune.traffic import tensor_bytes
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """An estimate for one launch, and what it was made of.
 
     Attributes:
@@ -81,44 +80,58 @@ IN_FLIGHT = 0.75
 _LIBRARY_BANDWIDTH = 0.85
 
 
-def estimate(plan: KernelPlan, device: Device = H200, tiles: Footprint | None = None) -> Cost:
+def estimate(
+    plan: KernelPlan,
+    device: Device = H200,
+    tiles: Footprint | None = None,
+    trigger_early: bool | None = None,
+) -> Cost:
     """Estimate one launch of a planned block graph.
 
     Args:
         plan: The block graph with its schedule.
         device: The GPU.
         tiles: The footprint of the plan, if it is known.
+        trigger_early: Another value of `Schedule.trigger_early` than that of the schedule.
     """
-    cost, known = uncorrected(plan, device, tiles)
-    return cost if known is None else replace(cost, us=correction.corrected(cost.us, known))
+    cost, known = uncorrected(plan, device, tiles, trigger_early)
+    return cost if known is None else cost._replace(us=correction.corrected(cost.us, known))
 
 
 def uncorrected(
-    plan: KernelPlan, device: Device = H200, tiles: Footprint | None = None
+    plan: KernelPlan,
+    device: Device = H200,
+    tiles: Footprint | None = None,
+    trigger_early: bool | None = None,
 ) -> tuple[Cost, dict[str, float] | None]:
     """Return an estimate without its correction, and the features that decide the correction.
 
     They are None if the kernel has no correction. The arguments are those of `estimate`.
     """
-    tiles = tiles or footprint(plan)
-    trips = plan.cooperation.steps_per_block if plan.tiling.loop else 1
-    in_loop = [sum(loads.values()) for loads in tiles.loads]
-    loop_bytes = sum(in_loop) * trips if plan.tiling.is_looped else max(in_loop, default=0)
-    l2 = (loop_bytes + tiles.once) * plan.grid + 8 * plan.cooperation.scratch
-    instructions = float(trips * tiles.step_work + tiles.once_work) * plan.grid * tiles.element_work
-    instructions += float(trips * _beside_words(plan) * plan.grid)
-    flops = (trips * tiles.step_flops + tiles.once_flops) * plan.grid
+    if tiles is None:
+        tiles = footprint(plan)
+    if trigger_early is None:
+        trigger_early = plan.schedule.trigger_early
+    cooperation, grid = plan.cooperation, plan.grid
+    trips = cooperation.steps_per_block if plan.tiling.loop else 1
+    loop_bytes = tiles.longest_step_bytes
+    if plan.tiling.is_looped:
+        loop_bytes = tiles.step_bytes * trips
+    l2 = (loop_bytes + tiles.once) * grid + 8 * cooperation.scratch
+    instructions = float(trips * tiles.step_work + tiles.once_work) * grid * tiles.element_work
+    if tiles.beside_words:
+        instructions += float(trips * _beside_words(plan, tiles) * grid)
+    flops = (trips * tiles.step_flops + tiles.once_flops) * grid
 
     registers, shared = registers_of(plan, tiles), shared_bytes(plan, tiles)
     per_sm = blocks_per_sm(plan, registers, shared, device)
-    waves = plan.grid / (device.sms * per_sm)
-    tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
-    busy = min(1.0, plan.grid / device.sms)
+    busy = min(1.0, grid / device.sms)
     # An early trigger hides the launch of the next kernel.
-    launch_us = 0.0 if plan.triggers_early else device.launch_us
-    meeting_us = device.meeting_us if plan.cooperation.scratch else 0.0
+    hides_launch = trigger_early and plan.op.next_may_launch_early
+    launch_us = 0.0 if hides_launch else device.launch_us
+    meeting_us = device.meeting_us if cooperation.scratch else 0.0
     arithmetic = instructions / (device.lane_rate * busy)
-    if multiply_adds.apply_to(plan):
+    if multiply_adds.apply_to(plan, tiles):
         seconds = max(l2 / device.l2_bandwidth, arithmetic)
         step = multiply_adds.step_of(plan, tiles, device)
         body_us = multiply_adds.body_us(plan, tiles, step, 1e6 * seconds, registers, shared, device)
@@ -135,8 +148,11 @@ def uncorrected(
                 l2_bytes=l2,
                 registers=registers,
                 per_sm=per_sm,
+                trigger_early=trigger_early,
             )
         return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm), known
+    waves = grid / (device.sms * per_sm)
+    tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
     seconds = max(
         tiles.moved / _read_rate(plan, tiles, trips, per_sm, device),
         l2 / device.l2_bandwidth,
@@ -148,8 +164,8 @@ def uncorrected(
     if holds_ahead and not plan.layout.mma:
         # Loads of later steps hide the arithmetic, unless both are about as long.
         seconds = multiply_adds.joined((seconds, arithmetic))
-        if exchanges(plan):
-            turns = plan.grid / (device.sms * per_sm)
+        if exchanges(plan, tiles):
+            turns = grid / (device.sms * per_sm)
             seconds += 1e-6 * multiply_adds.EXCHANGE_US * trips * turns
     elif adds_in_runs(plan) or is_staged:
         # The arithmetic is as long as the reads, and hides them only in part.
@@ -159,7 +175,7 @@ def uncorrected(
         seconds = max(seconds, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     elif tiles.accumulating:
         step_us = STEP_US * tiles.accumulating + ELEMENT_US * tiles.step_work * _copies(plan)
-        turns = max(1.0, plan.grid / device.sms)
+        turns = max(1.0, grid / device.sms)
         ahead_us = AHEAD_US if plan.pipelining.loaded_twice or plan.pipelining.loaded_ahead else 0.0
         seconds = max(seconds, 1e-6 * trips * max(ahead_us, step_us * turns))
         # Blocks of a later wave begin their loads anew.
@@ -193,12 +209,10 @@ def _read_rate(
     return min(of_memory, of_sms) * min(1.0, tiles.contiguity * together)
 
 
-def _beside_words(plan: KernelPlan) -> int:
+def _beside_words(plan: KernelPlan, tiles: Footprint) -> int:
     """Return the instructions of a block's step for inputs beside words of bytes."""
-    if not plan.layout.byte_words:
-        return 0
-    each = EXCHANGED_WORDS if exchanges(plan) else BESIDE_WORDS
-    return 32 * plan.schedule.num_warps * each * len(beside_words(plan))
+    each = EXCHANGED_WORDS if exchanges(plan, tiles) else BESIDE_WORDS
+    return 32 * plan.schedule.num_warps * each * tiles.beside_words
 
 
 def _copies(plan: KernelPlan) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import CudaKernel
-from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
@@ -85,13 +85,6 @@ def cuda_schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> lis
             _known.clear()
         _known[op, device] = known
     return list(known[:limit])
-
-
-def placed(op: KernelOp) -> PlacedOp:
-    """Return an op as it runs by itself, if no µGraph has placed it."""
-    if isinstance(op, PlacedOp):
-        return op
-    return PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
 
 
 _known: dict[tuple[KernelOp, Device], tuple[Schedule, ...]] = {}

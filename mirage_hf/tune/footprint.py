@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
-from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
-from mirage_hf.graph.coded import is_packed, stored_bytes
-from mirage_hf.graph.kernel import DTensor
+from mirage_hf.codegen.plan.tiling import Tiling
+from mirage_hf.graph.block import BlockOp, Role, Stage
+from mirage_hf.graph.coded import is_packed
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
+from mirage_hf.tune.traffic import Traffic, traffic
 
 #: Instructions that an element takes in a kernel whose products are multiply-adds. The second
 #: number holds if threads share sums in each step, as in scores of attention of several rows.
@@ -42,18 +44,15 @@ CONTINUED = 0.8
 BESIDE_CODES = 4
 
 
-def tensor_bytes(t: DTensor) -> int:
-    """Return the bytes of the distinct elements of a tensor."""
-    return stored_bytes(t)
-
-
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """What the tiles of a plan decide alone, whatever its warps, stages and cooperating blocks.
 
     Attributes:
         moved: Bytes between device memory and the chip.
-        loads: For each loop, the bytes that one step loads of each input.
+        step_bytes: Bytes that one step of all loops loads.
+        longest_step_bytes: Bytes that one step of the loop with the longest steps loads.
+        longest_step_copied: The same with a tile that may lie in several tensors counted for each.
+            It is loaded from all of them, and masked.
         once: Bytes that a block loads once.
         streamed: Bytes of a step that no other block reads. All bytes of a loop if blocks share
             everything.
@@ -73,10 +72,16 @@ class Footprint:
         columns: Those of them that are in different sums.
         within: The share of elements of loops and whole axes that lie within these axes.
         reads_weights: Whether weights are the only matrices that are read.
+        reads_codes: Whether some input holds codes.
+        words: Bytes of the words of codes of a byte that one step of all loops loads.
+        beside_words: Inputs of a loop along such words that are no codes, such as x.
+        longest_beside: Elements of the largest tile of such an input.
     """
 
     moved: int
-    loads: tuple[Mapping[str, int], ...]
+    step_bytes: int
+    longest_step_bytes: int
+    longest_step_copied: int
     once: int
     streamed: int
     step_work: float
@@ -95,126 +100,131 @@ class Footprint:
     columns: float
     within: float
     reads_weights: bool
+    reads_codes: bool
+    words: int
+    beside_words: int
+    longest_beside: int
 
 
-def footprint(plan: KernelPlan) -> Footprint:
-    """Count what a plan's tiles load, hold and compute."""
+def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
+    """Count what a plan's tiles load, hold and compute.
+
+    Args:
+        plan: The plan.
+        known: What the kernel reads and writes, if it is known.
+    """
     tiling, dots, block = plan.tiling, plan.layout.dots, plan.tiling.block
-    loops = [s for s in block.stages if s.loop]
-    loads = tuple({i: tile_bytes(plan, i) for i in _loads(plan, s)} for s in loops)
+    known = known or traffic(plan.op)
+    elements, input_bytes = tiling.elements, tiling.input_bytes
+    stages = list(zip(block.stages, known.loads, strict=True))
+    loads = [names for s, names in stages if s.loop]
+    each_step = [sum(input_bytes[i] for i in names) for names in loads]
     factors = {x for d in dots.values() for x in (d.left, d.right)}
-    unstaged = factors - {i for each in loads for i in each}
+    unstaged = factors.difference(*loads)
     has_running_maximum = any(a.shift is not None for s in block.stages for a in s.accumulators)
     step_flops, once_flops = _flops(plan)
-    largest = max((tiling.numel(block.carried[i]) for i in tiling.inputs), default=1)
+    element_work = _element_work(plan)
+    uncounted = _uncounted(plan)
+    work = [(s, _work(plan, s, names, uncounted, element_work)) for s, names in stages]
+    largest = max((elements[i] for i in tiling.inputs), default=1)
     summed = {c.over for c in block.contractions.values()}
+    beside = beside_words(plan)
     return Footprint(
-        moved=_moved(plan),
-        loads=loads,
-        once=_once(plan),
-        streamed=_streamed(plan, loads),
-        step_work=sum(_work(plan, s) for s in block.stages if s.loop is not None),
-        once_work=sum(_work(plan, s) for s in block.stages if s.loop is None),
+        moved=known.moved,
+        step_bytes=sum(each_step),
+        longest_step_bytes=max(each_step, default=0),
+        longest_step_copied=max(map(partial(_copied, tiling), loads), default=0),
+        once=sum(input_bytes[i] for i in known.once),
+        streamed=_streamed(plan, known, each_step),
+        step_work=sum(n for s, n in work if s.loop is not None),
+        once_work=sum(n for s, n in work if s.loop is None),
         step_flops=step_flops,
         once_flops=once_flops,
-        held=max((_held(plan, s) for s in block.stages), default=0.0),
-        factors=sum(tiling.numel(block.carried[x]) for x in factors),
-        unstaged=sum(tiling.numel(block.carried[x]) for x in unstaged),
-        exchanged=_exchanged(plan, loops),
+        held=_most_held(plan, known),
+        factors=sum(elements[x] for x in factors),
+        unstaged=sum(elements[x] for x in unstaged),
+        exchanged=_exchanged(plan),
         rescales=bool(dots) and tiling.is_looped and has_running_maximum,
-        accumulating=_accumulating(plan, loops),
-        element_work=_element_work(plan),
-        contiguity=_contiguity(plan),
+        accumulating=_accumulating(plan),
+        element_work=element_work,
+        contiguity=_contiguity(plan, known),
         largest=largest,
         columns=largest / math.prod(map(tiling.tile, summed)),
         within=_within(plan),
-        reads_weights=_reads_weights(plan),
+        reads_weights=_reads_weights(plan, known),
+        reads_codes=known.reads_codes,
+        words=sum(input_bytes[i] for x in loads for i in x if i in plan.layout.byte_words),
+        beside_words=len(beside),
+        longest_beside=max((elements[i] for i in beside), default=0),
     )
+
+
+def with_same_layout(plan: KernelPlan, other: Footprint, known: Traffic) -> Footprint:
+    """Return the footprint of a plan that has the layout of another one.
+
+    Args:
+        plan: The plan.
+        other: The footprint of the other plan.
+        known: What the kernel reads and writes.
+    """
+    return other._replace(held=_most_held(plan, known), exchanged=_exchanged(plan))
 
 
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def _moved(plan: KernelPlan) -> int:
-    """Return the bytes of all operands and outputs, each counted once."""
-    operands, read = plan.tiling.operands, dict[int, int]()
-    for i in plan.tiling.block.inputs:
-        for n in i.sources:
-            read[n] = max(read.get(n, 0), read_bytes(i, operands, n))
-        if i.taken is not None:
-            read[i.taken.index] = tensor_bytes(operands[i.taken.index])
-    return sum(read.values()) + sum(map(tensor_bytes, plan.tiling.outputs))
-
-
 def _within(plan: KernelPlan) -> float:
     """Return the share of loop and tile elements that lie within their axes."""
     share = 1.0
-    for a in plan.tiling.block.axes:
-        if a.role in (Role.LOOP, Role.TILE):
-            covered = plan.tiling.trips(a.name) * plan.tiling.tile(a.name)
-            share *= plan.tiling.block.split_size(a.name) / covered
+    for a in plan.tiling.block.named(Role.LOOP, Role.TILE):
+        covered = plan.tiling.trips(a.name) * plan.tiling.tile(a.name)
+        share *= plan.tiling.block.split_size(a.name) / covered
     return share
 
 
-def _reads_weights(plan: KernelPlan) -> bool:
+def _reads_weights(plan: KernelPlan, known: Traffic) -> bool:
     """Return whether a kernel reads weights and no other matrices."""
-    tiling = plan.tiling
-    several = (i for i in tiling.block.inputs if len(i.carried) > 1)
-    matrices = [i for i in several if tiling.numel(i.carried) > 1]
-    return bool(matrices) and all(tiling.is_constant(i) and i.taken is None for i in matrices)
+    elements = plan.tiling.elements
+    several = (i.name for i in plan.tiling.block.inputs if len(i.carried) > 1)
+    matrices = [name for name in several if elements[name] > 1]
+    return bool(matrices) and known.weights.issuperset(matrices)
 
 
-def read_bytes(i: BlockInput, operands: Sequence[DTensor], source: int) -> int:
-    """Return the most bytes of one source that an input reads: of what an index chooses, or all."""
-    whole = tensor_bytes(operands[source])
-    if i.taken is None:
-        return whole
-    chosen = math.prod(operands[i.taken.index].dims)
-    return min(whole, whole // i.taken.size * chosen)
+def _copied(tiling: Tiling, names: Iterable[str]) -> int:
+    """Return the bytes that loads of tiles copy, each tensor that a tile may lie in counted."""
+    total = 0
+    for name in names:
+        i = tiling.inputs[name]
+        total += tiling.input_bytes[name] * (1 if tiling.selects_source(i) else len(i.sources))
+    return total
 
 
-def _loads(plan: KernelPlan, stage: Stage) -> list[str]:
-    """Return the inputs that a stage reads in its loop."""
-    read = {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
+def _streamed(plan: KernelPlan, known: Traffic, each_step: Sequence[int]) -> int:
+    """Return the bytes of a step that no other block reads, or of a loop if there are none."""
+    sizes, trips = plan.tiling.input_bytes, plan.tiling.trips
+    own = sum(sizes[i] for i, shared in known.walked.items() if all(trips(a) == 1 for a in shared))
+    return own or max(each_step, default=0)
+
+
+def beside_words(plan: KernelPlan) -> list[str]:
+    """Return the inputs of a loop along words of bytes that are no codes, such as x."""
+    axes = {*plan.layout.byte_words.values()}
     return [
-        i.name for i in plan.tiling.block.inputs if i.name in read and stage.loop in i.read_axes
+        i.name
+        for i in plan.tiling.block.inputs
+        if axes.intersection(i.axes) and plan.tiling.dtype(i) not in CODE_DTYPES
     ]
 
 
-def _once(plan: KernelPlan) -> int:
-    """Return the bytes of the inputs that do not have the loop axis."""
-    loop = plan.tiling.loop
-    inputs = [i for i in plan.tiling.block.inputs if loop is None or loop not in i.read_axes]
-    return sum(tile_bytes(plan, i.name) for i in inputs)
-
-
-def _streamed(plan: KernelPlan, loads: Sequence[Mapping[str, int]]) -> int:
-    """Return the bytes of a step that no other block reads, or of a loop if there are none."""
-    loop = plan.tiling.loop
-    walked = [i for i in plan.tiling.block.inputs if loop is None or loop in i.read_axes]
-    own = sum(tile_bytes(plan, i.name) for i in walked if plan.tiling.is_streamed(i))
-    return own or max((sum(x.values()) for x in loads), default=0)
-
-
-def tile_bytes(plan: KernelPlan, name: str) -> int:
-    """Return the bytes of an input's tile."""
-    i = plan.tiling.inputs[name]
-    elements = plan.tiling.numel(plan.tiling.block.carried[name])
-    return math.ceil(elements * element_bytes(plan.tiling.dtype(i)))
-
-
-def _contiguity(plan: KernelPlan) -> float:
+def _contiguity(plan: KernelPlan, known: Traffic) -> float:
     """Return how well the largest input's tile uses memory.
 
     It is 1 for runs of 1 KB or more, and less for parts of a 128-byte line. A run shorter than a
     32-byte sector moves the whole sector. Measured: 230 µs where 18 were expected, one column of a
     (4096, 4096) matrix at a time.
     """
-    operands = plan.tiling.operands
-    largest = max(
-        plan.tiling.block.inputs, key=lambda i: sum(read_bytes(i, operands, s) for s in i.sources)
-    )
-    operand = operands[largest.sources[0]]
+    largest = known.largest
+    operand = plan.tiling.operands[largest.sources[0]]
     tiles = [
         (abs(stride), n, plan.tiling.tile(a))
         for a, n, stride in zip(largest.axes, operand.dims, operand.strides, strict=True)
@@ -223,7 +233,8 @@ def _contiguity(plan: KernelPlan) -> float:
     elements = max((tile for stride, _, tile in tiles if stride == 1), default=1)
     if is_packed(operand.dtype):
         elements = _side_by_side(tiles)
-    elements *= _interleaved(plan, largest)
+    if known.interleaved > 1:
+        elements *= known.interleaved * max(map(plan.tiling.tile, known.interleaved_axes))
     run = elements * element_bytes(plan.tiling.dtype(largest))
     of_line = max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
     loop = plan.tiling.loop
@@ -232,24 +243,6 @@ def _contiguity(plan: KernelPlan) -> float:
     ):
         of_line = max(of_line, CONTINUED)
     return of_line * (0.95 + 0.05 * min(1.0, run / 1024))
-
-
-def _interleaved(plan: KernelPlan, largest: BlockInput) -> int:
-    """Return how many elements that lie side by side other inputs read, for each of an input.
-
-    The input has a shortest stride of n elements, and the kernel reads n inputs like it. Then all n
-    are views of one tensor, such as gate and up whose columns alternate.
-    """
-    tiling, source = plan.tiling, plan.tiling.operands[largest.sources[0]]
-    axes = [a for a in zip(largest.axes, source.dims, source.strides, strict=True) if a[0]]
-    shortest = min((s for _, n, s in axes if n > 1 and s > 0), default=1)
-    alike = [tiling.operands[i.sources[0]] for i in tiling.block.inputs]
-    count = sum(
-        (t.dims, t.strides, t.dtype) == (source.dims, source.strides, source.dtype) for t in alike
-    )
-    if shortest == 1 or count < shortest:
-        return 1
-    return shortest * max(tiling.tile(str(a)) for a, _, s in axes if s == shortest)
 
 
 def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
@@ -264,46 +257,61 @@ def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
 # -- work ------------------------------------------------------------------------------------------
 
 
-def _work(plan: KernelPlan, stage: Stage) -> float:
-    """Return the elements that a stage computes, in one step if it has a loop."""
-    tiling, layout, carried = plan.tiling, plan.layout, plan.tiling.block.carried
+def _uncounted(plan: KernelPlan) -> set[str]:
+    """Return the ops that take no instructions of their own."""
+    layout = plan.layout
+    return {*layout.unformed_products, *layout.dots, *layout.decoded, *layout.code_factors}
+
+
+def _work(
+    plan: KernelPlan,
+    stage: Stage,
+    loads: Sequence[str],
+    uncounted: Collection[str],
+    element_work: float,
+) -> float:
+    """Return the elements that a stage computes, in one step if it has a loop.
+
+    Args:
+        plan: The plan.
+        stage: The stage.
+        loads: The inputs that the stage reads in its loop.
+        uncounted: The ops that take no instructions of their own.
+        element_work: The instructions that one element takes.
+    """
+    layout, elements = plan.layout, plan.tiling.elements
     values = sum(
-        tiling.numel(carried[str(op.args[0])] if op.over else op.axes)
+        elements[str(op.args[0]) if op.over else op.out]
         for op in stage.body
-        if op.out not in layout.unformed_products
-        and op.out not in layout.dots
-        and op.out not in layout.decoded
-        and op.out not in layout.code_factors
+        if op.out not in uncounted
     )
-    accumulated = sum(
-        tiling.numel(carried[a.arg]) for a in stage.accumulators if a.out not in layout.dots
-    )
-    rescaled = sum(
-        tiling.numel(a.axes) for a in stage.accumulators if a.shift is not None and tiling.is_looped
-    )
+    accumulated = sum(elements[a.arg] for a in stage.accumulators if a.out not in layout.dots)
+    rescaled = 0
+    if plan.tiling.is_looped:
+        rescaled = sum(elements[a.out] for a in stage.accumulators if a.shift is not None)
     loaded = sum(
-        tiling.numel(carried[i]) * _conversion(plan, i)
-        for i in _loads(plan, stage)
+        elements[i] * _conversion(plan, i, element_work)
+        for i in loads
         if i not in layout.kept_as_stored
     )
     return values + accumulated + rescaled + loaded
 
 
-def _conversion(plan: KernelPlan, name: str) -> float:
+def _conversion(plan: KernelPlan, name: str, element_work: float) -> float:
     """Return how many elements the conversion of a loaded element counts for."""
     if name in plan.layout.code_factors:
-        return CODE_FACTOR / _element_work(plan)
-    is_beside_codes = plan.tiling.dtype(plan.tiling.inputs[name]) not in CODE_DTYPES
-    return BESIDE_CODES if plan.layout.run_lengths and is_beside_codes else 1
+        return CODE_FACTOR / element_work
+    if not plan.layout.run_lengths or plan.tiling.dtype(plan.tiling.inputs[name]) in CODE_DTYPES:
+        return 1
+    return BESIDE_CODES
 
 
 def _flops(plan: KernelPlan) -> tuple[float, float]:
     """Return the tensor-core operations of one step, and those done once."""
-    block = plan.tiling.block
-    accumulated = {a.out for s in block.stages for a in s.accumulators}
+    accumulated = {a.out for s in plan.tiling.block.stages for a in s.accumulators}
     step = once = 0.0
     for out, dot in plan.layout.dots.items():
-        flops = 2.0 * plan.tiling.numel(block.carried[dot.contraction.product])
+        flops = 2.0 * plan.tiling.elements[dot.contraction.product]
         if out in accumulated:
             step += flops
         else:
@@ -311,29 +319,26 @@ def _flops(plan: KernelPlan) -> tuple[float, float]:
     return step, once
 
 
-def _exchanged(plan: KernelPlan, loops: Sequence[Stage]) -> int:
+def _exchanged(plan: KernelPlan) -> int:
     """Return the elements of the largest sum or maximum in a loop that several warps share."""
-    axes = [
-        op.axes
-        for s in loops
-        for op in s.body
-        if op.over is not None and op.out not in plan.layout.dots
-    ]
-    axes += [
-        a.axes
-        for s in loops
-        for a in s.accumulators
-        if a.out not in plan.layout.dots and not plan.is_reduced_after_loop(s, a)
-    ]
-    return max(map(plan.tiling.numel, axes), default=0)
+    elements, dots = plan.tiling.elements, plan.layout.dots
+    largest = 0
+    for s in plan.tiling.block.stages:
+        if s.loop is None:
+            continue
+        shared = [op.out for op in s.body if op.over is not None]
+        shared += [a.out for a in s.accumulators if not plan.is_reduced_after_loop(a)]
+        largest = max([largest, *(elements[x] for x in shared if x not in dots)])
+    return largest
 
 
-def _accumulating(plan: KernelPlan, loops: Sequence[Stage]) -> int:
+def _accumulating(plan: KernelPlan) -> int:
     """Return the number of tensor-core sums in loops, or 0 if loops have other sums too."""
-    has_other_sums = any(op.over is not None for s in loops for op in s.body)
-    if not plan.tiling.is_looped or has_other_sums:
+    dots = plan.layout.dots
+    loops = [s for s in plan.tiling.block.stages if s.loop]
+    if not dots or not plan.tiling.is_looped or any(op.over for s in loops for op in s.body):
         return 0
-    return sum(a.out in plan.layout.dots for s in loops for a in s.accumulators)
+    return sum(a.out in dots for s in loops for a in s.accumulators)
 
 
 def adds_in_runs(plan: KernelPlan) -> bool:
@@ -365,20 +370,34 @@ def _element_work(plan: KernelPlan) -> float:
 # -- registers -------------------------------------------------------------------------------------
 
 
-def _held(plan: KernelPlan, stage: Stage) -> float:
-    """Return the registers for accumulators, one step's loads, and the largest other value."""
+def _most_held(plan: KernelPlan, known: Traffic) -> float:
+    """Return the registers that all threads together need for the tiles of the largest stage."""
+    stages = zip(plan.tiling.block.stages, known.loads, strict=True)
+    return max((_held(plan, s, loads) for s, loads in stages), default=0.0)
+
+
+def _held(plan: KernelPlan, stage: Stage, loads: Sequence[str]) -> float:
+    """Return the registers for accumulators, one step's loads, and the largest other value.
+
+    Args:
+        plan: The plan.
+        stage: The stage.
+        loads: The inputs that the stage reads in its loop.
+    """
     tiling = plan.tiling
     walked = stage.loop if tiling.is_looped else None
-    summed = {a.arg for a in stage.accumulators if walked and plan.is_reduced_after_loop(stage, a)}
+    unformed = set(plan.layout.unformed_products)
+    if walked:
+        unformed |= {a.arg for a in stage.accumulators if plan.is_reduced_after_loop(a)}
     formed = [
-        tiling.numel(op.axes) * _registers_of_element(plan, op)
+        tiling.elements[op.out] * _registers_of_element(plan, op)
         for op in stage.body
-        if op.out not in plan.layout.unformed_products and op.out not in summed
+        if op.out not in unformed
     ]
-    loaded = _loads(plan, stage) if walked else list(tiling.inputs)
+    loaded = loads if walked else tiling.inputs
     # Walked loops copy into shared memory; loops held whole load through registers.
     copied = plan.layout.kept_as_stored if tiling.is_looped else ()
-    through_registers = sum(tile_bytes(plan, i) / 4 for i in loaded if i not in copied)
+    through_registers = sum(tiling.input_bytes[i] / 4 for i in loaded if i not in copied)
     share = DECODED_AT_A_TIME if plan.layout.byte_words else 1
     held = through_registers + max(formed, default=0.0) / share
     return held + (_accumulators(plan, stage) if walked else 0)
@@ -393,9 +412,8 @@ def _registers_of_element(plan: KernelPlan, op: BlockOp) -> float:
 
 def _accumulators(plan: KernelPlan, stage: Stage) -> int:
     """Return the elements of a stage's accumulators inside its loop."""
-    carried = plan.tiling.block.carried
-    names = [a.arg if plan.is_reduced_after_loop(stage, a) else a.out for a in stage.accumulators]
+    names = [a.arg if plan.is_reduced_after_loop(a) else a.out for a in stage.accumulators]
     runs = 1
     if plan.layout.byte_words and adds_in_runs(plan):  # one sum for each run
         runs = plan.layout.run_lengths.get(str(plan.tiling.loop), 1)
-    return sum(plan.tiling.numel(carried[name]) for name in names) // runs
+    return sum(plan.tiling.elements[name] for name in names) // runs

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import Device
-from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.tune.footprint import Footprint
 from mirage_hf.tune.occupancy import blocks_per_sm
 
@@ -61,15 +60,10 @@ SPREAD = 1.3
 SHARPNESS = 10
 
 
-def apply_to(plan: KernelPlan) -> bool:
+def apply_to(plan: KernelPlan, tiles: Footprint) -> bool:
     """Return whether a kernel adds up products of its inputs without tensor cores and codes."""
-    operands = plan.tiling.operands
-    reads_codes = any(operands[n].dtype in CODE_DTYPES for n in _sources(plan))
-    return bool(plan.tiling.block.contractions) and not plan.layout.dots and not reads_codes
-
-
-def _sources(plan: KernelPlan) -> set[int]:
-    return {n for i in plan.tiling.block.inputs for n in i.sources}
+    has_products = bool(plan.tiling.block.contractions)
+    return has_products and not plan.layout.dots and not tiles.reads_codes
 
 
 def body_us(
@@ -97,22 +91,26 @@ def body_us(
     of_one_sm_us = 1e6 * fullest * tiles.moved / device.sm_bandwidth
     held = registers if plan.tiling.is_looped else HELD_SHARE * registers
     likely = ADDRESS_REGISTERS + held
-    us = []
-    for needed in (likely, SPREAD * likely):
+    us: dict[int, float] = {}
+
+    def of_blocks(needed: float) -> float:
+        """Return µs if a thread needs so many registers."""
         per_sm = blocks_per_sm(plan, needed, shared, device)
-        limits = (memory_us, of_one_sm_us, shared_us, blocks_us(plan, step, per_sm, device))
-        us.append(joined(limits))
-    return START_US + (2 * us[0] + us[1]) / 3
+        if per_sm not in us:
+            in_turns = blocks_us(plan, step, per_sm, device)
+            us[per_sm] = joined((memory_us, of_one_sm_us, shared_us, in_turns))
+        return us[per_sm]
+
+    return START_US + (2 * of_blocks(likely) + of_blocks(SPREAD * likely)) / 3
 
 
 def joined(us: Sequence[float]) -> float:
     """Return about the longest of several times, more if others are nearly as long."""
     longest = max(us)
-    return longest * math.fsum((x / longest) ** SHARPNESS for x in us) ** (1 / SHARPNESS)
+    return longest * math.fsum([(x / longest) ** SHARPNESS for x in us]) ** (1 / SHARPNESS)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step of a block: its µs of arithmetic, and all its µs if the block is alone on its SM."""
 
     work_us: float
@@ -159,7 +157,6 @@ def _alone_us(plan: KernelPlan, tiles: Footprint, work_us: float) -> float:
 
 def _step_bytes(plan: KernelPlan, tiles: Footprint) -> float:
     """Return the bytes that a block loads in a step, without those beyond the ends of axes."""
-    in_loop = [sum(loads.values()) for loads in tiles.loads]
     if plan.tiling.is_looped:
-        return sum(in_loop) * tiles.within
-    return (max(in_loop, default=0) + tiles.once) * tiles.within
+        return tiles.step_bytes * tiles.within
+    return (tiles.longest_step_bytes + tiles.once) * tiles.within

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mirage_hf import errors
+from mirage_hf.codegen.placement import placed
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.plan.layout import MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
@@ -13,7 +14,7 @@ from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.cuda_schedules import estimate_cuda, placed
+from mirage_hf.tune.cuda_schedules import estimate_cuda
 from mirage_hf.tune.space import HOPELESS_REGISTERS, MOST_BLOCKS_PER_SM, schedules
 
 #: Loop steps in flight for a tensor-core loop that is walked now and was held whole when it was

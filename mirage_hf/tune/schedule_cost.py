@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from mirage_hf.codegen.placement import placed
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.cuda_schedules import estimate_cuda, placed
+from mirage_hf.tune.cuda_schedules import estimate_cuda
 
 
 def estimated_us(op: KernelOp, schedule: Schedule, device: Device = H200) -> float:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.default_schedule import choose_schedule
-from mirage_hf.codegen.placement import PlacedOp
-from mirage_hf.codegen.plan import KernelPlan, check_roles, plan_kernel
+from mirage_hf.codegen.placement import PlacedOp, placed
+from mirage_hf.codegen.plan import KernelPlan, Planner, check_roles, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import Role
@@ -21,8 +23,9 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import element_bytes
 from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
 from mirage_hf.tune.cost import estimate
-from mirage_hf.tune.cuda_schedules import cuda_schedules, placed
-from mirage_hf.tune.footprint import Footprint, footprint
+from mirage_hf.tune.cuda_schedules import cuda_schedules
+from mirage_hf.tune.footprint import Footprint, footprint, with_same_layout
+from mirage_hf.tune.traffic import traffic
 
 #: Registers that a thread may spend on float32 tiles. Beyond it tiles spill.
 REGISTER_BUDGET = 160
@@ -187,27 +190,18 @@ def _costs(
     """Return the estimated µs of every schedule that fits, and why the last other one does not."""
     costs: dict[Schedule, float] = {}
     reason: errors.CodegenError | None = None
-    early = isinstance(op, PlacedOp) and op.next_may_launch_early
-    # Schedules with the same tiles and kind of product share a layout and its footprint.
-    known: dict[tuple[object, ...], _Tiles] = {}
+    op = placed(op)
+    tilings = _Tilings(op)
     for candidate in candidate_schedules(op):
-        kind = (
-            candidate.tiles,
-            candidate.mma,
-            candidate.weights_first,
-            candidate.reduce_after_loop,
-        )
         try:
-            if kind not in known:
-                known[kind] = _Tiles.of(plan_kernel(op, candidate))
-            tiles = known[kind]
+            tiles = tilings.of(candidate)
             if not tiles.suit(candidate):
                 continue
+            # The threads of a block share the registers of an SM.
+            most = min(REGISTER_BUDGET, device.registers // (32 * candidate.num_warps))
             for schedule in _variants(tiles, candidate, device):
-                plan = tiles.plan.with_schedule(schedule.triggering_early(early))
-                cost = estimate(plan, device, tiles.footprint)
-                # The threads of a block share the registers of an SM.
-                most = min(REGISTER_BUDGET, device.registers // (32 * schedule.num_warps))
+                plan = tiles.plan.with_schedule(schedule)
+                cost = estimate(plan, device, tiles.footprint, op.next_may_launch_early)
                 if cost.registers <= most and cost.shared <= device.shared_bytes:
                     costs[schedule] = cost.us
         except errors.CodegenError as e:
@@ -242,20 +236,30 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     see differs most between tiles. Two schedules of the likelier kind of product come for each of
     the other, so a wrong estimate costs only time.
     """
-    effective: dict[Schedule, float] = {}
+    effective: list[tuple[float, Schedule]] = []
     seen: Counter[tuple[bool, Mapping[str, int]]] = Counter()
-    for s in sorted(costs, key=lambda s: (costs[s], tie_break(s))):
-        effective[s] = costs[s] * (1 + REPEAT * seen[s.mma, s.tiles])
-        seen[s.mma, s.tiles] += 1
-    ranked = sorted(effective, key=effective.__getitem__)
-    kinds = [[s for s in ranked if s.mma == mma] for mma in (False, True)]
-    kinds.sort(key=lambda kind: effective[kind[0]] if kind else math.inf)
-    likelier, other = kinds
-    mixed: list[Schedule] = []
-    while likelier or other:
-        mixed += likelier[:2] + other[:1]
-        likelier, other = likelier[2:], other[1:]
-    return tuple(mixed)
+    for s, cost in _by_cost(costs):
+        alike = s.mma, s.tiles
+        effective.append((cost * (1 + REPEAT * seen[alike]), s))
+        seen[alike] += 1
+    effective.sort(key=itemgetter(0))
+    kinds = [[x for x in effective if x[1].mma == mma] for mma in (False, True)]
+    kinds.sort(key=lambda kind: kind[0][0] if kind else math.inf)
+    likelier, other = ([s for _, s in kind] for kind in kinds)
+    turns = itertools.zip_longest(likelier[::2], likelier[1::2], other)
+    return tuple(s for turn in turns for s in turn if s is not None)
+
+
+def _by_cost(costs: Mapping[Schedule, float]) -> list[tuple[Schedule, float]]:
+    """Return schedules with their costs, the lowest first."""
+    found: list[tuple[Schedule, float]] = []
+    ascending = sorted(costs.items(), key=itemgetter(1))
+    for _, group in itertools.groupby(ascending, key=itemgetter(1)):
+        equal = list(group)
+        if len(equal) > 1:
+            equal.sort(key=lambda item: tie_break(item[0]))
+        found += equal
+    return found
 
 
 def tie_break(s: Schedule) -> str:
@@ -286,18 +290,11 @@ class _Tiles:
         plan: The plan of one of them.
         footprint: What their tiles load, hold and compute.
         step_bytes: The bytes of a loop step that may be prefetched before the grid wait.
-        is_trimmed: Whether a loop visits only what is within its bounds.
     """
 
     plan: KernelPlan
     footprint: Footprint
     step_bytes: int
-    is_trimmed: bool
-
-    @staticmethod
-    def of(plan: KernelPlan) -> _Tiles:
-        is_trimmed = any(plan.loop_bounds.trimming(s) for s in plan.tiling.block.stages)
-        return _Tiles(plan, footprint(plan), _prefetchable_bytes(plan), is_trimmed)
 
     def suit(self, s: Schedule) -> bool:
         """Return whether a schedule uses its threads, and its tiles fit into registers."""
@@ -307,15 +304,48 @@ class _Tiles:
         return is_on_tensor_cores and is_busy and self.footprint.held <= REGISTER_BUDGET * threads
 
 
+class _Tilings:
+    """What schedules of an op with the same tiles have in common, computed once."""
+
+    def __init__(self, op: PlacedOp) -> None:
+        self._planner = Planner(op)
+        self._traffic = traffic(op)
+        self._of_layouts: dict[tuple[object, ...], _Tiles] = {}
+        self._known: dict[tuple[object, ...], _Tiles] = {}
+
+    def of(self, s: Schedule) -> _Tiles:
+        """Return what a schedule has in common with others.
+
+        Raises:
+            CodegenError: No kernel can be made of the op and the schedule.
+        """
+        layout = s.tiles, s.mma, s.weights_first
+        kind = layout, s.reduce_after_loop
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = self._of(s, self._of_layouts.get(layout))
+            self._of_layouts.setdefault(layout, known)
+        return known
+
+    def _of(self, s: Schedule, other: _Tiles | None) -> _Tiles:
+        """Return the same, given that of a schedule with the same layout if there is one."""
+        if other is None:
+            plan = self._planner.plan(s)
+            return _Tiles(plan, footprint(plan, self._traffic), _prefetchable_bytes(plan))
+        plan = other.plan.with_schedule(s)
+        tiles = with_same_layout(plan, other.footprint, self._traffic)
+        return _Tiles(plan, tiles, other.step_bytes)
+
+
 def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Schedule]:
     """Yield a schedule with more and more cooperating blocks and early prefetches."""
     # Blocks share a trimmed loop anew for each length, so up to 32 are tried.
-    for blocks in (1, 2, 4, 8, 16, 32) if tiles.is_trimmed else (1, 2, 4, 8):
+    for blocks in (1, 2, 4, 8, 16, 32) if tiles.plan.loop_bounds.trims_any else (1, 2, 4, 8):
         if blocks > 1 and not _may_share(tiles, schedule, blocks, device):
             break
         steps = _prefetch_steps(tiles, schedule, blocks, device)
         if blocks > 1 or steps:
-            yield replace(schedule, cooperating_blocks=blocks, prefetch_steps=steps)
+            yield schedule.changed(cooperating_blocks=blocks, prefetch_steps=steps)
         else:
             yield schedule
 
@@ -323,8 +353,7 @@ def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Sch
 def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -> bool:
     """Return whether this many blocks can share the loop of each tile evenly."""
     plan, tiling = tiles.plan, tiles.plan.tiling
-    loops = sum(s.loop is not None for s in tiling.block.stages)
-    if loops != 1 or not tiling.is_looped:
+    if len(tiling.block.loops) != 1 or not tiling.is_looped:
         return False
     if tiling.trips(str(tiling.loop)) % (blocks * schedule.steps_per_trip):
         return False

@@ -56,7 +56,7 @@ def test_shifted_sums_and_their_maxima_are_not_lazy():
     op = kernel_cases.online_attention(2, 4, 100, 32).block_ops[0]
     planned = plan_kernel(op, Schedule({"h": 1, "m": 4, "s": 32, "d": 32}, reduce_after_loop=True))
     stage = op.block.stages[0]
-    assert not any(planned.is_reduced_after_loop(stage, a) for a in stage.accumulators) and set(
+    assert not any(planned.is_reduced_after_loop(a) for a in stage.accumulators) and set(
         running_maxima(stage)
     ) == {"top"}
 

@@ -14,6 +14,6 @@ The modules, in the order in which they build on each other:
 - `kernel_plan`: all of that for one placed op and one schedule.
 """
 
-from mirage_hf.codegen.plan.kernel_plan import KernelPlan, check_roles, plan_kernel
+from mirage_hf.codegen.plan.kernel_plan import KernelPlan, Planner, check_roles, plan_kernel
 
-__all__ = ["KernelPlan", "check_roles", "plan_kernel"]
+__all__ = ["KernelPlan", "Planner", "check_roles", "plan_kernel"]

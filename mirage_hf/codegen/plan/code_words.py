@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from mirage_hf import errors
 from mirage_hf.codegen.plan.code_runs import WORD_BYTES
 from mirage_hf.codegen.plan.layout import TensorLayout
+from mirage_hf.codegen.plan.masks import Masks
 from mirage_hf.graph.block import BlockInput
 from mirage_hf.graph.coded import is_packed, word_dims
-
-if TYPE_CHECKING:
-    from mirage_hf.codegen.plan.kernel_plan import KernelPlan
 
 
 def holds_words(layout: TensorLayout, i: BlockInput) -> bool:
@@ -29,17 +26,17 @@ def codes_of_word(layout: TensorLayout, i: BlockInput) -> dict[str, int]:
     return {str(i.axes[d]): count for d, count in counts.items()}
 
 
-def check_words(plan: KernelPlan) -> None:
+def check_words(layout: TensorLayout, masks: Masks) -> None:
     """Check that tiles of codes consist of whole words.
 
     Raises:
         CodegenError: If they do not.
     """
-    for i in plan.tiling.block.inputs:
-        if not holds_words(plan.layout, i):
+    for i in layout.tiling.block.inputs:
+        if not holds_words(layout, i):
             continue
-        packed = codes_of_word(plan.layout, i)
-        if reason := _why_not_whole(plan, i, packed):
+        packed = codes_of_word(layout, i)
+        if reason := _why_not_whole(layout, masks, i, packed):
             tiles = " and ".join(f"{n} or more along {a}" for a, n in packed.items())
             raise errors.CodegenError(
                 f"block input {i.name} of packed codes {reason}; give tiles of {tiles} that divide "
@@ -47,16 +44,18 @@ def check_words(plan: KernelPlan) -> None:
             )
 
 
-def _why_not_whole(plan: KernelPlan, i: BlockInput, packed: Mapping[str, int]) -> str:
-    tiling, block = plan.tiling, plan.tiling.block
+def _why_not_whole(
+    layout: TensorLayout, masks: Masks, i: BlockInput, packed: Mapping[str, int]
+) -> str:
+    tiling, block = layout.tiling, layout.tiling.block
     if len(i.sources) > 1 and (not tiling.selects_source(i) or i.joined in packed):
         return "has a tile that lies in several tensors"
     if i.rotation is not None or i.padding is not None:
         return "is rotated or padded"
     if str(None) in packed:
         return "has words whose codes an index chooses"
-    if any(a == plan.layout.unrolled or tiling.tile(a) < n for a, n in packed.items()):
+    if any(a == layout.unrolled or tiling.tile(a) < n for a, n in packed.items()):
         return "has a tile of part of a word"
-    if any(plan.masks.needed(a) or block.split_size(a) % n for a, n in packed.items()):
+    if any(masks.needed(a) or block.split_size(a) % n for a, n in packed.items()):
         return "has a tile that reaches past the end of its codes"
     return ""

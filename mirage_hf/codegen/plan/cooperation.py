@@ -7,14 +7,13 @@ always in the same order.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from mirage_hf import errors
 from mirage_hf.codegen.plan.layout import TensorLayout
 from mirage_hf.codegen.plan.tiling import Tiling
-from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import Accumulator
 
 #: Partial results that a thread holds at a time while those of all blocks are added.
@@ -50,13 +49,12 @@ class Cooperation:
         """The accumulators that are split: several blocks hold partial results of each."""
         if self.blocks == 1:
             return ()
-        return tuple(a for s in self._tiling.block.stages for a in s.accumulators)
+        return self._tiling.block.accumulators
 
     @cached_property
     def partial_floats(self) -> int:
         """The number of partial results of one block, each a float32."""
-        carried = self._tiling.block.carried
-        return sum(self._tiling.numel(carried[a.out]) for a in self.shared_accumulators)
+        return 0 if self.blocks == 1 else self.layout.accumulated_elements
 
     @cached_property
     def scratch(self) -> int:
@@ -75,18 +73,29 @@ class Cooperation:
         that part is gathered. A loop gathers the whole tile, because Triton 3.6 finds no register
         layouts to pad the result of a loop.
         """
-        tile = self._tiling.tile(axis)
-        is_cut = self._tiling.trips(axis) > 1 or self._tiling.split_axis(axis)
-        if is_cut or self.gathers_in_loop:
-            return tile
-        return min(tile, next_power_of_two(self._tiling.block.split_size(axis)))
+        return self._tiling.tile(axis) if self.gathers_in_loop else self._tiling.within(axis)
+
+    @property
+    def _gathered_elements(self) -> Mapping[str, int]:
+        """How many partial results of one block are gathered for each accumulator, by name."""
+        return self.layout.accumulated if self.gathers_in_loop else self.layout.accumulated_within
 
     def gathered(self, acc: Accumulator) -> int:
         """Return how many blocks' partial results are read at a time, a power of two."""
-        elements = math.prod(self.counted(a) for a in self.layout.value_dims(acc.out))
+        return self._blocks_at_a_time(self._gathered_elements[acc.out])
+
+    def _blocks_at_a_time(self, elements: int) -> int:
         fit = GATHERED_PER_THREAD * _WARP * self.num_warps // elements
         largest_power = 1 << max(0, fit.bit_length() - 1)
         return min(self.blocks, MOST_UNLOOPED_BLOCKS, largest_power)
+
+    @cached_property
+    def most_gathered(self) -> int:
+        """The most partial results that are read at a time. 0 if blocks do not share the loop."""
+        if self.blocks == 1:
+            return 0
+        sizes = self._gathered_elements.values()
+        return max((n * self._blocks_at_a_time(n) for n in sizes), default=0)
 
     def check(self) -> None:
         """Check that the loop can be shared.
@@ -96,7 +105,7 @@ class Cooperation:
         """
         if self.blocks == 1:
             return
-        loops = [s for s in self._tiling.block.stages if s.loop]
+        loops = self._tiling.block.loops
         if len(loops) != 1 or not self._tiling.is_looped:
             raise errors.CodegenError(
                 f"schedule: {self.blocks} blocks share the loop, so exactly one stage must loop, "

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from mirage_hf import errors
-from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.plan.code_words import check_words
 from mirage_hf.codegen.plan.cooperation import Cooperation
 from mirage_hf.codegen.plan.layout import TensorLayout
 from mirage_hf.codegen.plan.loop_bounds import LoopBounds
 from mirage_hf.codegen.plan.masks import Masks
-from mirage_hf.codegen.plan.pipelining import Pipelining
+from mirage_hf.codegen.plan.pipelining import LoopLoads, Pipelining
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.block import Accumulator, BlockGraph, Role, Stage
@@ -29,40 +28,103 @@ def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
     Raises:
         CodegenError: If no kernel can be made of the op and the schedule.
     """
-    if not isinstance(op, PlacedOp):
-        op = PlacedOp(op.name, op.inputs, op.outputs, op.attrs, op.block)
-    assert op.block is not None
-    check_roles(op.block)
-    schedule.check(op.block)
-    tiling = Tiling(op, schedule.tiles)
-    _check_block(tiling)
-    layout = TensorLayout(tiling, schedule.mma, schedule.weights_first)
-    _check_sizes(layout)
-    return KernelPlan(layout, schedule)
+    return Planner(op).plan(schedule)
 
 
-@dataclass(frozen=True)
+class Planner:
+    """Makes plans of one `customized` op, which it checks only once."""
+
+    def __init__(self, op: KernelOp) -> None:
+        self._op = placed(op)
+        self._is_checked = False
+
+    def plan(self, schedule: Schedule) -> KernelPlan:
+        """Return the plan of a schedule.
+
+        Raises:
+            CodegenError: If no kernel can be made of the op and the schedule.
+        """
+        assert self._op.block is not None
+        check_roles(self._op.block)
+        schedule.check(self._op.block)
+        tiling = Tiling(self._op, schedule.tiles)
+        if not self._is_checked:
+            _check_block(tiling)
+            self._is_checked = True
+        layout = TensorLayout(tiling, schedule.mma, schedule.weights_first)
+        _check_sizes(layout)
+        return KernelPlan(LayoutPlan(layout), schedule)
+
+
+class LayoutPlan:
+    """What the plans of all schedules with one layout share.
+
+    Attributes:
+        layout: The layout.
+        loop_bounds: Loops that only visit what is within their bounds.
+    """
+
+    def __init__(self, layout: TensorLayout) -> None:
+        self.layout = layout
+        self.loop_bounds = LoopBounds(layout.tiling)
+        self._loads = LoopLoads(layout)
+        self._known: dict[tuple[int, ...], tuple[Cooperation, Pipelining]] = {}
+
+    def parts(self, s: Schedule) -> tuple[Cooperation, Pipelining]:
+        """Return the parts of a schedule's plan that its warps, stages and blocks decide.
+
+        Raises:
+            CodegenError: If no kernel can be made of the layout and the schedule.
+        """
+        key = s.cooperating_blocks, s.num_warps, s.num_stages, s.steps_per_trip
+        known = self._known.get(key)
+        if known is None:
+            cooperation = Cooperation(self.layout, s.cooperating_blocks, s.num_warps)
+            pipelining = Pipelining(
+                self._loads, cooperation, s.num_stages, s.num_warps, s.steps_per_trip
+            )
+            self._check(cooperation, pipelining)
+            known = self._known[key] = cooperation, pipelining
+        return known
+
+    def _check(self, cooperation: Cooperation, pipelining: Pipelining) -> None:
+        pipelining.check()
+        cooperation.check()
+        check_words(self.layout, Masks(self.layout.tiling, self.loop_bounds, cooperation))
+        if pipelining.walks_trips and self.loop_bounds.trims_any:
+            raise errors.CodegenError(
+                "schedule: a loop that only visits what is within its bounds takes one step in "
+                f"each trip; steps_per_trip is {pipelining.steps_per_trip}, give 1 and another "
+                "num_stages"
+            )
+
+
 class KernelPlan:
     """The plan of one kernel.
+
+    Attributes:
+        schedule: The schedule.
+        op: The op that the kernel is for.
+        tiling: How tiles cut the axes.
+        layout: The dims of tensors inside the kernel.
+        loop_bounds: Loops that only visit what is within their bounds.
+        cooperation: Blocks that share the loop of one tile.
+        pipelining: Loads that are copied asynchronously.
+        grid: The number of thread blocks.
 
     Raises:
         CodegenError: If no kernel can be made of the layout and the schedule.
     """
 
-    layout: TensorLayout
-    schedule: Schedule
-
-    def __post_init__(self) -> None:
-        self.pipelining.check()
-        self.cooperation.check()
-        check_words(self)
-        is_trimmed = any(self.loop_bounds.trimming(s) for s in self.tiling.block.stages)
-        if self.pipelining.walks_trips and is_trimmed:
-            raise errors.CodegenError(
-                "schedule: a loop that only visits what is within its bounds takes one step in "
-                f"each trip; steps_per_trip is {self.schedule.steps_per_trip}, give 1 and another "
-                "num_stages"
-            )
+    def __init__(self, shared: LayoutPlan, schedule: Schedule) -> None:
+        self._shared = shared
+        self.schedule = schedule
+        self.layout = shared.layout
+        self.tiling: Tiling = shared.layout.tiling
+        self.op: PlacedOp = self.tiling.op
+        self.loop_bounds = shared.loop_bounds
+        self.cooperation, self.pipelining = shared.parts(schedule)
+        self.grid = self.tiling.num_tiles * schedule.cooperating_blocks
 
     def with_schedule(self, schedule: Schedule) -> KernelPlan:
         """Return the plan of a schedule with the same tiles and kind of product.
@@ -75,45 +137,12 @@ class KernelPlan:
         layout = self.layout
         same = layout.tiling.tiles, layout.mma, layout.weights_first
         assert (schedule.tiles, schedule.mma, schedule.weights_first) == same
-        return KernelPlan(layout, schedule)
-
-    @property
-    def op(self) -> PlacedOp:
-        """The op that the kernel is for."""
-        return self.tiling.op
-
-    @property
-    def tiling(self) -> Tiling:
-        """How tiles cut the axes."""
-        return self.layout.tiling
-
-    @cached_property
-    def loop_bounds(self) -> LoopBounds:
-        """Loops that only visit what is within their bounds."""
-        return LoopBounds(self.tiling)
-
-    @cached_property
-    def cooperation(self) -> Cooperation:
-        """Blocks that share the loop of one tile."""
-        return Cooperation(self.layout, self.schedule.cooperating_blocks, self.schedule.num_warps)
-
-    @cached_property
-    def pipelining(self) -> Pipelining:
-        """Loads that are copied asynchronously."""
-        s = self.schedule
-        return Pipelining(
-            self.layout, self.cooperation, s.num_stages, s.num_warps, s.steps_per_trip
-        )
+        return KernelPlan(self._shared, schedule)
 
     @cached_property
     def masks(self) -> Masks:
         """Where tiles reach past the end of an axis."""
         return Masks(self.tiling, self.loop_bounds, self.cooperation)
-
-    @cached_property
-    def grid(self) -> int:
-        """The number of thread blocks."""
-        return self.tiling.num_tiles * self.schedule.cooperating_blocks
 
     @property
     def triggers_early(self) -> bool:
@@ -125,19 +154,9 @@ class KernelPlan:
         """The stages and their numbers in the order in which the kernel runs them."""
         return stages.execution_order(self.tiling)
 
-    def is_reduced_after_loop(self, stage: Stage, acc: Accumulator) -> bool:
-        """Return True if an accumulator stays spread over the loop tile inside the loop.
-
-        A running maximum must be that of whole tiles, because the body reads it. A sum that is
-        relative to it is rescaled as it grows. So both are reduced in each step.
-        """
-        return (
-            self.schedule.reduce_after_loop
-            and acc.out not in self.layout.dots
-            and self.tiling.loop in self.layout.value_dims(acc.arg)
-            and acc.shift is None
-            and acc.out not in stages.running_maxima(stage)
-        )
+    def is_reduced_after_loop(self, acc: Accumulator) -> bool:
+        """Return True if an accumulator stays spread over the loop tile inside the loop."""
+        return self.schedule.reduce_after_loop and acc.out in self.layout.spreadable
 
 
 def check_roles(block: BlockGraph) -> None:
@@ -166,8 +185,7 @@ def _check_block(tiling: Tiling) -> None:
 
 def _check_sizes(layout: TensorLayout) -> None:
     tiling = layout.tiling
-    for value, axes in tiling.block.carried.items():
-        elements = tiling.numel(axes)
+    for value, elements in tiling.elements.items():
         if elements > MAX_ELEMENTS and value not in layout.unformed_products:
             raise errors.CodegenError(
                 f"{value} has {elements} elements in a tile, Triton takes {MAX_ELEMENTS}; "

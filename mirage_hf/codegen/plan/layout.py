@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.code_runs import byte_words, partial_sums, run_lengths
+from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.coded import is_packed
@@ -73,9 +74,16 @@ class TensorLayout:
 
     def dims(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return the axes among `axes` that are dims of a tensor, in order."""
-        return tuple(
-            a for a in self.order if a in axes and self.tiling.tile(a) > 1 and a != self.unrolled
-        )
+        return tuple(a for a in self._all_dims if a in axes)
+
+    @cached_property
+    def _all_dims(self) -> tuple[str, ...]:
+        """All axes that can be dims, in order."""
+        return tuple(filter(self.is_dim, self.order))
+
+    def is_dim(self, axis: str) -> bool:
+        """Return True if an axis is a dim of the tensors that carry it."""
+        return self.tiling.tile(axis) > 1 and axis != self.unrolled
 
     def value_dims(self, value: str) -> tuple[str, ...]:
         """Return the dims of a value. The runs of a partial sum are its last dim."""
@@ -135,6 +143,47 @@ class TensorLayout:
     def lanes(self) -> int:
         """The number of variables for the elements of the unrolled axis."""
         return self.tiling.tile(self.unrolled) if self.unrolled else 0
+
+    @cached_property
+    def spreadable(self) -> frozenset[str]:
+        """The accumulators that may stay spread over the loop tile inside the loop.
+
+        A running maximum must be that of whole tiles, because the body reads it. A sum that is
+        relative to it is rescaled as it grows. So both are reduced in each step.
+        """
+        loop, carried = self.tiling.loop, self.tiling.block.carried
+        if loop is None or not self.is_dim(loop):
+            return frozenset()
+        return frozenset(
+            a.out
+            for s in self.tiling.block.stages
+            for a in s.accumulators
+            if a.out not in self.dots
+            and a.shift is None
+            and loop in carried[a.arg]
+            and a.out not in running_maxima(s)
+        )
+
+    @cached_property
+    def accumulated(self) -> dict[str, int]:
+        """The elements of each accumulator, by name. The unrolled axis does not count."""
+        return self._accumulated(self.tiling.tile)
+
+    @cached_property
+    def accumulated_within(self) -> dict[str, int]:
+        """The same up to the ends of axes, see `Tiling.within`."""
+        return self._accumulated(self.tiling.within)
+
+    def _accumulated(self, size: Callable[[str], int]) -> dict[str, int]:
+        return {
+            a.out: math.prod(size(axis) for axis in a.axes if self.is_dim(axis))
+            for a in self.tiling.block.accumulators
+        }
+
+    @cached_property
+    def accumulated_elements(self) -> int:
+        """The elements of all accumulators."""
+        return sum(self.tiling.elements[a.out] for a in self.tiling.block.accumulators)
 
     # -- order of dims ----------------------------------------------------------------------------
 
@@ -265,11 +314,20 @@ class TensorLayout:
 
     def rows(self, dot: Dot) -> int:
         """Return the rows of a product's left tile."""
-        return self.tiling.numel(self._free(dot.left, dot.contraction.over))
+        return self._sizes_of_dots[dot.contraction.out][0]
 
     def columns(self, dot: Dot) -> int:
         """Return the columns of a product's right tile."""
-        return self.tiling.numel(self._free(dot.right, dot.contraction.over))
+        return self._sizes_of_dots[dot.contraction.out][1]
+
+    @cached_property
+    def _sizes_of_dots(self) -> dict[str, tuple[int, int]]:
+        """The rows and the columns of each product on tensor cores, by the name of the sum."""
+        sizes = {}
+        for out, dot in self.dots.items():
+            rows, columns = (self._free(x, dot.contraction.over) for x in (dot.left, dot.right))
+            sizes[out] = self.tiling.numel(rows), self.tiling.numel(columns)
+        return sizes
 
     @cached_property
     def _mma_contractions(self) -> tuple[Contraction, ...]:
@@ -335,6 +393,8 @@ class TensorLayout:
         It is subtracted at no cost if nothing reads the codes without subtracting it.
         """
         tiling, found = self.tiling, {}
+        if not tiling.op.reads_packed_codes:
+            return {}
         accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}
         for i in tiling.block.inputs:
             if not is_packed(tiling.dtype(i)) or i.name in accumulated:
@@ -353,6 +413,8 @@ class TensorLayout:
         Only inputs whose codes nothing reads in another way have one.
         """
         tiling, found = self.tiling, {}
+        if not tiling.op.reads_packed_codes:
+            return {}
         accumulated = {a.arg for s in tiling.block.stages for a in s.accumulators}
         for i in tiling.block.inputs:
             if tiling.dtype(i) is not torch.uint4 or i.name in accumulated:
@@ -372,6 +434,8 @@ class TensorLayout:
         """
         ops = self.tiling.ops.values()
         inputs = {*self.zero_points, *self.tables}
+        if not inputs:
+            return frozenset()
         return frozenset(op.out for op in ops if op.args and op.args[0] in inputs)
 
     @cached_property
@@ -380,6 +444,8 @@ class TensorLayout:
 
         They are decoded to this dtype, in code order. See code_order.py.
         """
+        if not self.dots or not self.tiling.op.reads_packed_codes:
+            return {}
         products = ((d.contraction, d.dtype) for d in self.dots.values())
         return code_order.code_factors(self.tiling, products, self.zero_points)
 
@@ -451,9 +517,9 @@ class TensorLayout:
         read |= {a for out in self.half_products for a in self.tiling.ops[out].args}
         inputs = self.tiling.inputs
         bytes_ = {n for n, i in inputs.items() if self.tiling.dtype(i) is torch.uint8}
-        read |= {
-            a for op in self.tiling.ops.values() if op.fn == "bits" for a in op.args if a in bytes_
-        }
+        if bytes_:
+            bits = [op for op in self.tiling.ops.values() if op.fn == "bits"]
+            read |= {a for op in bits for a in op.args if a in bytes_}
         return frozenset(
             str(x) for x in read if x in inputs and not is_packed(self.tiling.dtype(inputs[str(x)]))
         )

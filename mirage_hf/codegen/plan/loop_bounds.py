@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from mirage_hf.codegen.plan.stages import values_read
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import Accumulator, BlockInput, Stage
 
@@ -28,6 +27,11 @@ class LoopBounds:
         """Return the bounds that let a stage's loop skip the steps outside of them."""
         return self.effective(stage) if self.tiling.is_looped else None
 
+    @cached_property
+    def trims_any(self) -> bool:
+        """True if some loop skips the steps outside of its bounds."""
+        return any(self.trimming(s) for s in self.tiling.block.stages)
+
     def effective(self, stage: Stage) -> BlockInput | None:
         """Return the bounds that select all elements that matter along a stage's loop axis.
 
@@ -37,7 +41,7 @@ class LoopBounds:
         block = self.tiling.block
         if stage.loop is None or any(stage.loop in o.axes for o in block.outputs):
             return None
-        read = values_read(stage)
+        read = stage.reads
         for i in block.inputs:
             bounds_the_loop = i.bounds == stage.loop and stage.loop not in i.axes
             if bounds_the_loop and i.name in read and self._nothing_counts_outside(stage, i.name):

@@ -49,15 +49,62 @@ WGMMA_TAKES_8_COLUMNS = _triton_version() >= (3, 7)
 
 
 @dataclass(frozen=True)
+class LoopLoads:
+    """What a kernel's loop loads, whatever its warps and stages."""
+
+    layout: TensorLayout
+
+    @cached_property
+    def from_one_tensor(self) -> frozenset[str]:
+        """The inputs of a loop that each tile reads from one tensor."""
+        tiling = self.layout.tiling
+        return frozenset(
+            i.name
+            for i in tiling.block.inputs
+            if tiling.loop in i.axes
+            and i.bounds is None
+            and not tiling.has_index_in_loop(i)
+            and (len(i.sources) == 1 or tiling.selects_source(i))
+        )
+
+    @cached_property
+    def are_packed_along_loop(self) -> bool:
+        """True if words of an input hold codes along the loop axis."""
+        return code_order.packs_along(self.layout.tiling, str(self.layout.tiling.loop))
+
+    @cached_property
+    def have_added_words(self) -> bool:
+        """True if a loop of multiply-adds may hold the words of its next step.
+
+        Only weights whose loads need no index of the step are held.
+        """
+        tiling, loop = self.layout.tiling, str(self.layout.tiling.loop)
+        if not tiling.is_looped or len(tiling.block.loops) != 1 or self.are_packed_along_loop:
+            return False
+        coded = [
+            i
+            for i in tiling.block.inputs
+            if i.name in self.layout.byte_words or is_packed(tiling.dtype(i))
+        ]
+        walked = [i.name for i in coded if loop in i.axes and tiling.is_constant(i)]
+        return bool(walked) and self.from_one_tensor.issuperset(walked)
+
+
+@dataclass(frozen=True)
 class Pipelining:
     """The asynchronous loads of a kernel's loop."""
 
-    layout: TensorLayout
+    loads: LoopLoads
     cooperation: Cooperation
     num_stages: int
     num_warps: int
     #: Loop steps that a trip of the loop takes (`Schedule.steps_per_trip`).
     steps_per_trip: int = 1
+
+    @property
+    def layout(self) -> TensorLayout:
+        """The dims of the kernel's tensors."""
+        return self.loads.layout
 
     @property
     def _tiling(self) -> Tiling:
@@ -69,9 +116,9 @@ class Pipelining:
 
     def is_asynchronous(self, dot: Dot) -> bool:
         """Return True if Hopper may read a product's factors while the next step runs."""
-        enough_columns = WGMMA_TAKES_8_COLUMNS or self.layout.columns(dot) > MMA_COLUMNS
-        has_warpgroup = self.num_warps >= WARPGROUP_WARPS
-        return self.layout.rows(dot) >= WARPGROUP_ROWS and enough_columns and has_warpgroup
+        if self.num_warps < WARPGROUP_WARPS or self.layout.rows(dot) < WARPGROUP_ROWS:
+            return False
+        return WGMMA_TAKES_8_COLUMNS or self.layout.columns(dot) > MMA_COLUMNS
 
     def reads_as_stored(self, dot: Dot, x: str) -> bool:
         """Return True if an asynchronous product reads input `x` without a conversion.
@@ -86,6 +133,11 @@ class Pipelining:
             and self.layout.code_ordered.isdisjoint(i.axes)
             and (i.rotation is None or i.rotation.swaps)
         )
+
+    @cached_property
+    def has_asynchronous(self) -> bool:
+        """True if Hopper may read the factors of some product while the next step runs."""
+        return any(self.is_asynchronous(d) for d in self.layout.dots.values())
 
     @cached_property
     def read_asynchronously(self) -> frozenset[str]:
@@ -109,7 +161,7 @@ class Pipelining:
 
         That code gets a load of its own, see `LoadWriter.second_load`.
         """
-        if not self.read_asynchronously:
+        if not self.layout.dots or not self.read_asynchronously:
             return frozenset()
         block, layout = self._tiling.block, self.layout
         read = {a for op in block.ops() if op.out not in layout.unformed_products for a in op.args}
@@ -131,7 +183,7 @@ class Pipelining:
         are loaded one step ahead. On an H200 this took 32 steps from 33 to 22 µs.
         """
         if self.holds_words_ahead:
-            return self._all_of_loop
+            return self.loads.from_one_tensor
         if not (self.layout.dots and self._is_pipelined):
             return frozenset()
         fewest = COPIED_BYTES * _WARP * self.num_warps
@@ -157,31 +209,11 @@ class Pipelining:
         pipelined through shared memory, nor walk the codes of packed words.
         """
         if not self.layout.mma:
-            return self._holds_added_words
-        tiling = self._tiling
-        if self.num_stages > 1 or not tiling.is_looped or not self.layout.code_factors:
+            # Two stages mean that multiply-adds hold the words of their next step.
+            return self.num_stages == HELD_STAGES and self.loads.have_added_words
+        if self.num_stages > 1 or not self._tiling.is_looped or not self.layout.code_factors:
             return False
-        return not code_order.packs_along(tiling, str(tiling.loop))
-
-    @cached_property
-    def _holds_added_words(self) -> bool:
-        """Return True if a loop of multiply-adds holds the words of its next step.
-
-        Two stages mean this. Only weights whose loads need no index of the step are held.
-        """
-        tiling, loop = self._tiling, str(self._tiling.loop)
-        if self.num_stages != HELD_STAGES or not tiling.is_looped:
-            return False
-        if code_order.packs_along(tiling, loop):
-            return False
-        coded = [
-            i
-            for i in tiling.block.inputs
-            if i.name in self.layout.byte_words or is_packed(tiling.dtype(i))
-        ]
-        walked = [i.name for i in coded if loop in i.axes and tiling.is_constant(i)]
-        loops = sum(s.loop is not None for s in tiling.block.stages)
-        return loops == 1 and bool(walked) and self._all_of_loop.issuperset(walked)
+        return not self.loads.are_packed_along_loop
 
     @property
     def walks_trips(self) -> bool:
@@ -203,19 +235,6 @@ class Pipelining:
         """Return True if all steps of a block are in one trip, so nothing is loaded in the loop."""
         return self.steps_per_trip == self.cooperation.steps_per_block
 
-    @cached_property
-    def _all_of_loop(self) -> frozenset[str]:
-        """The inputs of a loop that each tile reads from one tensor."""
-        tiling = self._tiling
-        return frozenset(
-            i.name
-            for i in tiling.block.inputs
-            if tiling.loop in i.axes
-            and i.bounds is None
-            and not tiling.has_index_in_loop(i)
-            and (len(i.sources) == 1 or tiling.selects_source(i))
-        )
-
     # -- what Triton gets wrong -------------------------------------------------------------------
 
     def check(self) -> None:
@@ -224,6 +243,13 @@ class Pipelining:
         Raises:
             CodegenError: If the schedule gives such a kernel.
         """
+        if self.layout.dots:
+            self._check_dots()
+        if self.steps_per_trip > 1:
+            self._check_trips()
+
+    def _check_dots(self) -> None:
+        """Reject kernels whose products on tensor cores Triton gets wrong."""
         for x in self.loaded_twice:
             if self._tiling.has_index_in_loop(self._tiling.inputs[x]):
                 raise errors.CodegenError(
@@ -234,8 +260,6 @@ class Pipelining:
             if self.is_asynchronous(dot):
                 self._check_chained(dot)
                 self._check_transposed(dot)
-        if self.steps_per_trip > 1:
-            self._check_trips()
 
     def _check_trips(self) -> None:
         """Reject trips of several steps if words are not held ahead, or if a trip is not filled."""

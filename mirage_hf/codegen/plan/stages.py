@@ -6,11 +6,6 @@ from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import Accumulator, BlockOp, Stage
 
 
-def values_read(stage: Stage) -> set[str | float]:
-    """Return the values that a stage reads."""
-    return {a for op in stage.body for a in op.args} | {a.arg for a in stage.accumulators}
-
-
 def running_maxima(stage: Stage) -> dict[str, Accumulator]:
     """Return, by name, the maxima of a stage that its body reads while they grow."""
     read = {a for op in stage.body for a in op.args}
@@ -40,11 +35,11 @@ def execution_order(tiling: Tiling) -> tuple[tuple[int, Stage], ...]:
         if stage.loop is None and tiling.is_looped:
             delayed.append((number, stage))
             continue
-        read = values_read(stage)
+        read = stage.reads
         needed: list[tuple[int, Stage]] = []
         for earlier in reversed(delayed):
             if any(op.out in read for op in earlier[1].body):
-                read |= values_read(earlier[1])
+                read |= earlier[1].reads
                 needed.insert(0, earlier)
         delayed = [s for s in delayed if s not in needed]
         ordered += [*needed, (number, stage)]

@@ -10,9 +10,10 @@ from functools import cached_property
 import torch
 
 from mirage_hf.codegen.placement import Append, PlacedOp
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, BlockOutput, Role
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.ops.dtypes import CODES_PER_WORD
+from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Tiling:
     @cached_property
     def operands(self) -> tuple[DTensor, ...]:
         """The tensors that the kernel reads."""
-        return tuple(t for t in self.op.inputs if isinstance(t, DTensor))
+        return self.op.operands
 
     @property
     def outputs(self) -> tuple[DTensor, ...]:
@@ -41,12 +42,12 @@ class Tiling:
     @cached_property
     def inputs(self) -> dict[str, BlockInput]:
         """The block graph's inputs by name."""
-        return {i.name: i for i in self.block.inputs}
+        return self.block.inputs_by_name
 
     @cached_property
     def ops(self) -> dict[str, BlockOp]:
         """The block graph's ops by the name of their result."""
-        return {op.out: op for op in self.block.ops()}
+        return self.block.ops_by_name
 
     @cached_property
     def _tiles(self) -> dict[str, int]:
@@ -70,11 +71,39 @@ class Tiling:
 
     def trips(self, axis: str) -> int:
         """Return the number of tiles along an axis, or along one split of it."""
-        return -(-self.block.split_size(axis) // self.tile(axis))
+        return self._trips[axis]
+
+    @cached_property
+    def _trips(self) -> dict[str, int]:
+        size = self.block.split_size
+        return {axis: -(-size(axis) // tile) for axis, tile in self._tiles.items()}
+
+    def within(self, axis: str) -> int:
+        """Return the elements of a tile up to the end of its axis, rounded to a power of two.
+
+        A short axis may fill only part of its tile.
+        """
+        tile = self.tile(axis)
+        if self.trips(axis) > 1 or self.split_axis(axis):
+            return tile
+        return min(tile, next_power_of_two(self.block.split_size(axis)))
 
     def numel(self, axes: Sequence[str]) -> int:
         """Return the elements of a tile with these axes."""
         return math.prod([self._tiles[a] for a in axes])
+
+    @cached_property
+    def elements(self) -> dict[str, int]:
+        """The elements of each value's tile, by the name of the value."""
+        return {value: self.numel(axes) for value, axes in self.block.carried.items()}
+
+    @cached_property
+    def input_bytes(self) -> dict[str, int]:
+        """The bytes of each input's tile, by the name of the input."""
+        return {
+            i.name: math.ceil(self.elements[i.name] * element_bytes(self.dtype(i)))
+            for i in self.block.inputs
+        }
 
     @cached_property
     def num_tiles(self) -> int:
@@ -94,8 +123,7 @@ class Tiling:
             grid: The grid axis.
             axes: The tensor's axes.
         """
-        split = self.block.axis_split_by(grid)
-        return grid in axes or (split is not None and split in axes)
+        return self.block.differs_along(grid, axes)
 
     # -- inputs -----------------------------------------------------------------------------------
 
