@@ -98,6 +98,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
 
 
+def pytest_sessionstart() -> None:
+    """Collect no garbage while modules are imported, because they leave little of it."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules out of garbage collections: torch and transformers are 700,000 objects."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leave_gpu_usable() -> Iterator[None]:
     """Leave the next test a GPU that works and has memory, because several processes share one."""
