@@ -114,7 +114,9 @@ def results_of(raw: dict[str, Any], source: str, commit: str) -> list[Result]:
         else f"{machine.get('cores', '')} cores of {machine.get('cpu', 'a CPU')}"
     )
     measured = (source[:10], machine.get("commit", commit), where, versions)
-    numbers = _numbers_of_search(raw) if "blocks" in raw else _numbers_of_rows(raw["rows"])
+    weights = raw.get("options", {}).get("weights", "int4")
+    is_search = "blocks" in raw
+    numbers = _numbers_of_search(raw) if is_search else _numbers_of_rows(raw["rows"], weights)
     return [
         Result(
             *measured,
@@ -136,7 +138,8 @@ Number = tuple[str, int, str, str, str, float, Spread]
 NO_SPREAD: Spread = (None, None)
 
 
-def _numbers_of_rows(rows: list[dict[str, Any]]) -> Iterator[Number]:
+def _numbers_of_rows(rows: list[dict[str, Any]], weights: str) -> Iterator[Number]:
+    """Yield the numbers of rows. Kernels of `bench_codes` have weights of the format `weights`."""
     for row in rows:
         if "peers" in row:
             yield from _numbers_of_model(row)
@@ -152,7 +155,8 @@ def _numbers_of_rows(rows: list[dict[str, Any]]) -> Iterator[Number]:
             yield from _numbers_of_kinds(row, row["kinds"], row["name"])
         elif "best" in row:
             block, _, rows_of_block = row["name"].partition(":")
-            yield from _numbers_of_kinds(row, row["best"], f"{block} of codes", int(rows_of_block))
+            of_codes = f"{block} of {weights}"
+            yield from _numbers_of_kinds(row, row["best"], of_codes, int(rows_of_block))
 
 
 def _numbers_of_model(row: dict[str, Any]) -> Iterator[Number]:
