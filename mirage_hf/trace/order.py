@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from mirage_hf.trace.record import Recording, Value
 
@@ -53,7 +53,7 @@ def needed_nodes(recording: Recording) -> set[int]:
     return needed
 
 
-def ancestors(before: list[set[int]]) -> list[int]:
+def ancestors(before: Sequence[Collection[int]]) -> list[int]:
     """Return for each node the set of all nodes that must run before it, as the bits of an int."""
     closed: list[int] = []
     for needs in before:
@@ -64,21 +64,41 @@ def ancestors(before: list[set[int]]) -> list[int]:
     return closed
 
 
-def run_together(closed: list[int], nodes: Iterable[int]) -> None:
-    """Note that some nodes run as one: what needs one of them needs all, and what they need.
+class Order:
+    """What must run before what, while more and more nodes are found to run as one.
 
-    Args:
-        closed: For each node those that must run before it. It is changed.
-        nodes: The numbers of the nodes.
+    Attributes:
+        needed: For each node the set of all nodes that must run before it, as the bits of an int.
     """
-    members = set(nodes)
-    own = needed = 0
-    for n in members:
-        own |= 1 << n
-        needed |= closed[n]
-    for number, bits in enumerate(closed):
-        met = bits & own
-        if met == own:
-            continue  # what needs all of them has all that they need
-        if met or number in members:
-            closed[number] = bits | own | needed
+
+    def __init__(self, before: Sequence[Collection[int]]):
+        """Begin with nodes that run one by one.
+
+        Args:
+            before: For each node those that must run before it, as `dependencies` returns them.
+        """
+        self.needed = ancestors(before)
+        self._after: list[list[int]] = [[] for _ in before]
+        for number, needs in enumerate(before):
+            for n in needs:
+                self._after[n].append(number)
+
+    def run_together(self, nodes: Iterable[int]) -> None:
+        """Note that some nodes run as one: what needs one of them needs all, and what they need."""
+        members = set(nodes)
+        own = needed = 0
+        for n in members:
+            own |= 1 << n
+            needed |= self.needed[n]
+        # What needs all of them has all that they need, and so has what runs after it.
+        changed, waiting = set(members), [*members]
+        while waiting:
+            for number in self._after[waiting.pop()]:
+                if number not in changed and self.needed[number] & own != own:
+                    changed.add(number)
+                    waiting.append(number)
+        for number in changed:
+            self.needed[number] |= own | needed
+        if len(members) > 1:
+            for n in members:
+                self._after[n] += members - {n}

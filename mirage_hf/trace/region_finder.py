@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.axes import Tensorlike, is_view, may_be_written
-from mirage_hf.trace.order import run_together
+from mirage_hf.trace.order import Order
 from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.torch_ops import elementwise_op
@@ -27,12 +27,12 @@ class RegionFinder:
     def __init__(
         self,
         recording: Recording,
-        ancestors: Sequence[int],
+        before: Sequence[Collection[int]],
         needed: Collection[Tensorlike] = (),
     ):
         self.recording, self.nodes = recording, recording.nodes
         self.needed = set(needed)
-        self.ancestors = [*ancestors]
+        self.order = Order(before)
         self.taken: set[int] = set()
         self.changing = recording.changing
         self._readers: dict[Tensorlike, list[int]] = {}
@@ -44,18 +44,18 @@ class RegionFinder:
     def take(self, nodes: Collection[int]) -> None:
         """Note that some nodes run as one, and are in no other region."""
         self.taken.update(nodes)
-        run_together(self.ancestors, nodes)
+        self.order.run_together(nodes)
 
     def needs_itself(self, members: Collection[int]) -> bool:
         """Return whether something that members read must run after one of them."""
         bits = sum(1 << n for n in members)
         read = {maker for n in members for maker in self.makers(n)} - set(members)
-        return any(self.ancestors[maker] & bits for maker in read)
+        return any(self.order.needed[maker] & bits for maker in read)
 
     def depends_on(self, x: Tensorlike | None, members: Collection[int]) -> bool:
         """Return whether a tensor is made from what some nodes make."""
         bits = sum(1 << n for n in members)
-        return isinstance(x, Value) and bool((self.ancestors[x.node] | 1 << x.node) & bits)
+        return isinstance(x, Value) and bool((self.order.needed[x.node] | 1 << x.node) & bits)
 
     def writes(self) -> Iterator[int]:
         """Iterate over the nodes that are a state's only write."""
@@ -170,7 +170,7 @@ class RegionFinder:
         waiting = self.makers(write)
         while waiting:
             number = waiting.pop()
-            from_state = bool((self.ancestors[number] | 1 << number) & reads)
+            from_state = bool((self.order.needed[number] | 1 << number) & reads)
             if number in members or not (from_state or self.size(number) >= size):
                 continue
             if not self.may_join(number):
@@ -202,7 +202,7 @@ class RegionFinder:
                 if size and self.size(user) < size and self._only_sums_read(user):
                     continue  # it belongs to the region around that sum
                 # what it reads must not depend on the region, except through members
-                if any(m not in members and self.ancestors[m] & bits for m in makers):
+                if any(m not in members and self.order.needed[m] & bits for m in makers):
                     continue
                 members.add(user)
                 bits |= 1 << user

@@ -125,7 +125,7 @@ class Region:
 
 def find_regions(
     recording: Recording,
-    ancestors: Sequence[int],
+    before: Sequence[Collection[int]],
     others: Sequence[Collection[int]],
     needed: Collection[Tensorlike] = (),
 ) -> list[Region]:
@@ -133,11 +133,11 @@ def find_regions(
 
     Args:
         recording: The recording.
-        ancestors: For each node those that must run before it (`order.ancestors`).
+        before: For each node those that must run before it (`order.dependencies`).
         others: For each other step op the numbers of its nodes.
         needed: Tensors that other step ops read as they were made, before casts.
     """
-    finder = RegionFinder(recording, ancestors, needed)
+    finder = RegionFinder(recording, before, needed)
     found: list[Region] = []
     for nodes in others:
         finder.take(nodes)

@@ -69,7 +69,7 @@ class StepPlan:
         experts = find_experts(self.recording, needed_before, taken)
         needed |= {x.source for region in experts for x in region.inputs}
         others += [{*region.nodes} for region in experts]
-        return experts + find_regions(self.recording, needed_before, others, needed)
+        return experts + find_regions(self.recording, self._before, others, needed)
 
     def schedule(
         self,
