@@ -114,9 +114,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
 
 
-def pytest_sessionstart() -> None:
-    """Collect no garbage while modules are imported, because they leave little of it."""
-    gc.disable()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Collect no garbage while modules are imported, because they leave little of it.
+
+    A process that only hands tests to others collects none of them.
+    """
+    config = session.config
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:

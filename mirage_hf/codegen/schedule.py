@@ -119,7 +119,7 @@ class Schedule:
 
     def changed(self, **values: Any) -> Schedule:
         """Return the schedule with other values of some fields. It is faster than `replace`."""
-        return Schedule(**(vars(self) | values))
+        return Schedule(**(vars(self) | values))  # nothing but its fields is stored in a schedule
 
     def triggering_early(self, early: bool) -> Schedule:
         """Return the schedule with another value of `trigger_early`."""

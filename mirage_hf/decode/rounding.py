@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,23 +25,31 @@ def tolerance_of(model: Any) -> float:
 
 
 @contextmanager
-def rounded_otherwise(model: Any, seed: int) -> Iterator[None]:
-    """Move each element that a linear, a norm or an embedding gives by one unit in the last place.
+def perturbed(model: Any, seed: int) -> Iterator[None]:
+    """Change what linears, norms and other innermost modules give by half of its last place.
+
+    Rounding to the module's dtype then leaves an element as it is, or moves it by one unit in the
+    last place. Only calls of this thread are changed.
 
     Args:
         model: The model.
-        seed: Which elements are moved up, and which ones down.
+        seed: Which elements become larger, and which ones smaller.
     """
+    thread, device = threading.get_ident(), model.device
+    generator = torch.Generator(device).manual_seed(seed)
 
-    def move(module: Any, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
+    def change(module: Any, inputs: Any, output: Any) -> Any:
+        is_ours = threading.get_ident() == thread
+        if not is_ours or not isinstance(output, Tensor) or output.dtype not in _TOLERANCE:
             return output
-        ups = torch.randint(0, 2, output.shape, generator=generator, device=output.device)
-        return output * (1 + torch.finfo(output.dtype).eps * (2 * ups - 1)).to(output.dtype)
+        if any(output is x for x in inputs):  # such as Identity
+            return output
+        signs = torch.randint(0, 2, output.shape, generator=generator, device=device) * 2 - 1
+        factors = 1 + torch.finfo(output.dtype).eps / 2 * signs.double()
+        return (output * factors.to(output.device)).to(output.dtype)
 
-    generator = torch.Generator(model.device).manual_seed(seed)
-    leaves = [m for m in model.modules() if not any(True for _ in m.children())]
-    hooks = [m.register_forward_hook(move) for m in leaves]
+    innermost = [m for m in model.modules() if not any(True for _ in m.children())]
+    hooks = [m.register_forward_hook(change) for m in innermost]
     try:
         yield
     finally:

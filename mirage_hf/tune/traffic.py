@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.plan.tiling import shared_along
 from mirage_hf.graph.block import BlockGraph, BlockInput, Role, Stage
 from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor
@@ -60,7 +61,7 @@ def traffic(op: PlacedOp) -> Traffic:
         loads=tuple(_loads(block, s) for s in block.stages),
         once=tuple(i.name for i in block.inputs if loop is None or loop not in i.read_axes),
         walked={
-            i.name: _shared_along(block, i)
+            i.name: shared_along(block, i)
             for i in block.inputs
             if loop is None or loop in i.read_axes
         },
@@ -96,13 +97,6 @@ def _loads(block: BlockGraph, stage: Stage) -> tuple[str, ...]:
     """Return the inputs that a stage reads in its loop."""
     return tuple(
         i.name for i in block.inputs if i.name in stage.reads and stage.loop in i.read_axes
-    )
-
-
-def _shared_along(block: BlockGraph, i: BlockInput) -> tuple[str, ...]:
-    """Return the grid axes along which blocks read the same elements of an input."""
-    return tuple(
-        a.name for a in block.named(Role.GRID) if not block.differs_along(a.name, i.read_axes)
     )
 
 

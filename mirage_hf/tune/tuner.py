@@ -170,7 +170,7 @@ class _Bench:
     def measure(
         self, candidates: Sequence[ScheduledCandidate], patience: int, known_us: float = math.inf
     ) -> list[ScheduledCandidate]:
-        """Time and check candidates in order while later ones compile. The library is always first.
+        """Time and check candidates in order while later ones compile. The library is timed first.
 
         Args:
             candidates: The likely fastest first.
@@ -183,7 +183,7 @@ class _Bench:
             try:
                 generated.append((c, c.generate()))
             except errors.CodegenError as e:
-                tried.append(c.rejected(str(e)))
+                tried.append(c.rejected(str(e).splitlines()[0]))
         best_us, since_best = known_us, 0
         outcomes = compiler.compiling([program for _, program in generated], self.sm)
         for n, ((c, program), outcome) in enumerate(zip(generated, outcomes, strict=True)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -587,20 +588,65 @@ class RoundedOtherwise(Resolved):
         return results
 
 
-def test_rounding_of_an_ill_conditioned_step_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """LayerNorm subtracts a mean that is thousands of times as large as what is left."""
+def gpt2_with_offsets(tokens: slice | int, offset: float) -> Any:
+    """Return GPT-2 whose LayerNorms subtract a mean thousands of times as large as what is left."""
     model = built("gpt2")
     with torch.no_grad():
         model.transformer.wpe.weight.zero_()
-        model.transformer.wte.weight.add_(100)
-    monkeypatch.setattr(resolver, "resolve", lambda program, **_: RoundedOtherwise(program))
+        model.transformer.wte.weight[tokens] += offset
+    return model
 
+
+def last_token(length: int, vocab: int = 64) -> int:
+    """Return the token that the check feeds in the step after so many tokens."""
+    generator = torch.Generator().manual_seed(1)
+    for n in trace_check.LENGTHS:
+        ids = torch.randint(0, vocab, (1, n + 1), generator=generator)
+        if n == length:
+            return int(ids[0, -1])
+    raise AssertionError(length)
+
+
+def test_rounding_of_an_ill_conditioned_step_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vocab = built("gpt2").config.vocab_size
+    model = gpt2_with_offsets(last_token(3, vocab), 100)
+    monkeypatch.setattr(resolver, "resolve", lambda program, **_: RoundedOtherwise(program))
     notes = optimize(twin_of(model), verify=False).mirage.report.notes
     assert any("run as traced" in note for note in notes)
-    monkeypatch.setattr(trace_check, "_ROUNDINGS", 0)
-    assert "differs from stock's by" in not_traced(model)
+    monkeypatch.setattr(trace_check, "_PERTURBATIONS", 0)
+    assert "1 row after 3 tokens differs from stock's by" in not_traced(model)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.01])
+@pytest.mark.parametrize("all_texts", [False, True])
+def test_a_wrong_kernel_of_an_ill_conditioned_step_is_refused(
+    scale: float, all_texts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = built("gpt2").config.vocab_size
+    model = gpt2_with_offsets(slice(None) if all_texts else last_token(3, vocab), 3000)
+    monkeypatch.setattr(resolver, "resolve", lambda program, **_: Resolved(program, scale=scale))
+    assert "differs from stock's" in not_traced(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "jamba", "fsmt/seq2seq"])
+def test_a_step_that_is_not_perturbed_is_stocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what perturbations move is rounding alone, and no other way to run the prompt."""
+    allowed: list[Tensor] = []
+    rows = trace_check.TraceCheck._allowed
+
+    def noted(check: Any, prompt: Any, wanted: Tensor, choices: Any) -> Tensor:
+        check.tolerance, usual = 0.0, check.tolerance
+        allowed.append(rows(check, prompt, wanted, choices))
+        check.tolerance = usual
+        return torch.full_like(allowed[-1], math.inf)
+
+    monkeypatch.setattr(trace_check, "perturbed", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(trace_check.TraceCheck, "_is_close", lambda *_: len(allowed) > 2)
+    monkeypatch.setattr(trace_check.TraceCheck, "_allowed", noted)
+    optimize(built(name), verify=False)
+    assert allowed and not any(x.any() for x in allowed)
 
 
 def test_the_check_allows_deeper_models_more_rounding():

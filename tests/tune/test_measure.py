@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import CodegenError, Rejected
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.candidates import MEASURED, REJECTED, TOO_SLOW
@@ -105,6 +105,30 @@ def test_a_round_ends_after_candidates_without_a_gain(
     library = [c for c in ranked if c.is_library]
     found = bench_with(None, False).measure([*searched, *library], patience, known_us)
     assert [c.is_library for c in found] == [True] + [False] * tried
+
+
+def test_a_candidate_that_cannot_be_written_is_rejected_alone(monkeypatch):
+    ranked = rank_by_estimate([SPACES["norm linear"]], per_graph=2)
+    library, broken, good = sorted(ranked, key=lambda c: not c.is_library)[:3]
+    generate = type(broken).generate
+
+    def written(self):
+        if self is broken:
+            raise CodegenError("its tile is too large\nin two lines")
+        return generate(self)
+
+    def try_one(self, candidate, program, outcome, fast_us):
+        return replace(candidate, status=MEASURED, timing=measure.timing([4.0], 1))
+
+    monkeypatch.setattr(type(broken), "generate", written)
+    monkeypatch.setattr(tuner._Bench, "try_one", try_one)
+    monkeypatch.setattr(tuner.compiler, "compiling", lambda programs, sm: iter(programs))
+    found = bench_with(None, False).measure([good, broken, library], 0)
+    assert {c.schedules: (c.status, c.reason) for c in found} == {
+        broken.schedules: (REJECTED, "its tile is too large"),
+        library.schedules: (MEASURED, ""),
+        good.schedules: (MEASURED, ""),
+    }
 
 
 @pytest.mark.parametrize("to_beat, replays", [(math.inf, 15), (5.0, 15), (4.0, 3), (3.0, 3)])

@@ -172,8 +172,7 @@ class Tiling:
 
     def is_streamed(self, i: BlockInput) -> bool:
         """Return True if each element of an input is read by one block only."""
-        cut = (a.name for a in self.block.named(Role.GRID) if self.trips(a.name) > 1)
-        return all(self.differs_along(a, i.read_axes) for a in cut)
+        return all(self.trips(a) == 1 for a in shared_along(self.block, i))
 
     def selects_source(self, i: BlockInput) -> bool:
         """Return True if a tile of a joined input lies in one source, whose pointer is selected.
@@ -245,3 +244,10 @@ def _reads_plainly(i: BlockInput, source: int, axes: Sequence[str | None]) -> bo
     options = (i.bounds, i.rotation, i.padding, i.taken)
     has_options = any(option is not None for option in options)
     return i.sources == (source,) and i.axes == axes and not has_options
+
+
+def shared_along(block: BlockGraph, i: BlockInput) -> tuple[str, ...]:
+    """Return the grid axes along which blocks read the same elements of an input."""
+    return tuple(
+        a.name for a in block.named(Role.GRID) if not block.differs_along(a.name, i.read_axes)
+    )
