@@ -34,6 +34,11 @@ class HostValues:
         self.shape_env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         self._tensors: dict[sympy.Symbol, Tensor] = {}
 
+    @property
+    def has_symbols(self) -> bool:
+        """Whether some op may get a symbol."""
+        return bool(self._tensors)
+
     def symbol(self, tensor: Tensor, value: int) -> SymInt:
         """Return a symbol for what a tensor of one element holds.
 
@@ -50,6 +55,8 @@ class HostValues:
 
     def reach(self) -> float:
         """Return up to which value from 1 on all branches hold."""
+        if not self.shape_env.guards:
+            return math.inf
         values = np.arange(1, MOST)
         holds = np.ones(len(values), bool)
         for guard in self.shape_env.guards:

@@ -301,7 +301,7 @@ class _Recorder(TorchDispatchMode):
             return answer
         if func.namespace == "prim":  # reads what is known of a tensor, such as its device
             return func(*args, **kwargs)
-        if any(isinstance(x, SymInt) for x in leaves((args, kwargs))):
+        if self.host.has_symbols and any(isinstance(x, SymInt) for x in leaves((args, kwargs))):
             return self._lowered(func, args, kwargs)
         if self.row_values is not None and self.row_values.reads((args, kwargs)):
             return self._of_each_row(self.row_values, func, args, kwargs)
