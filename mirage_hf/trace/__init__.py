@@ -2,7 +2,8 @@
 
 The files, in processing order:
 
-- `record`, `sizes`: Record a step on fake tensors, and make one recording for all sizes.
+- `fake_mode`, `record`, `sizes`: Record a step on fake tensors, and make one recording for all
+  sizes.
 - `host_values`, `questions`: Answer what a model reads on the host while it is recorded.
 - `attention`, `coded_linear`, `torch_functions`: Make attention and linears in codes one node each.
   Keep kernels of other libraries out.

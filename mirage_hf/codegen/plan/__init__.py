@@ -11,6 +11,7 @@ The modules, in the order in which they build on each other:
 - `pipelining`: which loads Triton copies asynchronously, and which must be loaded differently.
 - `cooperation`: blocks that share the loop of one tile.
 - `masks`: where tiles reach past the end of an axis.
+- `code_words`: which codes lie in one word, and that tiles consist of whole words.
 - `kernel_plan`: all of that for one placed op and one schedule.
 """
 
