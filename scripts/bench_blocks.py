@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from mirage_hf.codegen import triton
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline.choose import permitted, promising
@@ -36,7 +37,6 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.measure import Run
-from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from scripts import benching
@@ -186,7 +186,7 @@ def in_float64(row: Row, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def keeps_results(program: KernelGraph) -> bool:
     """Return whether the results of all captured calls are kept."""
-    return sum(map(tensor_bytes, program.outputs)) > KEPT_BYTES
+    return sum(map(stored_bytes, program.outputs)) > KEPT_BYTES
 
 
 def keeping(run: Run, kept: list[list[torch.Tensor]]) -> Run:
@@ -220,7 +220,7 @@ def bench(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one row."""
     torch._dynamo.reset()
     program = row.program()
-    moved = sum(map(tensor_bytes, (*program.inputs, *program.outputs)))
+    moved = sum(map(stored_bytes, (*program.inputs, *program.outputs)))
     record: dict[str, Any] = {
         "block": row.block,
         "rows": row.rows,

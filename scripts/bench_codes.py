@@ -36,6 +36,7 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
 from mirage_hf.gpus import H200, Device
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.choose import permitted, promising
@@ -45,7 +46,6 @@ from mirage_hf.tune import tuner
 from mirage_hf.tune.candidates import MEASURED, TOO_SLOW
 from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.space import REPEAT
-from mirage_hf.tune.traffic import tensor_bytes
 from scripts import benching
 from scripts.bench_reports import Budget, Report, add_report_options, run_all
 from scripts.bench_sizes import numbers
@@ -220,7 +220,7 @@ def bench(program: KernelGraph, args: argparse.Namespace) -> dict[str, Any]:
         rounds=args.climb,
         patience=0,
     )
-    floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
+    floor_us = 1e6 * sum(map(stored_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
     candidates = []
     for c in result.candidates:
         kind = "library" if c.is_library else kind_of(c.placed()[0], c.schedules[0])

@@ -23,6 +23,7 @@ import torch
 
 from mirage_hf.codegen import triton
 from mirage_hf.gpus import H200
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import library_ugraph
@@ -31,7 +32,6 @@ from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import measure, tuner
 from mirage_hf.tune.ranking import CUDA, TRITON
-from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.verify.accept import Candidate
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
@@ -146,7 +146,7 @@ def bench(block: Block, args: argparse.Namespace) -> dict[str, Any]:
     exact = run_kernel_graph(program, inputs, torch.float64)
     sets = measure.cold_inputs(program, benching.DEVICE)
     chain = measure.Chain(program, sets)
-    moved = sum(map(tensor_bytes, (*program.inputs, *program.outputs)))
+    moved = sum(map(stored_bytes, (*program.inputs, *program.outputs)))
     runs: dict[str, measure.Run] = {
         "library": measure.run_of(triton.generate(library_ugraph(program)))
     }

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mirage_hf.gpus import H200
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.patterns.gated_mlp import GATED_MLP
 from mirage_hf.patterns.linear_residual import LINEAR_RESIDUAL
@@ -27,7 +28,6 @@ from mirage_hf.patterns.rms_norm_linear import RMS_NORM_LINEAR
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import outcome, resolver
 from mirage_hf.tune import measure
-from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.verify.case_inputs import make_inputs
 from mirage_hf.verify.numeric_cases import Case
 from scripts import benching
@@ -66,7 +66,7 @@ def bench(name: str, rows: int, hidden: int, args: argparse.Namespace) -> dict[s
     """Measure one block at one size."""
     program = block_of(name, hidden).program(rows)
     r = resolver.resolve(program, device=benching.DEVICE, tune=args.tune, pattern=name)
-    floor_us = 1e6 * sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
+    floor_us = 1e6 * sum(map(stored_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth
     record = {
         "block": name,
         "rows": rows,

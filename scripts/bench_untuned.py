@@ -29,6 +29,7 @@ import torch
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.gpus import H200, Device
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -44,7 +45,6 @@ from mirage_hf.tune import measure, multiply_adds, space
 from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.footprint import footprint
-from mirage_hf.tune.traffic import tensor_bytes
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import KEEP
 from mirage_hf.verify.case_inputs import make_inputs
@@ -142,7 +142,7 @@ def bench(name: str, hidden: int, rows: int, rounds: int) -> dict[str, Any]:
     take_turns(contenders.values(), rounds)
     for effort, c in contenders.items():
         results[effort] |= c.result()
-    floor = sum(map(tensor_bytes, (*program.inputs, *program.outputs)))
+    floor = sum(map(stored_bytes, (*program.inputs, *program.outputs)))
     return {
         "block": name,
         "hidden": hidden,

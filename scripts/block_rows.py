@@ -11,9 +11,9 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf.gpus import H200
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.patterns.attention import LONG_SLOTS
-from mirage_hf.tune.traffic import tensor_bytes
 from scripts import rivals
 from scripts.rivals import Rival
 
@@ -267,7 +267,7 @@ class Row:
     def floor_us(self, program: KernelGraph) -> float:
         """Return the µs to move every tensor once, or to compute the products if that is longer."""
         return 1e6 * max(
-            sum(map(tensor_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth,
+            sum(map(stored_bytes, (*program.inputs, *program.outputs))) / H200.bandwidth,
             self.flops / H200.mma_rate,
         )
 

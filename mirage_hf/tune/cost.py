@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import H200, Device
+from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.tune import correction, multiply_adds
@@ -20,7 +21,6 @@ from mirage_hf.tune.occupancy import (
     registers_of,
     shared_bytes,
 )
-from mirage_hf.tune.traffic import tensor_bytes
 
 
 class Cost(NamedTuple):
@@ -251,6 +251,6 @@ def library_us(op: KernelOp, device: Device = H200) -> float:
     flops = 0.0
     if op.name == "matmul":
         flops = 2.0 * math.prod(op.outputs[0].dims) * tensors[0].dims[-1]
-    memory_seconds = sum(map(tensor_bytes, tensors)) / (_LIBRARY_BANDWIDTH * device.bandwidth)
+    memory_seconds = sum(map(stored_bytes, tensors)) / (_LIBRARY_BANDWIDTH * device.bandwidth)
     seconds = max(memory_seconds, flops / device.mma_rate)
     return device.launch_us + device.latency_us + 1e6 * seconds

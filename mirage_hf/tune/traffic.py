@@ -14,11 +14,6 @@ from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES
 
 
-def tensor_bytes(t: DTensor) -> int:
-    """Return the bytes of the distinct elements of a tensor."""
-    return stored_bytes(t)
-
-
 @dataclass(frozen=True)
 class Traffic:
     """What a kernel reads and writes, whatever its tiles.
@@ -74,7 +69,7 @@ def traffic(op: PlacedOp) -> Traffic:
 
 def read_bytes(i: BlockInput, operands: Sequence[DTensor], source: int) -> int:
     """Return the most bytes of one source that an input reads: of what an index chooses, or all."""
-    whole = tensor_bytes(operands[source])
+    whole = stored_bytes(operands[source])
     if i.taken is None:
         return whole
     chosen = math.prod(operands[i.taken.index].dims)
@@ -89,8 +84,8 @@ def _moved(op: PlacedOp) -> int:
         for n in i.sources:
             read[n] = max(read.get(n, 0), read_bytes(i, operands, n))
         if i.taken is not None:
-            read[i.taken.index] = tensor_bytes(operands[i.taken.index])
-    return sum(read.values()) + sum(map(tensor_bytes, op.outputs))
+            read[i.taken.index] = stored_bytes(operands[i.taken.index])
+    return sum(read.values()) + sum(map(stored_bytes, op.outputs))
 
 
 def _loads(block: BlockGraph, stage: Stage) -> tuple[str, ...]:
