@@ -188,13 +188,11 @@ class Pipelining:
             return frozenset()
         fewest = COPIED_BYTES * _WARP * self.num_warps
         tiling = self._tiling
+        walked = (tiling.inputs[name] for name in self.loads.from_one_tensor)
         return frozenset(
             i.name
-            for i in tiling.block.inputs
-            if tiling.loop in i.axes
-            and i.bounds is None
-            and not tiling.has_index_in_loop(i)
-            and len(i.sources) == 1
+            for i in walked
+            if len(i.sources) == 1
             and i.name not in self.loaded_twice
             and not is_packed(tiling.dtype(i))
             and tiling.numel(tiling.block.input_axes(i)) * tiling.dtype(i).itemsize < fewest
