@@ -11,11 +11,11 @@ The blocks are RMSNorm before q, k and v, the output linear with its residual, R
 and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
 scale. Those of int8 share one in each row, and those of fp8 (e4m3) in square blocks of 128.
 
-The search runs once for each block. The best schedules by estimate of each kind are then measured
-as the tuner does: compiled in parallel, over cold weights in a CUDA graph, checked against float64,
-and the fastest also in a chain of dependent kernels. The kinds are those of KINDS. Times are µs per
-call. The floor is what reading all tensors once takes. A kernel that fails is listed with its
-reason.
+The search runs once for each block. Then the schedules of each kind that have the best estimates
+are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA
+graph, and checked against float64. The fastest are also timed in a chain of dependent kernels. The
+kinds are those of KINDS. Times are µs per call. The floor is what reading all tensors once takes.
+A kernel that fails is listed with its reason.
 """
 
 from __future__ import annotations

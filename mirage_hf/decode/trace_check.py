@@ -38,9 +38,9 @@ from mirage_hf.trace.step_plan import StepPlan
 LENGTHS = (3, 6, 17)
 #: How many times stock's step is perturbed if a row differs by more than is usual.
 _PERTURBATIONS = 2
-#: Such a row may differ by so many times what perturbations move it.
+#: The row may differ by this many times what the perturbations move it.
 _SLACK = 2
-#: And by so much of the largest of its logits at most.
+#: The row may differ by no more than this share of its largest logit.
 _MOST = 0.75
 #: Samples or frames of sound for each slot of an encoder's output, in known models and between.
 _SAMPLES = (2, 4, 8, 80, 160, 320, 640, 1280)

@@ -25,7 +25,7 @@ class _Result:
     known: _Known
     is_view: bool
     is_first: bool
-    #: Where a view begins, in elements after the begin of the first argument.
+    #: How many elements after the first argument a view begins.
     offset: int
 
 
@@ -37,6 +37,7 @@ class _Results:
     held_in: type | None
 
 
+#: Tags of ops whose results, or what is known of them, depend on more than shapes and dtypes.
 _NOT_ORDINARY = frozenset(
     (
         torch.Tag.data_dependent_output,
@@ -44,7 +45,6 @@ _NOT_ORDINARY = frozenset(
         torch.Tag.inplace_view,
     )
 )
-
 
 #: Views whose place in the storage does not follow from where the first argument begins.
 _COUNTS_ELEMENTS = (torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype)
