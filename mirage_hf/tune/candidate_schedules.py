@@ -13,6 +13,7 @@ from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, Role
 from mirage_hf.graph.coded import is_packed, word_dims
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.ops.dtypes import BYTE_DTYPES, CODE_DTYPES
+from mirage_hf.tune.decoding_tiles import decoding_tiles
 
 #: Most rows that multiply-adds are tried for.
 FMA_ROWS = 8
@@ -124,11 +125,12 @@ class _TileChoices:
     """
 
     def __init__(self, op: KernelOp, block: BlockGraph, mma: bool):
-        self._block, self._mma = block, mma
+        self._op, self._block, self._mma = op, block, mma
         operands = tuple(t for t in op.inputs if isinstance(t, DTensor))
         largest = max(
             block.inputs, key=lambda i: sum(math.prod(operands[s].dims) for s in i.sources)
         )
+        self._largest = largest
         self._largest_axes = set(largest.read_axes)
         self._packed_axes = packed_axes(op)
         #: What tiles must divide, so that a tile of words lies in one of several joined tensors.
@@ -183,6 +185,11 @@ class _TileChoices:
         """Yield a tile for every axis, in all combinations that suit this kind of product."""
         choices = [self._whole_words(a, self._tiles(a)) for a in self._block.axes]
         names = [a.name for a in self._block.axes]
+        if not self._sides and self._code_axes:
+            decoding = decoding_tiles(self._op, self._largest, self._packed_axes)
+            if decoding:
+                yield from decoding
+                return
         if not self._sides:
             grid = [n for n, a in enumerate(self._block.axes) if a.role is Role.GRID]
             tiled = [n for n in grid if len(choices[n]) > 1]

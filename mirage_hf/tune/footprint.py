@@ -10,7 +10,8 @@ from typing import NamedTuple
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockOp, Role, Stage
-from mirage_hf.graph.coded import is_packed
+from mirage_hf.graph.coded import is_packed, stored_bytes
+from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
 from mirage_hf.tune.traffic import Traffic, traffic
 
@@ -217,32 +218,54 @@ def beside_words(plan: KernelPlan) -> list[str]:
 
 
 def _contiguity(plan: KernelPlan, known: Traffic) -> float:
-    """Return how well the largest input's tile uses memory.
+    """Return how well a kernel uses memory: how its tile of the largest input lies there.
 
-    It is 1 for runs of 1 KB or more, and less for parts of a 128-byte line. A run shorter than a
-    32-byte sector moves the whole sector. Measured: 230 µs where 18 were expected, one column of a
-    (4096, 4096) matrix at a time.
+    What it writes counts too if it decodes a weight and multiplies nothing. It is 1 for runs of
+    1 KB or more, and less for parts of a 128-byte line. A run shorter than a 32-byte sector moves
+    the whole sector. Measured: 230 µs where 18 were expected, one column of a (4096, 4096) matrix
+    at a time.
     """
     largest = known.largest
     operand = plan.tiling.operands[largest.sources[0]]
-    tiles = [
-        (abs(stride), n, plan.tiling.tile(a))
-        for a, n, stride in zip(largest.axes, operand.dims, operand.strides, strict=True)
-        if a
-    ]
+    tiles = _placed(plan, largest.axes, operand)
+    loop = plan.tiling.loop
+    only_decodes = known.reads_codes and not loop and not plan.tiling.block.contractions
     elements = max((tile for stride, _, tile in tiles if stride == 1), default=1)
-    if is_packed(operand.dtype):
+    if is_packed(operand.dtype) or only_decodes:
         elements = _side_by_side(tiles)
     if known.interleaved > 1:
         elements *= known.interleaved * max(map(plan.tiling.tile, known.interleaved_axes))
     run = elements * element_bytes(plan.tiling.dtype(largest))
-    of_line = max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
-    loop = plan.tiling.loop
+    of_line = _of_line(run)
     if run >= 64 and any(
         a == loop and s == elements for a, s in zip(largest.axes, operand.strides, strict=True)
     ):
         of_line = max(of_line, CONTINUED)
+    reading = _of_memory(of_line, run)
+    if not only_decodes:
+        return reading
+    result = plan.op.outputs[0]
+    elements = _side_by_side(_placed(plan, plan.tiling.block.outputs[0].axes, result))
+    run = elements * element_bytes(result.dtype)
+    read, written = stored_bytes(operand), stored_bytes(result)
+    return (read + written) / (read / reading + written / _of_memory(_of_line(run), run))
+
+
+def _of_line(run: float) -> float:
+    """Return how much of a line of memory is used if so many bytes lie side by side."""
+    return max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
+
+
+def _of_memory(of_line: float, run: float) -> float:
     return of_line * (0.95 + 0.05 * min(1.0, run / 1024))
+
+
+def _placed(
+    plan: KernelPlan, axes: Sequence[str | None], tensor: DTensor
+) -> list[tuple[int, int, int]]:
+    """Return the stride, the size and the tile of each dim of a tensor that has an axis."""
+    dims = zip(axes, tensor.dims, tensor.strides, strict=True)
+    return [(abs(stride), n, plan.tiling.tile(a)) for a, n, stride in dims if a]
 
 
 def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:

@@ -10,13 +10,17 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.formats import awq, bitsandbytes, gguf, gptq, hqq, torchao_int4
 from mirage_hf.formats import compressed_tensors_fp4 as fp4
 from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.stored import Split
+from mirage_hf.gpus import H200
 from mirage_hf.graph.block import Role
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.swap.coded_forward import decoding_program
+from mirage_hf.tune import cost
 from mirage_hf.tune.space import schedules, smallest
 from tests.helpers import coded_modules, coded_programs
 from tests.helpers.thorough import count
@@ -117,6 +121,7 @@ def main() -> None:
         for rows, norm in ROWS:
             program = coded_modules.linear(coding, rows, norm)
             results[f"{name}, {rows} rows"] = coded_programs.errors_of(program, count(3, 1))
+        results[f"{name}, decoded"] = coded_programs.errors_of(decoding_program(coding), 1)
     for name in JOINED:
         parts = [codings(n, 64, 32, 16)[name] for n in (64, 32, 32)]
         program = coded_modules.joined(parts, 1, True)
@@ -137,6 +142,24 @@ def test_kernels_are_as_close_to_float64_as_torch(interpreted, name, rows):
     assert errors
     for mma, error, eager in errors:
         assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoded_weights_are_as_close_to_float64_as_torch(interpreted, name):
+    errors = interpreted[f"{name}, decoded"]
+    assert errors
+    for _, error, eager in errors:
+        assert error <= 1.25 * eager + 1e-3, (error, eager)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_is_decoded_in_little_more_than_its_bytes_take(name):
+    coding = codings(14336, 4096, 128, 128, torch.bfloat16)[name]
+    found, _ = search(decoding_program(coding), SearchOptions(threads=1))
+    (op,) = place_kernels(found[0].ugraph)
+    estimate = cost.estimate(plan_kernel(op, schedules(op, limit=1)[0]))
+    most = 2.2 if name == "Q8_0" else 1.6  # the estimate takes blocks of 34 bytes for gaps
+    assert estimate.us - 4 < most * 1e6 * estimate.bytes / H200.bandwidth
 
 
 @pytest.mark.parametrize("name", JOINED)
