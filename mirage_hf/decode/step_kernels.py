@@ -18,7 +18,7 @@ from mirage_hf.layers.run_attention import run_attention
 from mirage_hf.patterns.attention import ATTENTION, for_long_caches, for_several_tokens
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.layer_choice import chosen_for_layer
-from mirage_hf.pipeline.resolver import KernelFinder, Resolved
+from mirage_hf.pipeline.resolver import NO_KERNEL, KernelFinder, Resolved, why_none
 from mirage_hf.swap.swap_report import TRACED
 from mirage_hf.trace.cached_attention import CachedAttention
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS
@@ -85,7 +85,7 @@ class StepKernels:
             with self._searching(_traced(region.graph for region in plan.regions_to_run())):
                 regions = self._find_regions(plan)
         if whole:
-            _check_whole(plan, attention, regions)
+            self._check_whole(plan, attention, regions)
         plan.schedule(kernels, attention, regions)
         if self._choose_together(plan):
             regions = {region: self._region_run(region) for region in regions}
@@ -241,12 +241,29 @@ class StepKernels:
         for each in blocks:
             yield each.program(rows), {"pattern": ATTENTION.name, "like": each.searched(rows)}
 
+    def _check_whole(
+        self, plan: StepPlan, attention: Collection[CachedAttention], regions: Collection[Region]
+    ) -> None:
+        """Check that all attention and experts of a plan have kernels, and not programs alone.
+
+        Raises:
+            TraceError: Some have none.
+        """
+        for one in plan.attentions:
+            if one not in attention:
+                why = why_none(self.attention[self.attention_block(one, plan)])
+                raise TraceError(f"no kernel was found for its attention: {why}")
+        for region in plan.regions:
+            if region.reads and region not in regions:
+                why = why_none([self._found(region.graph, plan)])
+                raise TraceError(f"no kernel was found for its experts: {why}")
+
     def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
         options = {"pattern": TRACED, **options}
         try:
             return self.finder.resolve(program, self.progress, **options)
         except (SearchError, VerificationError, CodegenError) as error:
-            return f"no kernel: {error}"
+            return f"{NO_KERNEL}{error}"
 
 
 def _that_run(kernels: Iterable[Resolved | str]) -> Iterator[Resolved]:
@@ -282,20 +299,6 @@ def _why_not_whole(plan: StepPlan) -> str:
     if programs == 2 * experts > 0:
         return ""
     return f"experts of another form, or more than {MOST_TOKENS} rows"
-
-
-def _check_whole(
-    plan: StepPlan, attention: Collection[CachedAttention], regions: Collection[Region]
-) -> None:
-    """Check that all attention and experts of a plan have kernels, and not programs alone.
-
-    Raises:
-        TraceError: Some have none.
-    """
-    if len(attention) < len(plan.attentions):
-        raise TraceError("no kernel was found for its attention")
-    if any(region.reads and region not in regions for region in plan.regions):
-        raise TraceError("no kernel was found for its experts")
 
 
 def bytes_read(plan: StepPlan) -> tuple[int, int]:

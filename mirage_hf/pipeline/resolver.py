@@ -45,7 +45,7 @@ class Resolved:
         run: Runs the program on a list of inputs.
         source: "searched", "cache", "packaged zoo" or "zoo <name>".
         runs_kernel: True if a searched kernel runs. False if the library does.
-        reason: Why the library runs, and why a new kernel could not be stored.
+        reason: Why the library runs, if it is known, and why a new kernel could not be stored.
         seconds: The time it took to look the kernel up or to make it.
         entry: The kernel with its evidence.
         outcome: The outcome of the search. None if the kernel was looked up.
@@ -62,6 +62,11 @@ class Resolved:
     outcome: Outcome | None = None
     unkept: str = ""
     runs_generated: bool = False
+
+    @property
+    def why_library(self) -> str:
+        """Why the library runs. Empty if a searched kernel does."""
+        return "" if self.runs_kernel else self.reason or "the library path is faster here"
 
     @property
     def ugraph(self) -> UGraph:
@@ -105,6 +110,16 @@ class Resolved:
     def candidates(self) -> int:
         """How many candidates the search accepted."""
         return int(self.entry.search.get("candidates", 0))
+
+
+#: How the reason begins if a program has no kernel, because it raised an error.
+NO_KERNEL = "no kernel: "
+
+
+def why_none(found: Iterable[Resolved | str]) -> str:
+    """Return why a program has no kernel, from what was found for its forms."""
+    reasons = [x.removeprefix(NO_KERNEL) if isinstance(x, str) else x.why_library for x in found]
+    return next(filter(None, reasons), "")
 
 
 def kernel_request(

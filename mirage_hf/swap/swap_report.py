@@ -263,8 +263,7 @@ def resolved_row(row: ReportRow, resolved: Resolved | Rejected | str) -> ReportR
         return replace(row, reason=resolved)
     row = replace(row, **{name: getattr(resolved, name) for name in _EVIDENCE})
     if not resolved.runs_kernel:
-        reason = resolved.reason or "the library path is faster here"
-        return replace(row, kernel="library", reason=reason)
+        return replace(row, kernel="library", reason=resolved.why_library)
     count = resolved.ugraph.num_kernels
     kernel = f"{count} kernel{'s' if count > 1 else ''}"
     return replace(row, status=SWAPPED, reason=resolved.reason, kernel=kernel)

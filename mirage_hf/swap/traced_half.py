@@ -18,7 +18,7 @@ from torch import Tensor
 from mirage_hf.errors import MirageError, described
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.step import LayerStep
-from mirage_hf.pipeline.resolver import Resolved
+from mirage_hf.pipeline.resolver import NO_KERNEL, Resolved, why_none
 from mirage_hf.swap.swap_report import STOCK, TRACED, ReportRow, resolved_row
 from mirage_hf.trace.coded_linear import coded_linears_as_one_node
 from mirage_hf.trace.experts.fixed_shape import experts_of_fixed_shape
@@ -99,7 +99,9 @@ class HalfTracer:
         }
         experts = sum(node.name == EXPERTS for node in recording.nodes)
         if sum(bool(region.reads) for region in regions) < 2 * experts:
-            raise TraceError("its experts have no kernel")
+            without = [r for r in plan.regions_to_run() if r.reads and r not in regions]
+            why = why_none(self._found[str(region.graph)] for region in without)
+            raise TraceError(f"its experts have no kernel{why and f': {why}'}")
         if not kernels and not regions:
             raise TraceError("nothing of it has a kernel")
         plan.schedule(kernels, regions=regions)
@@ -133,7 +135,7 @@ class HalfTracer:
             try:
                 self._found[text] = self.resolve(program, pattern=TRACED)
             except MirageError as error:
-                self._found[text] = f"no kernel: {error}"
+                self._found[text] = f"{NO_KERNEL}{error}"
         kernel = self._found[text]
         return None if isinstance(kernel, str) or not kernel.runs_kernel else kernel
 

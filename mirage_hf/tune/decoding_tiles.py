@@ -51,9 +51,7 @@ def decoding_tiles(
     return list(found.values())
 
 
-def _by_stride(
-    block: BlockGraph, axes: Sequence[str | None], strides: Sequence[int]
-) -> list[str]:
+def _by_stride(block: BlockGraph, axes: Sequence[str | None], strides: Sequence[int]) -> list[str]:
     """Return the axes of a tensor that have several elements, the closest ones first."""
     pairs = zip(axes, strides, strict=True)
     kept = [(abs(s), a) for a, s in pairs if a is not None and s and block.split_size(a) > 1]

@@ -54,7 +54,7 @@ CHAINED = 16
 #: a chain. A check takes longer than timing.
 NEARLY = 1.06
 
-#: Fewest calls whose results are compared with each other.
+#: Calls whose results are compared with those of an earlier one.
 _REPEATS = 16
 
 
@@ -286,15 +286,13 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
     """Return whether equal inputs give equal bits in every one of many calls on cold caches.
 
     Generated kernels have a fixed order of sums. A kernel that does not repeat has a race, which
-    one check may miss. `sets` are copies of the same inputs.
+    one check may miss. Sets of inputs may differ, as indices do. So results are compared by set.
     """
-
-    def bits(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [y.view(torch.uint8) for y in run(inputs)]  # NaN equals itself
-
-    first = bits(sets[0])
-    return all(
-        torch.equal(a, b)
-        for n in range(max(_REPEATS, len(sets)))
-        for a, b in zip(first, bits(sets[n % len(sets)]), strict=True)
-    )
+    known: list[list[torch.Tensor]] = []
+    for n in range(len(sets) + _REPEATS):
+        results = [y.view(torch.uint8) for y in run(sets[n % len(sets)])]  # NaN equals itself
+        if n < len(sets):
+            known.append(results)
+        elif not all(map(torch.equal, results, known[n % len(sets)])):
+            return False
+    return True

@@ -16,9 +16,12 @@ from mirage_hf.gpus import device_named
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.search.engine import search
+from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import candidates, measure, space, tuner
 from mirage_hf.tune.layer import choose_for_layer
-from tests.helpers import kernel_cases
+from tests.helpers import indexed_programs, kernel_cases
+from tests.helpers.indexed_programs import Mixture
 
 pytestmark = pytest.mark.gpu
 CASES = {c.name: c for c in kernel_cases.cases()} if torch.cuda.is_available() else {}
@@ -204,6 +207,15 @@ def test_tuner_measures_and_keeps_the_library_path(name):
         f"{name}: searched {result.best_searched.us:.2f} µs, library {result.library.us:.2f} µs, "
         f"{result.best_searched.schedules[0]}"
     )
+
+
+def test_kernels_of_chosen_experts_are_measured():
+    program = indexed_programs.gate_up(Mixture(1, 4, 32, 512, 256, "bfloat16"))
+    found, _ = search(program, SearchOptions(threads=1))
+    ugraph = next(r.ugraph for r in found if r.ugraph.num_kernels == 1)
+    result = tuner.tune([ugraph], per_graph=4, replays=5, rounds=0)
+    rejected = [c.reason for c in result.candidates if c.status == candidates.REJECTED]
+    assert not rejected and result.best_searched is not None
 
 
 def test_kernels_of_a_layer_are_chosen_together():

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mirage_hf import errors, gpus
 from mirage_hf.codegen import triton
@@ -96,3 +97,20 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     )
     chosen, whole = layer.choose_for_layer([found, found], device="cuda")
     assert chosen == [found[1], found[1]] and whole.us == 8.0  # (1, 2) gains too little to count
+
+
+def test_results_of_equal_inputs_repeat_though_other_inputs_give_others():
+    sets = [[torch.full((2,), float(n))] for n in range(5)]
+    assert tuner._repeats(lambda inputs: [inputs[0] * 2, inputs[0] / 0], sets)
+
+
+def test_a_race_is_seen_in_any_set_of_inputs():
+    for at in range(5):
+        calls = [0] * 5
+
+        def race(inputs, at=at, calls=calls):
+            n = int(inputs[0][0])
+            calls[n] += 1
+            return [inputs[0] + (calls[n] if n == at else 0)]
+
+        assert not tuner._repeats(race, [[torch.full((2,), float(n))] for n in range(5)])
