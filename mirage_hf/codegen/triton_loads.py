@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,12 @@ from mirage_hf.codegen.triton_names import slot_pointer
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
 from mirage_hf.ops.dtypes import CODES_PER_WORD, can_be_added
+
+#: The dim of a store that is several dims of its value.
+RUN = "run"
+
+#: A dim of so many elements is stored well by itself: 64 bytes of bfloat16.
+LONG_RUN = 32
 
 _NO_SHIFT = Coordinates()
 
@@ -289,19 +296,65 @@ class LoadWriter(CodeWriter):
         """Store an output. `text` is its value in float32."""
         tensor = self.tiling.outputs[self.block.outputs.index(o)]
         dims = self.layout.value_dims(o.value)
-        address = self.address(pointer, o.axes, tensor.strides, dims)
-        mask = self.mask([a for a in o.axes if a], dims)
+        value = f"{text}.to({triton_dtype(tensor.dtype)})"
         append = self.tiling.append_of(o)
+        run = self._run(o, dims) if append is None else ()
+        if run:
+            address, value = self._store_of_run(o, pointer, value, dims, run)
+            dims = (*dims[: -len(run)], RUN)
+        else:
+            address = self.address(pointer, o.axes, tensor.strides, dims)
+        mask = self.mask([a for a in o.axes if a and a not in run], dims)
         if append is not None:
             slot, inside = self._slot(o, pointer, append, dims)
             address = f"{address} + {slot} * {tensor.strides[-2]}"
             mask += inside
         for a in self.tiling.replicated_along(o):
             mask.append(f"({self.axis[a]}{'0' if self.tiling.tile(a) > 1 else ''} == 0)")
-        arguments = [address, f"{text}.to({triton_dtype(tensor.dtype)})"]
+        arguments = [address, value]
         if mask:
             arguments.append(f"mask={' & '.join(mask)}")
         self.line(f"tl.store({', '.join(arguments)})")
+
+    def _run(self, o: BlockOutput, dims: Sequence[str]) -> tuple[str, ...]:
+        """Return the last dims of a tile that lie side by side, if the last one alone is short.
+
+        Triton gives neighbouring threads what lies side by side along one dim. If that is short,
+        it spreads other threads in any order. So the dims of such a run are stored as one.
+        """
+        tensor = self.tiling.outputs[self.block.outputs.index(o)]
+        strides = dict(zip(o.axes, tensor.strides, strict=True))
+        sizes = {a: self.block.split_size(a) for a in dims if a in strides}
+        if len(sizes) < max(2, len(dims)) or strides[dims[-1]] != 1:
+            return ()
+        run = [dims[-1]]
+        if self.layout.dim_size(run[0]) >= LONG_RUN or self.masks.needed(run[0]):
+            return ()
+        for outer in reversed(dims[:-1]):
+            inner = run[0]
+            is_whole = self.layout.dim_size(inner) == sizes[inner]
+            if not is_whole or strides[outer] != strides[inner] * sizes[inner]:
+                break
+            if outer == self.tiling.loop or self.masks.needed(outer):
+                break
+            run.insert(0, outer)
+        return tuple(run) if len(run) > 1 else ()
+
+    def _store_of_run(
+        self, o: BlockOutput, pointer: str, value: str, dims: Sequence[str], run: Sequence[str]
+    ) -> tuple[str, str]:
+        """Return the address and the value of a store whose last dims are one."""
+        tensor = self.tiling.outputs[self.block.outputs.index(o)]
+        first, own = run[0], (*dims[: -len(run)], RUN)
+        length = math.prod(map(self.layout.dim_size, run))
+        sizes = [*map(self.layout.dim_size, own[:-1]), length]
+        others = [None if a in run else a for a in o.axes]
+        address = self.address(pointer, others, tensor.strides, own)
+        if self.layout.dim_size(first) < self.block.split_size(first):
+            stride = tensor.strides[o.axes.index(first)]
+            address += f" + {self.axis[first]}0.to(tl.int64) * {stride}"
+        address += f" + {self.spread(f'tl.arange(0, {length})', [RUN], own)}"
+        return address, f"tl.reshape({value}, [{', '.join(map(str, sizes))}])"
 
     def _slot(
         self, o: BlockOutput, pointer: str, append: Append, dims: Sequence[str]
