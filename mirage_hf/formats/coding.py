@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -245,12 +246,17 @@ def view_as(coding: Coding, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         held: The container's row-major tensors, in the order of the program's inputs. Words of
             codes are viewed as the dtype that the program reads.
     """
-    inputs, _ = coding.write(new_kernel_graph())
-    stored = [coded.storage(t) for t in inputs]
     return tuple(
         t.detach().as_strided((t.numel(),), (1,)).view(s.dtype).as_strided(s.dims, s.strides)
-        for t, s in zip(held, stored, strict=True)
+        for t, s in zip(held, _storages(coding), strict=True)
     )
+
+
+@lru_cache(maxsize=256)
+def _storages(coding: Coding) -> tuple[coded.Storage, ...]:
+    """Return how the inputs of a program that reads a weight are stored."""
+    inputs, _ = coding.write(new_kernel_graph())
+    return tuple(map(coded.storage, inputs))
 
 
 def as_dtype(graph: KernelGraph, x: DTensor, dtype: torch.dtype) -> DTensor:
