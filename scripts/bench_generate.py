@@ -21,6 +21,7 @@ measured. Peers:
     static     HF's generate with cache_implementation="static", which compiles by itself
     compile    only the step: torch.compile max-autotune in a CUDA graph, static cache, argmax
     attention  static, with attn_implementation="mirage"
+    batched_mm static, with experts_implementation="batched_mm"; the default is "grouped_mm"
     liger      HF's generate with Liger's norms and MLPs, if Liger is installed (RoPE left out)
     ours       generate after mirage_hf.optimize()
     bare       with --lora: ours, for the same model without adapters

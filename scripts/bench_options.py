@@ -6,7 +6,17 @@ import argparse
 import math
 from pathlib import Path
 
-from scripts.bench_peers import ASSISTED, ATTENTION, BARE, DRAFTED, LOOKUP, PEERS, PLAIN, PRODUCT
+from scripts.bench_peers import (
+    ASSISTED,
+    ATTENTION,
+    BARE,
+    BATCHED,
+    DRAFTED,
+    LOOKUP,
+    PEERS,
+    PLAIN,
+    PRODUCT,
+)
 from scripts.coded_models import FORMATS
 from scripts.configs import config_of, names
 from scripts.survey_images import IMAGES
@@ -139,6 +149,7 @@ def why_wrong(args: argparse.Namespace) -> str:
     known = (
         *PEERS,
         ATTENTION,
+        BATCHED,
         *([BARE] if args.lora else []),
         *([PLAIN] if args.weights else []),
         *([PRODUCT] if args.weights == "int4" else []),

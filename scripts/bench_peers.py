@@ -27,6 +27,9 @@ from scripts.scripted_drafts import assisted_by_script, drafting, with_errors
 
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION, PLAIN, PRODUCT = "bare", "attention", "plain", "product"
+
+#: A peer that is named by what runs its experts.
+BATCHED = "batched_mm"
 #: The peers that draft, and the drafts that need no model.
 DRAFTED, ASSISTED, LOOKUP = "drafted", "assisted", "lookup"
 
@@ -98,7 +101,9 @@ def set_up(
     stock = with_int4_products(twin(bare)) if name == PRODUCT else twin(model)
     if name == ATTENTION:
         stock.set_attn_implementation("mirage")
-    is_static = name in ("static", ATTENTION, PRODUCT)
+    if name == BATCHED:
+        stock.set_experts_implementation(BATCHED)
+    is_static = name in ("static", ATTENTION, PRODUCT, BATCHED)
     options = {"cache_implementation": "static"} if is_static else {}
     call = generate_with(stock, prompts, args.new, **options)
     # this peer has codes of its own, and all others share their weights

@@ -15,7 +15,7 @@ MODELS = {
 BATCHES = (2, 4, 8, 16)
 CONTEXTS = (128, 2048, 8192, 32768)
 #: Stock ways to generate that a user has without code of their own.
-STOCK = ("static", "eager")
+STOCK = ("static", "eager", "batched_mm")
 
 
 @dataclass(frozen=True)
