@@ -63,6 +63,11 @@ STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 #: The share of the arithmetic on codes that does not overlap with reads of memory.
 EXPOSED = 0.4
 
+#: Instructions that a byte takes as a factor on tensor cores, with those of its load and product.
+#: Counted in machine code for sm_90. The second number is the warps that keep an SM busy with them.
+#: It is a guess.
+BYTE_FACTOR, BUSY_WARPS = 4.0, 12
+
 #: Instructions that a thread takes in each step for each input beside words of bytes: it converts
 #: 16 elements of its own, or gets them from other threads. Counted in machine code for sm_90.
 BESIDE_WORDS, EXCHANGED_WORDS = 22, 8
@@ -177,6 +182,10 @@ def uncorrected(
     elif adds_in_runs(plan) or is_staged:
         # The arithmetic is as long as the reads, and hides them only in part.
         seconds += EXPOSED * arithmetic
+    if tiles.byte_factors:
+        converted = BYTE_FACTOR * trips * tiles.byte_factors * grid / device.lane_rate
+        warps = plan.schedule.num_warps * min(per_sm, grid / device.sms)
+        seconds += EXPOSED * converted / min(1.0, warps / BUSY_WARPS)
     again_us = 0.0
     if tiles.rescales:
         seconds = max(seconds, 1e-6 * RESCALED_US * trips * math.ceil(waves))

@@ -12,7 +12,7 @@ from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockOp, Role, Stage
 from mirage_hf.graph.coded import is_packed, stored_bytes
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.ops.dtypes import CODE_DTYPES, element_bytes
+from mirage_hf.ops.dtypes import BYTE_DTYPES, CODE_DTYPES, element_bytes
 from mirage_hf.tune.traffic import Traffic, traffic
 
 #: Instructions that an element takes in a kernel whose products are multiply-adds. The second
@@ -77,6 +77,7 @@ class Footprint(NamedTuple):
         words: Bytes of the words of codes of a byte that one step of all loops loads.
         beside_words: Inputs of a loop along such words that are no codes, such as x.
         longest_beside: Elements of the largest tile of such an input.
+        byte_factors: Bytes of a step that tensor cores multiply.
     """
 
     moved: int
@@ -105,6 +106,7 @@ class Footprint(NamedTuple):
     words: int
     beside_words: int
     longest_beside: int
+    byte_factors: int
 
 
 def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
@@ -157,7 +159,14 @@ def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
         words=sum(input_bytes[i] for x in loads for i in x if i in plan.layout.byte_words),
         beside_words=len(beside),
         longest_beside=max((elements[i] for i in beside), default=0),
+        byte_factors=sum(elements[i] for x in loads for i in x if _is_byte_factor(plan, i)),
     )
+
+
+def _is_byte_factor(plan: KernelPlan, name: str) -> bool:
+    """Return whether tensor cores multiply bytes, which are converted first."""
+    stored = plan.tiling.dtype(plan.tiling.inputs[name])
+    return bool(plan.layout.dots) and name in plan.layout.kept_as_stored and stored in BYTE_DTYPES
 
 
 def with_same_layout(plan: KernelPlan, other: Footprint, known: Traffic) -> Footprint:

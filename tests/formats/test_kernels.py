@@ -122,6 +122,10 @@ def main() -> None:
             program = coded_modules.linear(coding, rows, norm)
             results[f"{name}, {rows} rows"] = coded_programs.errors_of(program, count(3, 1))
         results[f"{name}, decoded"] = coded_programs.errors_of(decoding_program(coding), 1)
+    for name in ("int8 rows", "fp8 one scale"):
+        coding = codings(32, 64, 32, 32, torch.bfloat16)[name]
+        program = coded_modules.linear(coding, 16, False)
+        results[f"{name}, bfloat16"] = coded_programs.errors_of(program, 1)
     for name in JOINED:
         parts = [codings(n, 64, 32, 16)[name] for n in (64, 32, 32)]
         program = coded_modules.joined(parts, 1, True)
@@ -140,6 +144,14 @@ def interpreted() -> dict:
 def test_kernels_are_as_close_to_float64_as_torch(interpreted, name, rows):
     errors = interpreted[f"{name}, {rows} rows"]
     assert errors
+    for mma, error, eager in errors:
+        assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
+
+
+@pytest.mark.parametrize("name", ["int8 rows", "fp8 one scale"])
+def test_bytes_become_factors_of_tensor_cores_in_bfloat16(interpreted, name):
+    errors = interpreted[f"{name}, bfloat16"]
+    assert any(mma for mma, _, _ in errors)
     for mma, error, eager in errors:
         assert error <= 1.25 * eager + 1e-3, (mma, error, eager)
 

@@ -13,7 +13,7 @@ from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
-from tests.helpers import kernel_cases
+from tests.helpers import coded_programs, kernel_cases
 from tests.helpers.schedule_cases import SPACES
 
 
@@ -32,6 +32,17 @@ def test_estimates_count_parts():
     assert plan_kernel(few, s).tiling.is_streamed(few.block.inputs[1]) and not plan_kernel(
         few, s
     ).tiling.is_streamed(few.block.inputs[0])
+
+
+def test_bytes_that_tensor_cores_multiply_need_many_warps():
+    found = search(coded_programs.int8_linear(16, 4096, 14336), SearchOptions(threads=1))[0]
+    (op,) = place_kernels(next(r.ugraph for r in found if r.ugraph.num_kernels == 1))
+    few, many = (
+        Schedule({"m": 16, "n": 128, "k": 256}, mma=True, num_warps=warps, num_stages=3)
+        for warps in (4, 8)
+    )
+    estimates = [cost.estimate(plan_kernel(op, s)).us for s in (few, many)]
+    assert estimates[1] < 0.9 * estimates[0]
 
 
 @pytest.mark.parametrize("columns, loads", [(32, 1), (128, 4)])
