@@ -75,7 +75,9 @@ class Source:
             NotCoveredError: The encoder's output or its mask is of an unknown form.
         """
         outputs = kwargs.get("encoder_outputs")
-        states = None if outputs is None else outputs[0]
+        if outputs is None:
+            raise NotCoveredError("a call without encoder_outputs, which its steps read")
+        states = outputs[0]
         if not isinstance(states, Tensor) or states.ndim != 3:
             raise NotCoveredError("encoder_outputs that are not (batch, length, width)")
         mask, of_output = kwargs.get("attention_mask"), getattr(outputs, "attention_mask", None)

@@ -227,5 +227,5 @@ def test_the_decoder_of_whisper_alone_runs_stock() -> None:
         assert ours.generate(**given, **more).tolist() == stock.generate(**given, **more).tolist()
     assert sorted(stocks(ours)) == [
         "stock: a cache without a part for what an encoder gave",
-        "stock: encoder_outputs that are not (batch, length, width)",
+        "stock: a call without encoder_outputs, which its steps read",
     ]
