@@ -54,7 +54,7 @@ CHAINED = 16
 #: a chain. A check takes longer than timing.
 NEARLY = 1.06
 
-#: Calls whose results are compared with those of an earlier one.
+#: Fewest calls whose results are compared with those of an earlier one.
 _REPEATS = 16
 
 
@@ -289,7 +289,7 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
     one check may miss. Sets of inputs may differ, as indices do. So results are compared by set.
     """
     known: list[list[torch.Tensor]] = []
-    for n in range(len(sets) + _REPEATS):
+    for n in range(len(sets) + max(_REPEATS, len(sets))):
         results = [y.view(torch.uint8) for y in run(sets[n % len(sets)])]  # NaN equals itself
         if n < len(sets):
             known.append(results)
