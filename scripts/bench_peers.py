@@ -28,7 +28,7 @@ from scripts.scripted_drafts import assisted_by_script, drafting, with_errors
 PEERS = ("eager", "static", "compile", "liger", "ours")
 BARE, ATTENTION, PLAIN, PRODUCT = "bare", "attention", "plain", "product"
 
-#: A peer that is named by what runs its experts.
+#: The static cache with this `experts_implementation`.
 BATCHED = "batched_mm"
 #: The peers that draft, and the drafts that need no model.
 DRAFTED, ASSISTED, LOOKUP = "drafted", "assisted", "lookup"

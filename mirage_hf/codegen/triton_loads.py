@@ -14,11 +14,11 @@ from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, triton_dtype
 from mirage_hf.graph.block import BlockInput, BlockOutput, Role
 from mirage_hf.ops.dtypes import CODES_PER_WORD, can_be_added
 
-#: The dim of a store that is several dims of its value.
-RUN = "run"
+#: The dim of a store that stands for several dims of its value.
+FLAT = "flat"
 
 #: A dim of so many elements is stored well by itself: 64 bytes of bfloat16.
-LONG_RUN = 32
+LONG_DIM = 32
 
 _NO_SHIFT = Coordinates()
 
@@ -298,13 +298,13 @@ class LoadWriter(CodeWriter):
         dims = self.layout.value_dims(o.value)
         value = f"{text}.to({triton_dtype(tensor.dtype)})"
         append = self.tiling.append_of(o)
-        run = self._run(o, dims) if append is None else ()
-        if run:
-            address, value = self._store_of_run(o, pointer, value, dims, run)
-            dims = (*dims[: -len(run)], RUN)
+        flat = self._contiguous_dims(o, dims) if append is None else ()
+        if flat:
+            address, value = self._flat_store(o, pointer, value, dims, flat)
+            dims = (*dims[: -len(flat)], FLAT)
         else:
             address = self.address(pointer, o.axes, tensor.strides, dims)
-        mask = self.mask([a for a in o.axes if a and a not in run], dims)
+        mask = self.mask([a for a in o.axes if a and a not in flat], dims)
         if append is not None:
             slot, inside = self._slot(o, pointer, append, dims)
             address = f"{address} + {slot} * {tensor.strides[-2]}"
@@ -316,44 +316,45 @@ class LoadWriter(CodeWriter):
             arguments.append(f"mask={' & '.join(mask)}")
         self.line(f"tl.store({', '.join(arguments)})")
 
-    def _run(self, o: BlockOutput, dims: Sequence[str]) -> tuple[str, ...]:
+    def _contiguous_dims(self, o: BlockOutput, dims: Sequence[str]) -> tuple[str, ...]:
         """Return the last dims of a tile that lie side by side, if the last one alone is short.
 
         Triton gives neighbouring threads what lies side by side along one dim. If that is short,
-        it spreads other threads in any order. So the dims of such a run are stored as one.
+        it spreads other threads in any order. So these dims are stored as one. Products on tensor
+        cores have layouts of their own and were not measured.
         """
         tensor = self.tiling.outputs[self.block.outputs.index(o)]
         strides = dict(zip(o.axes, tensor.strides, strict=True))
         sizes = {a: self.block.split_size(a) for a in dims if a in strides}
-        if len(sizes) < max(2, len(dims)) or strides[dims[-1]] != 1:
+        if self.layout.dots or len(sizes) < max(2, len(dims)) or strides[dims[-1]] != 1:
             return ()
-        run = [dims[-1]]
-        if self.layout.dim_size(run[0]) >= LONG_RUN or self.masks.needed(run[0]):
+        found = [dims[-1]]
+        if self.layout.dim_size(found[0]) >= LONG_DIM or self.masks.needed(found[0]):
             return ()
         for outer in reversed(dims[:-1]):
-            inner = run[0]
+            inner = found[0]
             is_whole = self.layout.dim_size(inner) == sizes[inner]
             if not is_whole or strides[outer] != strides[inner] * sizes[inner]:
                 break
-            if outer == self.tiling.loop or self.masks.needed(outer):
+            if self.block.role(outer) is not Role.GRID or self.masks.needed(outer):
                 break
-            run.insert(0, outer)
-        return tuple(run) if len(run) > 1 else ()
+            found.insert(0, outer)
+        return tuple(found) if len(found) > 1 else ()
 
-    def _store_of_run(
-        self, o: BlockOutput, pointer: str, value: str, dims: Sequence[str], run: Sequence[str]
+    def _flat_store(
+        self, o: BlockOutput, pointer: str, value: str, dims: Sequence[str], flat: Sequence[str]
     ) -> tuple[str, str]:
-        """Return the address and the value of a store whose last dims are one."""
+        """Return the address and the value of a store whose last dims are stored as one."""
         tensor = self.tiling.outputs[self.block.outputs.index(o)]
-        first, own = run[0], (*dims[: -len(run)], RUN)
-        length = math.prod(map(self.layout.dim_size, run))
+        first, own = flat[0], (*dims[: -len(flat)], FLAT)
+        length = math.prod(map(self.layout.dim_size, flat))
         sizes = [*map(self.layout.dim_size, own[:-1]), length]
-        others = [None if a in run else a for a in o.axes]
+        others = [None if a in flat else a for a in o.axes]
         address = self.address(pointer, others, tensor.strides, own)
         if self.layout.dim_size(first) < self.block.split_size(first):
             stride = tensor.strides[o.axes.index(first)]
             address += f" + {self.axis[first]}0.to(tl.int64) * {stride}"
-        address += f" + {self.spread(f'tl.arange(0, {length})', [RUN], own)}"
+        address += f" + {self.spread(f'tl.arange(0, {length})', [FLAT], own)}"
         return address, f"tl.reshape({value}, [{', '.join(map(str, sizes))}])"
 
     def _slot(

@@ -88,7 +88,7 @@ class ModelFingerprint:
 
 def take_fingerprint(model: nn.Module) -> ModelFingerprint:
     """Take the fingerprint of a model, in one walk over its modules, parameters and buffers."""
-    # for tensors that consist of others, each attribute would be a call of Python otherwise
+    # without this, reading an attribute of a tensor of torchao's calls Python
     with torch._C.DisableTorchFunctionSubclass():
         return _walk(model)
 

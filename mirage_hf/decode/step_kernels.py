@@ -251,12 +251,13 @@ class StepKernels:
         """
         for one in plan.attentions:
             if one not in attention:
-                why = why_none(self.attention[self.attention_block(one, plan)])
-                raise TraceError(f"no kernel was found for its attention: {why}")
+                found = self.attention[self.attention_block(one, plan)]
+                raise TraceError(f"no kernel was found for its attention{why_none(found)}")
         for region in plan.regions:
             if region.reads and region not in regions:
-                why = why_none([self._found(region.graph, plan)])
-                raise TraceError(f"no kernel was found for its experts: {why}")
+                text = str(region.graph)
+                found = [self.found[text]] if text in self.found else []
+                raise TraceError(f"no kernel was found for its experts{why_none(found)}")
 
     def _kernel(self, program: KernelGraph, **options: Any) -> Resolved | str:
         options = {"pattern": TRACED, **options}

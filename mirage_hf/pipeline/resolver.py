@@ -112,14 +112,18 @@ class Resolved:
         return int(self.entry.search.get("candidates", 0))
 
 
-#: How the reason begins if a program has no kernel, because it raised an error.
+#: What comes before the error of a search that found no kernel.
 NO_KERNEL = "no kernel: "
 
 
 def why_none(found: Iterable[Resolved | str]) -> str:
-    """Return why a program has no kernel, from what was found for its forms."""
+    """Return the end of a message: ": " and why there is no kernel. Empty if it is not known.
+
+    Args:
+        found: What was found for one program, or for several of which each would do.
+    """
     reasons = [x.removeprefix(NO_KERNEL) if isinstance(x, str) else x.why_library for x in found]
-    return next(filter(None, reasons), "")
+    return next((f": {reason}" for reason in reasons if reason), "")
 
 
 def kernel_request(

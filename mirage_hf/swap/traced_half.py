@@ -101,7 +101,7 @@ class HalfTracer:
         if sum(bool(region.reads) for region in regions) < 2 * experts:
             without = [r for r in plan.regions_to_run() if r.reads and r not in regions]
             why = why_none(self._found[str(region.graph)] for region in without)
-            raise TraceError(f"its experts have no kernel{why and f': {why}'}")
+            raise TraceError(f"its experts have no kernel{why}")
         if not kernels and not regions:
             raise TraceError("nothing of it has a kernel")
         plan.schedule(kernels, regions=regions)

@@ -63,10 +63,12 @@ STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 #: The share of the arithmetic on codes that does not overlap with reads of memory.
 EXPOSED = 0.4
 
-#: Instructions that a byte takes as a factor on tensor cores, with those of its load and product.
-#: Counted in machine code for sm_90. The second number is the warps that keep an SM busy with them.
-#: It is a guess.
-BYTE_FACTOR, BUSY_WARPS = 4.0, 12
+#: Instructions that a code of a byte takes as a factor on tensor cores, its load and its product
+#: among them. Counted in machine code for sm_90.
+BYTE_FACTOR = 4.0
+
+#: Warps that keep an SM busy with them. This is a guess.
+BUSY_WARPS = 12
 
 #: Instructions that a thread takes in each step for each input beside words of bytes: it converts
 #: 16 elements of its own, or gets them from other threads. Counted in machine code for sm_90.
@@ -83,7 +85,7 @@ IN_FLIGHT = 0.75
 
 #: The least µs that an SM takes for each block, whatever it does. Measured on an H200: kernels that
 #: decode 1,024 codes in each of 57,344 blocks took 70.5 µs with one warp and with two. With half as
-#: many blocks they took 45.5, as long as their bytes.
+#: many blocks they took 46.
 BLOCK_US = 0.16
 
 #: The share of the bandwidth that library kernels reach.
@@ -183,8 +185,8 @@ def uncorrected(
         # The arithmetic is as long as the reads, and hides them only in part.
         seconds += EXPOSED * arithmetic
     if tiles.byte_factors:
-        converted = BYTE_FACTOR * trips * tiles.byte_factors * grid / device.lane_rate
-        warps = plan.schedule.num_warps * min(per_sm, grid / device.sms)
+        converted = BYTE_FACTOR * trips * tiles.byte_factors * grid / (device.lane_rate * busy)
+        warps = plan.schedule.num_warps * min(per_sm, max(1.0, grid / device.sms))
         seconds += EXPOSED * converted / min(1.0, warps / BUSY_WARPS)
     again_us = 0.0
     if tiles.rescales:

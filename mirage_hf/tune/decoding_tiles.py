@@ -2,7 +2,7 @@
 
 These kernels move whole weights, so both their reads and their writes must lie side by side. If a
 weight is stored by columns, its codes follow each other along other axes than the results. So a
-tile is made of two runs: one along the codes, and one along the results.
+tile is long along both.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mirage_hf.codegen.schedule import Tiles, next_power_of_two
 from mirage_hf.graph.block import BlockGraph, BlockInput, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
 
-#: Elements of the runs to try.
-_RUNS = tuple(1 << n for n in range(3, 14))
+#: Elements to try along the codes, and along the results.
+_LENGTHS = tuple(1 << n for n in range(3, 14))
 
 #: Least and most elements of a tile.
 _LEAST, _MOST = 512, 16384
@@ -41,10 +41,10 @@ def decoding_tiles(
     along_codes = _by_stride(block, codes.axes, operands[codes.sources[0]].strides)
     along_results = _by_stride(block, block.outputs[0].axes, op.outputs[0].strides)
     found = {}
-    for runs in itertools.product(_RUNS, _RUNS):
+    for lengths in itertools.product(_LENGTHS, _LENGTHS):
         tiles = {a.name: whole_words.get(a.name, 1) for a in block.axes}
-        for axes, length in zip((along_codes, along_results), runs, strict=True):
-            for name, tile in _run(block, axes, length, whole_words):
+        for axes, length in zip((along_codes, along_results), lengths, strict=True):
+            for name, tile in _tiles_along(block, axes, length, whole_words):
                 tiles[name] = max(tiles[name], tile)
         if _LEAST <= math.prod(tiles.values()) <= _MOST:
             found[tuple(tiles.values())] = Tiles(tiles)
@@ -58,19 +58,18 @@ def _by_stride(block: BlockGraph, axes: Sequence[str | None], strides: Sequence[
     return [a for _, a in sorted(kept)]
 
 
-def _run(
+def _tiles_along(
     block: BlockGraph, axes: Sequence[str], length: int, whole_words: Mapping[str | None, int]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the tile of each axis for a run of elements side by side.
+    """Yield the tiles of axes for so many elements, which lie side by side as far as possible.
 
-    An axis is tiled only if those before it are held whole. Words of codes must divide an axis.
+    Whole words of codes must divide an axis. If that makes a tile short, it spans the next axis.
     """
     for name in axes:
         size = block.split_size(name)
-        tile = min(length, next_power_of_two(size))
-        if name in whole_words:
-            tile = math.gcd(tile, size)
+        wanted = min(length, next_power_of_two(size))
+        tile = math.gcd(wanted, size) if name in whole_words else wanted
         yield name, tile
         length //= tile
-        if length <= 1 or tile < size:
+        if length <= 1 or tile == wanted < size:
             return

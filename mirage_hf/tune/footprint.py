@@ -77,7 +77,7 @@ class Footprint(NamedTuple):
         words: Bytes of the words of codes of a byte that one step of all loops loads.
         beside_words: Inputs of a loop along such words that are no codes, such as x.
         longest_beside: Elements of the largest tile of such an input.
-        byte_factors: Bytes of a step that tensor cores multiply.
+        byte_factors: Codes of a byte that one step of all loops gives to tensor cores.
     """
 
     moved: int
@@ -165,8 +165,8 @@ def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
 
 def _is_byte_factor(plan: KernelPlan, name: str) -> bool:
     """Return whether tensor cores multiply bytes, which are converted first."""
-    stored = plan.tiling.dtype(plan.tiling.inputs[name])
-    return bool(plan.layout.dots) and name in plan.layout.kept_as_stored and stored in BYTE_DTYPES
+    is_factor = any(name in (d.left, d.right) for d in plan.layout.dots.values())
+    return is_factor and plan.tiling.dtype(plan.tiling.inputs[name]) in BYTE_DTYPES
 
 
 def with_same_layout(plan: KernelPlan, other: Footprint, known: Traffic) -> Footprint:
@@ -236,7 +236,7 @@ def _contiguity(plan: KernelPlan, known: Traffic) -> float:
     """
     largest = known.largest
     operand = plan.tiling.operands[largest.sources[0]]
-    tiles = _placed(plan, largest.axes, operand)
+    tiles = _strides_and_tiles(plan, largest.axes, operand)
     loop = plan.tiling.loop
     only_decodes = known.reads_codes and not loop and not plan.tiling.block.contractions
     elements = max((tile for stride, _, tile in tiles if stride == 1), default=1)
@@ -245,31 +245,33 @@ def _contiguity(plan: KernelPlan, known: Traffic) -> float:
     if known.interleaved > 1:
         elements *= known.interleaved * max(map(plan.tiling.tile, known.interleaved_axes))
     run = elements * element_bytes(plan.tiling.dtype(largest))
-    of_line = _of_line(run)
+    of_line = _share_of_lines(run)
     if run >= 64 and any(
         a == loop and s == elements for a, s in zip(largest.axes, operand.strides, strict=True)
     ):
         of_line = max(of_line, CONTINUED)
-    reading = _of_memory(of_line, run)
+    reading = _share_of_speed(of_line, run)
     if not only_decodes:
         return reading
     result = plan.op.outputs[0]
-    elements = _side_by_side(_placed(plan, plan.tiling.block.outputs[0].axes, result))
+    elements = _side_by_side(_strides_and_tiles(plan, plan.tiling.block.outputs[0].axes, result))
     run = elements * element_bytes(result.dtype)
+    writing = _share_of_speed(_share_of_lines(run), run)
     read, written = stored_bytes(operand), stored_bytes(result)
-    return (read + written) / (read / reading + written / _of_memory(_of_line(run), run))
+    return (read + written) / (read / reading + written / writing)
 
 
-def _of_line(run: float) -> float:
-    """Return how much of a line of memory is used if so many bytes lie side by side."""
+def _share_of_lines(run: float) -> float:
+    """Return how much of the 128-byte lines is used if so many bytes lie side by side."""
     return max(0.25, min(1.0, run / 128)) if run >= 32 else run / 128
 
 
-def _of_memory(of_line: float, run: float) -> float:
-    return of_line * (0.95 + 0.05 * min(1.0, run / 1024))
+def _share_of_speed(of_lines: float, run: float) -> float:
+    """Return the share of memory's speed from that of lines, and the bytes side by side."""
+    return of_lines * (0.95 + 0.05 * min(1.0, run / 1024))
 
 
-def _placed(
+def _strides_and_tiles(
     plan: KernelPlan, axes: Sequence[str | None], tensor: DTensor
 ) -> list[tuple[int, int, int]]:
     """Return the stride, the size and the tile of each dim of a tensor that has an axis."""
@@ -278,7 +280,7 @@ def _placed(
 
 
 def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
-    """Return how many codes of a tile lie side by side, from each dim's stride, size and tile."""
+    """Return how many elements of a tile lie side by side, from strides, sizes and tiles."""
     run = end = 1
     for stride, size, tile in sorted(tiles):
         if size > 1 and stride == end:

@@ -99,18 +99,39 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     assert chosen == [found[1], found[1]] and whole.us == 8.0  # (1, 2) gains too little to count
 
 
-def test_results_of_equal_inputs_repeat_though_other_inputs_give_others():
-    sets = [[torch.full((2,), float(n))] for n in range(5)]
-    assert tuner._repeats(lambda inputs: [inputs[0] * 2, inputs[0] / 0], sets)
+def numbered_sets(count: int, indices: int) -> list[list[torch.Tensor]]:
+    """Return sets of inputs with the same floats, and with so many different indices."""
+    return [[torch.ones(2), torch.tensor([n % indices])] for n in range(count)]
 
 
-def test_a_race_is_seen_in_any_set_of_inputs():
-    for at in range(5):
-        calls = [0] * 5
+@pytest.mark.parametrize("indices", [1, 5])
+def test_results_of_equal_inputs_repeat(indices):
+    def run(inputs):
+        return [inputs[0] * inputs[1], inputs[0] / 0]
 
-        def race(inputs, at=at, calls=calls):
-            n = int(inputs[0][0])
-            calls[n] += 1
-            return [inputs[0] + (calls[n] if n == at else 0)]
+    assert tuner._repeats(run, numbered_sets(5, indices))
 
-        assert not tuner._repeats(race, [[torch.full((2,), float(n))] for n in range(5)])
+
+@pytest.mark.parametrize("count, indices", [(5, 1), (5, 5), (40, 1), (40, 3), (40, 40)])
+def test_a_race_is_seen_in_any_set_of_inputs(count, indices):
+    for at in range(count):
+        sets, seen = numbered_sets(count, indices), set()
+
+        def race(inputs, sets=sets, at=at, seen=seen):
+            index = int(inputs[1])
+            is_wrong = inputs is sets[at] and index in seen
+            seen.add(index)
+            return [inputs[0] + index + is_wrong]
+
+        assert not tuner._repeats(race, sets)
+
+
+def test_a_race_is_seen_in_a_cache_that_is_written():
+    draws = iter(range(100))
+    sets = [[torch.ones(2)] for _ in range(4)]
+
+    def append(inputs):
+        inputs[0].fill_(next(draws))
+        return [inputs[0]]
+
+    assert not tuner._repeats(append, sets)
