@@ -216,6 +216,10 @@ class Resolved:
     in_place: tuple[tuple[int, int], ...] = ()
 
     @property
+    def why_library(self) -> str:
+        return "" if self.runs_kernel else self.reason
+
+    @property
     def digest(self) -> str:
         return key_of(self.program, "cpu").digest
 
