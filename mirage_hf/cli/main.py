@@ -189,7 +189,9 @@ def _compared(before: float, after: float, device_type: str) -> str:
 def explain(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id. Only its config is read.")],
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
-    dtype: DType = None,
+    dtype: Annotated[
+        str, typer.Option(help="The dtype of weights: float32, bfloat16 or float16.")
+    ] = "bfloat16",
 ) -> None:
     """Say which ops of a decoding step become kernels, and which stay torch ops, and why."""
     from mirage_hf.cli import explain as pages

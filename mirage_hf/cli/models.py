@@ -183,12 +183,12 @@ def load(
     return Loaded(model, tokenizer, inputs, prompt or "")
 
 
-def of_config(name: str, dtype: str | None) -> Any:
+def of_config(name: str, dtype: str) -> Any:
     """Return a model on the meta device, without weights, from its config alone.
 
     Args:
         name: A folder or a Hub id, whose config is read.
-        dtype: The dtype of weights. None: bfloat16.
+        dtype: The dtype of weights.
 
     Raises:
         MirageError: There is no config, or no model of its type.
@@ -197,7 +197,7 @@ def of_config(name: str, dtype: str | None) -> Any:
 
     from mirage_hf.decode import meta_model
 
-    wanted = _dtype(dtype or "bfloat16", torch.device("cpu"))
+    wanted = _dtype(dtype, torch.device("cpu"))
     way_out = "cannot be built from its config", "give a folder or a Hub id"
     config = _of_transformers(name, *way_out, lambda: AutoConfig.from_pretrained(name))
     return _of_transformers(name, *way_out, lambda: meta_model(config, wanted))

@@ -28,6 +28,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 #: Names in pages, and what stands for them on a machine without the checkpoint or without a GPU.
 STAND_INS = {
     '"Qwen/Qwen3-0.6B"': repr(str(TINY_LLAMA)),
+    '"meta-llama/Llama-3.1-8B"': repr(str(TINY_LLAMA)),
+    '"meta-llama/Llama-3.2-1B"': repr(str(TINY_LLAMA)),
     '"tests/assets/tiny_llama"': repr(str(TINY_LLAMA)),
 }
 if not torch.cuda.is_available():
