@@ -188,7 +188,7 @@ def of_config(name: str, dtype: str) -> Any:
 
     Args:
         name: A folder or a Hub id, whose config is read.
-        dtype: The dtype of weights.
+        dtype: The dtype of weights. bfloat16 if it is empty.
 
     Raises:
         MirageError: There is no config, or no model of its type.
@@ -197,7 +197,7 @@ def of_config(name: str, dtype: str) -> Any:
 
     from mirage_hf.decode import meta_model
 
-    wanted = _dtype(dtype, torch.device("cpu"))
+    wanted = _dtype(dtype or "bfloat16", torch.device("cpu"))
     way_out = "cannot be built from its config", "give a folder or a Hub id"
     config = _of_transformers(name, *way_out, lambda: AutoConfig.from_pretrained(name))
     return _of_transformers(name, *way_out, lambda: meta_model(config, wanted))

@@ -28,8 +28,8 @@ def tolerance_of(model: Any) -> float:
 def perturbed(model: Any, seed: int) -> Iterator[None]:
     """Change what linears, norms and other innermost modules give by half of its last place.
 
-    Rounding to the module's dtype then leaves an element as it is, or moves it by one unit in the
-    last place. Only calls of this thread are changed.
+    Then each element is rounded to the module's dtype. It stays as it is, or moves by one unit in
+    the last place. Only calls of this thread are changed.
 
     Args:
         model: The model.

@@ -120,7 +120,7 @@ def why_none(found: Iterable[Resolved | str]) -> str:
     """Return the end of a message: ": " and why there is no kernel. Empty if it is not known.
 
     Args:
-        found: What was found for one program, or for several of which each would do.
+        found: The kernels of the programs that compute the same, or the errors of their searches.
     """
     reasons = [x.removeprefix(NO_KERNEL) if isinstance(x, str) else x.why_library for x in found]
     return next((f": {reason}" for reason in reasons if reason), "")
