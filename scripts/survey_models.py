@@ -10,8 +10,9 @@ Takes every type with a causal-LM or an image-text-to-text head, and as NAME/seq
 every type with a head for texts or speech after an encoder. Each is built from a small random
 config, in float32 on the CPU. It generates tokens as stock, twice after `optimize`, and a few again
 after `restore`. It does so for one text, and for three texts of different lengths. Some types also
-get an image. Every text must be stock's. Each type runs in a process of its own, and gives a line
-of JSON.
+get an image. Every text must be stock's, and all logits but for rounding. Texts also go on from a
+cache of the other: the optimized model takes stock's, and the restored model takes ours. Each type
+runs in a process of its own, and gives a line of JSON.
 
 With `--drafts 3` each call runs once more, with steps that verify three drafts. 30% of these
 drafts are wrong.
@@ -24,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import multiprocessing
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -60,15 +62,22 @@ from transformers.models.auto.modeling_auto import (
 import mirage_hf
 from mirage_hf.errors import OptimizeWarning
 from scripts.scripted_drafts import drafting
-from scripts.survey_configs import IMPOSSIBLE, PREPARED, SPECIAL_TOKENS, small_config
-from scripts.survey_images import IMAGES, NEEDED, image_inputs
+from scripts.survey_calls import (
+    Call,
+    Returned,
+    calls_of,
+    continued,
+    logits_difference,
+    returned,
+    stock_returned,
+    text_calls,
+    text_of,
+)
+from scripts.survey_configs import IMPOSSIBLE, PREPARED, small_config
 from scripts.survey_tables import Row, class_of, grid, rows_of, table
 
 #: New tokens of each text after `restore`.
 FEW_TOKENS = 8
-
-#: Names of the first inputs of models of sound: features of frames, or samples.
-SOUND = ("input_features", "input_values", "inputs")
 
 #: The share of drafts that are wrong.
 WRONG_DRAFTS = 0.3
@@ -135,79 +144,6 @@ def _parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# -- calls -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of generate.
-
-    Attributes:
-        name: What the table says.
-        inputs: The arguments.
-    """
-
-    name: str
-    inputs: Mapping[str, Tensor]
-
-
-def text_calls(model: Any, model_type: str) -> list[Call]:
-    """Return a call with one text, and one with three texts of different lengths.
-
-    Causal models get padding on the left, encoders on the right. Encoders of sound get sound.
-    """
-    needed = NEEDED.get(model_type, lambda _model, _batch: {})
-    is_of_sound = model.config.is_encoder_decoder and model.main_input_name in SOUND
-    torch.manual_seed(2)
-    calls = []
-    for batch in (1, 3):
-        ids = torch.randint(5, SPECIAL_TOKENS, (batch, 9))
-        if is_of_sound:
-            calls.append(Call(f"batch {batch}", sound_inputs(model, batch)))
-            continue
-        padding = torch.arange(batch)[:, None] * 2
-        mask = (torch.arange(9) >= padding).long()
-        if model.config.is_encoder_decoder:
-            mask = mask.flip(-1)
-        texts = {"input_ids": ids * mask, "attention_mask": mask}
-        calls.append(Call(f"batch {batch}", texts | needed(model, batch)))
-    return calls
-
-
-def sound_inputs(model: Any, batch: int) -> dict[str, Tensor]:
-    """Return random sound with padding on the right: samples, or the features of frames."""
-    name, config = model.main_input_name, model.config
-    if name != "input_features":
-        mask = torch.arange(4000) < 4000 - 1000 * torch.arange(batch)[:, None]
-        return {"input_values": torch.randn(batch, 4000) * mask, "attention_mask": mask.long()}
-    config = getattr(config, "encoder_config", config)
-    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-        return {name: torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)}
-    width = getattr(config, "input_feat_per_channel", None) or config.num_mel_bins
-    mask = torch.arange(40) < 40 - 8 * torch.arange(batch)[:, None]
-    return {name: torch.randn(batch, 40, width), "attention_mask": mask.long()}
-
-
-def calls_of(model: Any, model_type: str) -> list[Call]:
-    """Return the calls of a type."""
-    calls = text_calls(model, model_type)
-    if model_type in IMAGES and hasattr(model.config, "vision_config"):
-        calls.append(Call("image", image_inputs(model, model_type)))
-    return calls
-
-
-def generate(model: Any, call: Call, tokens: int) -> Tensor:
-    """Return the text that greedy generate gives for a call."""
-    text = _generated(model, call, tokens)
-    return text if isinstance(text, Tensor) else text.sequences
-
-
-def _generated(model: Any, call: Call, tokens: int, **kwargs: Any) -> Any:
-    torch.manual_seed(3)  # some models draw numbers in their forward
-    greedy = {"do_sample": False, "num_beams": 1}  # a config may ask for beams
-    return model.generate(**call.inputs, max_new_tokens=tokens, **greedy, **kwargs)
-
-
 # -- one type --------------------------------------------------------------------------------------
 
 
@@ -224,41 +160,63 @@ def survey(model_type: str, head: str, tokens: int, drafts: int = 0) -> Row:
     try:
         model = build(model_type, head)
         row["params"] = _parameters(model)
-        calls, wanted, row["not_run"] = _stock_texts(model, model_type, tokens)
+        cases, row["not_run"] = _stock_cases(model, model_type, tokens)
     except Exception as error:  # whatever a model of another project raises
         return row | {"unbuilt": _described(error)}
     try:
-        return row | _compared(model, calls, wanted, tokens, drafts)
+        return row | _compared(model, cases, tokens, drafts)
     except Exception as error:  # an error of ours is a result
         return row | {"error": _described(error)}
 
 
-def _stock_texts(
-    model: Any, model_type: str, tokens: int
-) -> tuple[list[Call], list[Tensor], dict[str, str]]:
-    """Return the calls that stock can run, their texts, and why stock cannot run the others."""
-    calls, wanted, not_run = [], [], {}
+@dataclass
+class _Case:
+    """A call, with what stock returns for it.
+
+    Attributes:
+        call: The call.
+        stock: What stock returns.
+        more: The text that goes on from stock's cache. None if stock cannot go on.
+        cache: The cache that the optimized model returned.
+    """
+
+    call: Call
+    stock: Returned
+    more: Tensor | None = None
+    cache: Any = field(default=None, init=False)
+
+
+def _stock_cases(model: Any, model_type: str, tokens: int) -> tuple[list[_Case], dict[str, str]]:
+    """Return the calls that stock can run, and why it cannot run the others."""
+    cases, not_run = [], {}
     try:
         planned = calls_of(model, model_type)
     except Exception as error:  # as below
         planned, not_run["image"] = text_calls(model, model_type), _described(error)
     for call in planned:
         try:
-            text = generate(model, call, tokens)
+            stock = stock_returned(model, call, tokens)
         except Exception as error:  # stock may refuse padding, or images
             if call.name == "batch 1":
                 raise
             not_run[call.name] = _described(error)
             continue
-        calls.append(call)
-        wanted.append(text)
-    return calls, wanted, not_run
+        cases.append(_Case(call, stock, _stock_more(model, call, stock)))
+    return cases, not_run
 
 
-def _compared(
-    model: Any, calls: Sequence[Call], wanted: Sequence[Tensor], tokens: int, drafts: int
-) -> Row:
-    """Return what optimize() did, and whether texts are stock's with it and after restore()."""
+def _stock_more(model: Any, call: Call, stock: Returned) -> Tensor | None:
+    """Return the text that goes on from a copy of stock's cache, None if stock cannot go on."""
+    if stock.cache is None:
+        return None
+    try:
+        return continued(model, call, stock.text, copy.deepcopy(stock.cache))
+    except Exception:  # caches that cannot be copied, and models that take none
+        return None
+
+
+def _compared(model: Any, cases: Sequence[_Case], tokens: int, drafts: int) -> Row:
+    """Return what optimize() did, and whether results are stock's with it and after restore()."""
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -268,29 +226,53 @@ def _compared(
         "optimize_seconds": round(time.monotonic() - start, 1),
         "warned": [str(w.message) for w in caught if issubclass(w.category, OptimizeWarning)],
         "optimized": hasattr(model, "mirage"),
-        "decode": {},
-        "equal": {},
-        "restored": {},
-    }
-    for call, text in zip(calls, wanted, strict=True):
-        before = _decode_counts(model)
-        texts = [generate(model, call, tokens) for _ in range(2)]
-        row["equal"][call.name] = all(torch.equal(ours, text) for ours in texts)
-        row["decode"][call.name] = dict(_decode_counts(model) - before)
-        if not row["equal"][call.name]:
-            row.setdefault("got", {})[call.name] = [ours.tolist() for ours in texts]
-        if drafts and row["equal"][call.name] and row["optimized"]:
-            row.setdefault("drafts", {})[call.name] = _drafted(model, call, text, tokens, drafts)
+    } | {key: {} for key in ("decode", "equal", "logits", "handed_in", "restored", "handed_out")}
+    for case in cases:
+        _compare_optimized(model, case, row, tokens)
+        name = case.call.name
+        if drafts and row["equal"][name] and row["optimized"]:
+            drafted = _drafted(model, case.call, case.stock.text, tokens, drafts)
+            row.setdefault("drafts", {})[name] = drafted
     if row["optimized"]:
         row |= _report_facts(model)
         mirage_hf.restore(model)
-    for call, text in zip(calls, wanted, strict=True):
-        again = generate(model, call, min(tokens, FEW_TOKENS))[:, :-1]  # the last may be forced
-        row["restored"][call.name] = torch.equal(again, text[:, : again.shape[1]])
-        if not row["equal"][call.name]:
-            row.setdefault("wanted", {})[call.name] = text.tolist()
-            row.setdefault("margin", {})[call.name] = _margins(model, call, tokens)
+    for case in cases:
+        _compare_restored(model, case, row, tokens)
     return row
+
+
+def _compare_optimized(model: Any, case: _Case, row: Row, tokens: int) -> None:
+    """Add to a row whether texts and logits of the optimized model are stock's."""
+    call, stock = case.call, case.stock
+    before = _decode_counts(model)
+    texts = [text_of(model, call, tokens)]
+    if stock.logits is None:
+        texts.append(text_of(model, call, tokens))
+    else:
+        ours = returned(model, call, tokens)
+        texts.append(ours.text)
+        row["logits"][call.name] = logits_difference(ours.logits or (), stock.logits)
+        case.cache = ours.cache
+    row["decode"][call.name] = dict(_decode_counts(model) - before)
+    row["equal"][call.name] = all(torch.equal(text, stock.text) for text in texts)
+    if not row["equal"][call.name]:
+        row.setdefault("got", {})[call.name] = [text.tolist() for text in texts]
+    elif case.more is not None:
+        more = continued(model, call, stock.text, stock.cache)
+        row["handed_in"][call.name] = torch.equal(more, case.more)
+
+
+def _compare_restored(model: Any, case: _Case, row: Row, tokens: int) -> None:
+    """Add to a row whether texts of the restored model are stock's."""
+    call, text = case.call, case.stock.text
+    again = text_of(model, call, min(tokens, FEW_TOKENS))[:, :-1]  # the last may be forced
+    row["restored"][call.name] = torch.equal(again, text[:, : again.shape[1]])
+    if not row["equal"][call.name]:
+        row.setdefault("wanted", {})[call.name] = text.tolist()
+        row.setdefault("margin", {})[call.name] = _margins(case.stock)
+    elif case.more is not None:
+        more = continued(model, call, text, case.cache)
+        row["handed_out"][call.name] = torch.equal(more, case.more)
 
 
 def _drafted(model: Any, call: Call, text: Tensor, tokens: int, drafts: int) -> Row:
@@ -301,7 +283,7 @@ def _drafted(model: Any, call: Call, text: Tensor, tokens: int, drafts: int) -> 
     before = _decode_counts(model)
     try:
         with drafting(script, call.name):
-            ours = _generated(model, call, tokens, prompt_lookup_num_tokens=drafts)
+            ours = text_of(model, call, tokens, prompt_lookup_num_tokens=drafts)
     except Exception as error:  # stock, which serves what we do not cover, may refuse drafts
         with contextlib.suppress(type(error)):
             lookup = {"max_new_tokens": tokens, "prompt_lookup_num_tokens": drafts}
@@ -309,7 +291,6 @@ def _drafted(model: Any, call: Call, text: Tensor, tokens: int, drafts: int) -> 
             raise
         decode = dict(_decode_counts(model) - before)
         return {"equal": True, "decode": decode, "error": _described(error)}
-    ours = ours if isinstance(ours, Tensor) else ours.sequences
     decode = dict(_decode_counts(model) - before)
     is_stocks = any(what.startswith("stock: ") for what in decode)  # which may be wrong (RoFormer)
     return {"equal": is_stocks or torch.equal(ours, text), "decode": decode}
@@ -332,14 +313,10 @@ def _report_facts(model: Any) -> Row:
     }
 
 
-def _margins(model: Any, call: Call, tokens: int) -> Any:
+def _margins(stock: Returned) -> list[float]:
     """Return by how much stock's tokens win, for each step: near 0, rounding may change them."""
-    try:
-        out = _generated(model, call, tokens, return_dict_in_generate=True, output_logits=True)
-        best = [logits.float().topk(2).values for logits in out.logits]
-        return [round((b[:, 0] - b[:, 1]).min().item(), 6) for b in best]
-    except Exception as error:  # a generate of the model's own
-        return _described(error)
+    best = [logits.float().topk(2).values for logits in stock.logits or ()]
+    return [round((b[:, 0] - b[:, 1]).min().item(), 6) for b in best]
 
 
 def _described(error: BaseException) -> str:

@@ -7,7 +7,8 @@ The classes are:
 - nothing: nothing was replaced.
 - unbuilt: there is no small config, or stock's generate fails.
 - error: optimize() or generate raised an error, or the type took too long.
-- WRONG TOKENS: a text differs from stock's.
+- WRONG TOKENS: a text differs from stock's, or logits differ by more than rounding. Texts that go
+  on from a cache count too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ Row = dict[str, Any]
 
 #: The classes of types, in the order of the table.
 CLASSES = ("whole steps", "some", "nothing", "unbuilt", "error", "WRONG TOKENS")
+
+#: The most that logits in float32 may differ by, as a share of stock's largest.
+MOST_DIFFERENCE = 1e-5
 
 
 def rows_of(files: Iterable[Path]) -> list[Row]:
@@ -41,14 +45,29 @@ def class_of(row: Row) -> str:
         return "unbuilt"
     if "error" in row:
         return "error"
-    drafted = [call["equal"] for call in row.get("drafts", {}).values()]
-    if not all((*row["equal"].values(), *row["restored"].values(), *drafted)):
+    if _what_differs(row):
         return "WRONG TOKENS"
     if not row["optimized"]:
         return "nothing"
     counts = _text_counts(row)
     whole = "step: all by kernels" in counts or "step: traced" in counts
     return "whole steps" if whole and not any(c.startswith("stock:") for c in counts) else "some"
+
+
+def _what_differs(row: Row) -> str:
+    """Return which results differ from stock's, "" if none does."""
+    checks = {
+        "": row["equal"],
+        "with drafts ": {n: call["equal"] for n, call in row.get("drafts", {}).items()},
+        "by logits ": {n: d <= MOST_DIFFERENCE for n, d in row.get("logits", {}).items()},
+        "after stock's cache ": row.get("handed_in", {}),
+        "after restore ": row["restored"],
+        "after restore with the returned cache ": row.get("handed_out", {}),
+    }
+    wrong = {
+        how: [name for name, equal in calls.items() if not equal] for how, calls in checks.items()
+    }
+    return "; ".join(f"{how}in {', '.join(names)}" for how, names in wrong.items() if names)
 
 
 def _text_counts(row: Row) -> list[str]:
@@ -69,7 +88,22 @@ def table(rows: Iterable[Row]) -> str:
             lines += [f"  {row['type']}: {reason_of(row)}" for row in members]
         elif members:
             lines.append("  " + " ".join(row["type"] for row in members))
-    return "\n".join([*lines, *_drafts_table(by_class["whole steps"])])
+    compared = [row for name in CLASSES[:3] for row in by_class[name]]
+    return "\n".join([*lines, *_comparisons(compared), *_drafts_table(by_class["whole steps"])])
+
+
+def _comparisons(rows: Sequence[Row]) -> list[str]:
+    """Return how far the logits of some rows are from stock's, and how many texts went on."""
+    differences = [d for row in rows for d in row.get("logits", {}).values()]
+    if not differences:
+        return []
+    handed = [
+        sum(len(row[key]) for row in rows if key in row) for key in ("handed_in", "handed_out")
+    ]
+    return [
+        f"logits: {len(differences)} calls, at most {max(differences):.1e} of stock's largest",
+        f"caches: {handed[0]} handed in, {handed[1]} handed out",
+    ]
 
 
 def _drafts_table(rows: Iterable[Row]) -> list[str]:
@@ -115,15 +149,7 @@ def reason_of(row: Row) -> str:
     if kind in ("unbuilt", "error"):
         return str(row[kind])
     if kind == "WRONG TOKENS":
-        after = [name for name, equal in row["restored"].items() if not equal]
-        calls = [name for name, equal in row["equal"].items() if not equal]
-        calls += [
-            f"{name} with drafts"
-            for name, call in row.get("drafts", {}).items()
-            if not call["equal"]
-        ]
-        parts = [f"in {', '.join(calls)}"] if calls else []
-        return "; ".join(parts + ([f"after restore in {', '.join(after)}"] if after else []))
+        return _what_differs(row)
     if kind == "whole steps":
         return ""
     for start in ("stock: ", "step: "):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mirage_hf.api import optimize, restore
 from mirage_hf.decode.step_inputs import gives_positions
-from scripts import survey_models
+from scripts import survey_calls, survey_models
 from tests.helpers.step_pairs import steps
 from tests.helpers.tiny_models import same, snapshot
 
@@ -24,8 +24,8 @@ def built(name: str) -> Any:
     return survey_models.build(name, kind)
 
 
-def texts(model: Any, calls: list[survey_models.Call]) -> list[Tensor]:
-    return [survey_models.generate(model, call, 6) for call in calls]
+def texts(model: Any, calls: list[survey_calls.Call]) -> list[Tensor]:
+    return [survey_calls.text_of(model, call, 6) for call in calls]
 
 
 def decoder_of(model: Any, name: str) -> Any:
@@ -42,7 +42,7 @@ def decoder_of(model: Any, name: str) -> Any:
 def test_its_steps_are_traced(name: str, decoder: str) -> None:
     """Seamless chooses a language and calls super(), BLIP-2 gives a module embeddings of images."""
     model = built(name)
-    calls = survey_models.calls_of(model, name)
+    calls = survey_calls.calls_of(model, name)
     before, wanted = snapshot(model), texts(model, calls)
     optimize(model, batch_sizes=(1, 3))
     assert "generate" in decoder_of(model, decoder).__dict__
@@ -60,7 +60,7 @@ def test_a_model_that_counts_positions_from_another_number_is_traced_so() -> Non
     Each pad token has the same position, also among new tokens.
     """
     model = built("kosmos-2")
-    calls = survey_models.text_calls(model, "kosmos-2")
+    calls = survey_calls.text_calls(model, "kosmos-2")
     wanted = texts(model, calls)
     assert not gives_positions(model.text_model)
     optimize(model, batch_sizes=(1, 3))

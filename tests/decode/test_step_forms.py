@@ -14,7 +14,7 @@ from torch import Tensor
 from mirage_hf.api import optimize
 from mirage_hf.decode.step_forms import FORMS, Form
 from mirage_hf.decode.step_inputs import gives_positions
-from scripts import survey_models
+from scripts import survey_calls, survey_models
 from tests.helpers.step_pairs import agree, steps, stocks
 from tests.helpers.thorough import count
 from tests.helpers.tiny_models import twin_of
@@ -63,7 +63,7 @@ def test_tokens_are_stocks_in_the_form_that_fits(name: str) -> None:
     """Calls have one row, and three of unequal lengths."""
     stock, ours = pair(name)
     assert traced(ours) is not None and traced(ours).form == CASES[name]
-    for call in survey_models.text_calls(stock, name):
+    for call in survey_calls.text_calls(stock, name):
         if name == "speecht5/speech":  # padding goes to stock
             call.inputs["attention_mask"].fill_(1)
         agree(stock, ours, {**call.inputs, **GREEDY})
@@ -80,7 +80,7 @@ def test_a_table_of_positions_ends_a_trace() -> None:
 
 def test_a_prompt_of_which_a_model_keeps_only_the_last_token_runs_stock() -> None:
     stock, ours = pair("fsmt/seq2seq")
-    given = {**survey_models.text_calls(stock, "fsmt/seq2seq")[0].inputs, **GREEDY}
+    given = {**survey_calls.text_calls(stock, "fsmt/seq2seq")[0].inputs, **GREEDY}
     given["decoder_input_ids"] = torch.tensor([[2, 9, 11]])
     found = stock.generate(**{**given, "max_new_tokens": 1}, return_dict_in_generate=True)
     keeps_all = found.past_key_values.get_seq_length() > 1  # transformers 5.23 does, 5.17 does not
@@ -112,7 +112,7 @@ def test_positions_that_do_not_grow_by_one_run_stock(monkeypatch: pytest.MonkeyP
         return {**given, "position_ids": 2 * given["position_ids"]}
 
     monkeypatch.setattr(type(stock), "prepare_inputs_for_generation", doubled)
-    (call, _) = survey_models.text_calls(stock, "paligemma")
+    (call, _) = survey_calls.text_calls(stock, "paligemma")
     agree(stock, ours, {**call.inputs, **GREEDY})
     assert stocks(ours) == ["stock: a model whose steps take positions that do not grow by one"]
 
@@ -129,7 +129,7 @@ def test_padding_of_sound_is_hidden(name: str, use: str) -> None:
     """Encoders of sound map the mask of samples to their output, or leave that to the decoder."""
     stock, ours = pair(f"{name}/speech")
     assert traced(ours).mask_use == use
-    call = survey_models.text_calls(stock, f"{name}/speech")[1]
+    call = survey_calls.text_calls(stock, f"{name}/speech")[1]
     agree(stock, ours, {**call.inputs, **GREEDY})
     assert not call.inputs["attention_mask"].all() and bool(stocks(ours)) is (use == "other")
     unpadded: Tensor = torch.ones_like(call.inputs["attention_mask"])

@@ -29,7 +29,7 @@ from mirage_hf.pipeline import resolver
 from mirage_hf.trace import torch_ops
 from mirage_hf.trace.attention import attention_as_one_node
 from mirage_hf.trace.record import record
-from scripts import survey_models
+from scripts import survey_configs, survey_images, survey_models
 from tests.helpers.generate_comparison import assert_same, tiny
 from tests.helpers.step_pairs import (
     CHANGED,
@@ -97,7 +97,7 @@ def prefills(model: Any) -> dict[str, int]:
 
 def text(batch: int = 1, length: int = 9, seed: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, survey_models.SPECIAL_TOKENS, (batch, length), generator=generator)
+    return torch.randint(5, survey_configs.SPECIAL_TOKENS, (batch, length), generator=generator)
 
 
 def padded(batch: int = 3, length: int = 9) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ def test_texts_for_a_model_of_images_share_a_captured_prefill(graphs: list[str])
     stock, ours = pair("qwen3_vl")
     for length in (9, 11, 17):
         agree(stock, ours, {"inputs": text(1, length), **FULL, **GREEDY})
-    inputs = survey_models.image_inputs(stock, "qwen3_vl")
+    inputs = survey_images.image_inputs(stock, "qwen3_vl")
     for _ in range(2):
         agree(stock, ours, {**inputs, **FULL, **GREEDY})
     assert steps(ours) == {"traced": 5} and not stocks(ours)
@@ -285,7 +285,7 @@ def test_a_prefill_that_cannot_be_repeated_is_called(
 )
 def test_images_are_in_the_prompt_only(name: str) -> None:
     stock, ours = shared_pair(name)
-    inputs = survey_models.image_inputs(stock, name)
+    inputs = survey_images.image_inputs(stock, name)
     agree(stock, ours, {**inputs, **FULL, **GREEDY})
     agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
     assert steps(ours) == {"traced": 2}, stocks(ours)
