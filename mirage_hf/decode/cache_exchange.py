@@ -120,8 +120,11 @@ def write_cache(block: CacheBlock, cache: Any, length: int) -> None:
         layer.keys, layer.values = keys.clone(), values.clone()
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
-        if isinstance(layer, INDEXED_LAYERS) and layer.indexer_keys is not None:
-            layer.indexer_keys = block.indexer_keys[n][:, 0, :length].clone()
+        if isinstance(layer, INDEXED_LAYERS) and n in block.indexer_keys:
+            indexer_keys = block.indexer_keys[n][:, 0, :length].clone()
+            if not layer.is_indexer_initialized:
+                layer.lazy_initialization_indexer(indexer_keys)
+            layer.indexer_keys = indexer_keys
 
 
 def _kept_states(

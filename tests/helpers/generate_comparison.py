@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from mirage_hf.decode.cache_layers import states_of
+from mirage_hf.decode.cache_layers import INDEXED_LAYERS, states_of
 from mirage_hf.decode.choosing import draw
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 
@@ -224,7 +224,7 @@ def assert_same(stock: Any, ours: Any, rounding: float = 2e-5) -> None:
 
 
 def assert_same_cache(stock: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
-    """Assert that two caches hold the same keys, values and states, up to rounding.
+    """Assert that two caches hold the same keys, values, states and indexer keys, up to rounding.
 
     `mask` (batch, tokens) is 0 at left padding. No token sees those keys, so they may differ.
     """
@@ -251,7 +251,11 @@ def assert_same_cache(stock: Any, ours: Any, mask: torch.Tensor | None = None) -
             continue
         assert (a.dtype, a.device) == (b.dtype, b.device)
         assert getattr(a, "cumulative_length", None) == getattr(b, "cumulative_length", None)
-        for theirs, mine in ((a.keys, b.keys), (a.values, b.values)):
+        held = [(a.keys, b.keys), (a.values, b.values)]
+        if isinstance(a, INDEXED_LAYERS):
+            assert a.is_indexer_initialized and b.is_indexer_initialized
+            held.append((a.indexer_keys[:, None], b.indexer_keys[:, None]))
+        for theirs, mine in held:
             if mask is not None:
                 length = a.get_seq_length()
                 seen = torch.nn.functional.pad(mask != 0, (0, length), value=True).to(mine.device)
