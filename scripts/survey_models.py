@@ -246,13 +246,14 @@ def _compare_optimized(model: Any, case: _Case, row: Row, tokens: int) -> None:
     call, stock = case.call, case.stock
     before = _decode_counts(model)
     texts = [text_of(model, call, tokens)]
-    if stock.logits is None:
+    if stock.logits is None and stock.cache is None:
         texts.append(text_of(model, call, tokens))
     else:
         ours = returned(model, call, tokens)
         texts.append(ours.text)
-        row["logits"][call.name] = logits_difference(ours.logits or (), stock.logits)
         case.cache = ours.cache
+        if stock.logits is not None:
+            row["logits"][call.name] = logits_difference(ours.logits or (), stock.logits)
     row["decode"][call.name] = dict(_decode_counts(model) - before)
     row["equal"][call.name] = all(torch.equal(text, stock.text) for text in texts)
     if not row["equal"][call.name]:
@@ -271,8 +272,9 @@ def _compare_restored(model: Any, case: _Case, row: Row, tokens: int) -> None:
         row.setdefault("wanted", {})[call.name] = text.tolist()
         row.setdefault("margin", {})[call.name] = _margins(case.stock)
     elif case.more is not None:
-        more = continued(model, call, text, case.cache)
-        row["handed_out"][call.name] = torch.equal(more, case.more)
+        row["handed_out"][call.name] = case.cache is not None and torch.equal(
+            continued(model, call, text, case.cache), case.more
+        )
 
 
 def _drafted(model: Any, call: Call, text: Tensor, tokens: int, drafts: int) -> Row:
