@@ -121,12 +121,12 @@ def returned(model: Any, call: Call, tokens: int) -> Returned:
     return Returned(out.sequences, out.logits, out.get("past_key_values"))
 
 
-def stock_returned(model: Any, call: Call, tokens: int) -> Returned:
-    """Return what stock's generate gives: the text alone if it refuses to return more."""
+def stock_returned(model: Any, call: Call, text: Tensor, tokens: int) -> Returned:
+    """Return what stock's generate returns: `text` alone if it refuses to return more."""
     try:
         return returned(model, call, tokens)
     except Exception:  # a generate of the model's own
-        return Returned(text_of(model, call, tokens))
+        return Returned(text)
 
 
 def continued(model: Any, call: Call, text: Tensor, cache: Any) -> Tensor:

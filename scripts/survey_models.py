@@ -175,12 +175,14 @@ class _Case:
 
     Attributes:
         call: The call.
-        stock: What stock returns.
+        text: Stock's text.
+        stock: What stock returns if it is asked for more than the text.
         more: The text that goes on from stock's cache. None if stock cannot go on.
         cache: The cache that the optimized model returned.
     """
 
     call: Call
+    text: Tensor
     stock: Returned
     more: Tensor | None = None
     cache: Any = field(default=None, init=False)
@@ -195,13 +197,14 @@ def _stock_cases(model: Any, model_type: str, tokens: int) -> tuple[list[_Case],
         planned, not_run["image"] = text_calls(model, model_type), _described(error)
     for call in planned:
         try:
-            stock = stock_returned(model, call, tokens)
+            text = text_of(model, call, tokens)
+            stock = stock_returned(model, call, text, tokens)
         except Exception as error:  # stock may refuse padding, or images
             if call.name == "batch 1":
                 raise
             not_run[call.name] = _described(error)
             continue
-        cases.append(_Case(call, stock, _stock_more(model, call, stock)))
+        cases.append(_Case(call, text, stock, _stock_more(model, call, stock)))
     return cases, not_run
 
 
@@ -231,7 +234,7 @@ def _compared(model: Any, cases: Sequence[_Case], tokens: int, drafts: int) -> R
         _compare_optimized(model, case, row, tokens)
         name = case.call.name
         if drafts and row["equal"][name] and row["optimized"]:
-            drafted = _drafted(model, case.call, case.stock.text, tokens, drafts)
+            drafted = _drafted(model, case.call, case.text, tokens, drafts)
             row.setdefault("drafts", {})[name] = drafted
     if row["optimized"]:
         row |= _report_facts(model)
@@ -245,19 +248,19 @@ def _compare_optimized(model: Any, case: _Case, row: Row, tokens: int) -> None:
     """Add to a row whether texts and logits of the optimized model are stock's."""
     call, stock = case.call, case.stock
     before = _decode_counts(model)
-    texts = [text_of(model, call, tokens)]
+    texts = [(text_of(model, call, tokens), case.text)]
     if stock.logits is None and stock.cache is None:
-        texts.append(text_of(model, call, tokens))
+        texts.append((text_of(model, call, tokens), case.text))
     else:
-        ours = returned(model, call, tokens)
-        texts.append(ours.text)
+        ours = returned(model, call, tokens)  # with Whisper's own text in another form
+        texts.append((ours.text, stock.text))
         case.cache = ours.cache
         if stock.logits is not None:
             row["logits"][call.name] = logits_difference(ours.logits or (), stock.logits)
     row["decode"][call.name] = dict(_decode_counts(model) - before)
-    row["equal"][call.name] = all(torch.equal(text, stock.text) for text in texts)
+    row["equal"][call.name] = all(torch.equal(mine, theirs) for mine, theirs in texts)
     if not row["equal"][call.name]:
-        row.setdefault("got", {})[call.name] = [text.tolist() for text in texts]
+        row.setdefault("got", {})[call.name] = [mine.tolist() for mine, _ in texts]
     elif case.more is not None:
         more = continued(model, call, stock.text, stock.cache)
         row["handed_in"][call.name] = torch.equal(more, case.more)
@@ -265,7 +268,7 @@ def _compare_optimized(model: Any, case: _Case, row: Row, tokens: int) -> None:
 
 def _compare_restored(model: Any, case: _Case, row: Row, tokens: int) -> None:
     """Add to a row whether texts of the restored model are stock's."""
-    call, text = case.call, case.stock.text
+    call, text = case.call, case.text
     again = text_of(model, call, min(tokens, FEW_TOKENS))[:, :-1]  # the last may be forced
     row["restored"][call.name] = torch.equal(again, text[:, : again.shape[1]])
     if not row["equal"][call.name]:
@@ -273,7 +276,7 @@ def _compare_restored(model: Any, case: _Case, row: Row, tokens: int) -> None:
         row.setdefault("margin", {})[call.name] = _margins(case.stock)
     elif case.more is not None:
         row["handed_out"][call.name] = case.cache is not None and torch.equal(
-            continued(model, call, text, case.cache), case.more
+            continued(model, call, case.stock.text, case.cache), case.more
         )
 
 

@@ -247,6 +247,9 @@ def _prefill_by_forward(session: Session) -> Tensor:
                 outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
         except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
             raise NotCoveredError("a forward that runs a layer twice") from None
+        # the length of a cache that holds only states is not known
+        if is_stocks and plan.prompt.past < _known_tokens(cache) < plan.prompt.length:
+            raise NotCoveredError("a model that keeps only the last token of a prompt")
         if plan.stock_prefill:
             traced = session.runner.traced
             assert traced is not None
@@ -267,14 +270,18 @@ def _prefill_by_forward(session: Session) -> Tensor:
             plan.source.store(block, cache)
     length = plan.prompt.length
     if is_stocks:
-        if held_tokens(cache) == 1 < length:
-            raise NotCoveredError("a model that keeps only the last token of a prompt")
         read_cache(block, cache, length)
     session.slot = session.cached = length
     # padded rows fill all of a ring
     block.clear_from(length, rings_full=plan.prompt.lowest is not None)
     block.set_logits(outputs.logits[:, -1])
     return position
+
+
+def _known_tokens(cache: Any) -> int:
+    """Return how many tokens one of stock's caches holds, 0 if that is unknown."""
+    held = held_tokens(cache)
+    return held if isinstance(held, int) else 0
 
 
 # -- the tokens ------------------------------------------------------------------------------------

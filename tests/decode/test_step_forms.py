@@ -5,6 +5,7 @@ Kernels run their programs op by op here, so that no search is needed.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mirage_hf.api import optimize
 from mirage_hf.decode.step_forms import FORMS, Form
 from mirage_hf.decode.step_inputs import gives_positions
 from scripts import survey_calls, survey_models
+from tests.helpers.generate_comparison import FULL
 from tests.helpers.step_pairs import agree, steps, stocks
 from tests.helpers.thorough import count
 from tests.helpers.tiny_models import twin_of
@@ -87,6 +89,10 @@ def test_a_prompt_of_which_a_model_keeps_only_the_last_token_runs_stock() -> Non
     agree(stock, ours, given)
     why = "stock: a model that keeps only the last token of a prompt"
     assert stocks(ours) == ([] if keeps_all else [why])
+    cache = found.past_key_values
+    given["decoder_input_ids"] = found.sequences
+    agree(stock, ours, lambda: {**given, **FULL, "past_key_values": copy.deepcopy(cache)})
+    assert stocks(ours) == ([] if keeps_all else [why])
 
 
 def test_layers_share_no_slots_if_their_order_counts() -> None:
@@ -123,6 +129,7 @@ def test_positions_that_do_not_grow_by_one_run_stock(monkeypatch: pytest.MonkeyP
         ("moonshine", "output"),
         pytest.param("canary", "output", marks=pytest.mark.thorough),
         ("speech-encoder-decoder", "other"),
+        ("speech_to_text", "other"),
     ],
 )
 def test_padding_of_sound_is_hidden(name: str, use: str) -> None:
@@ -130,8 +137,8 @@ def test_padding_of_sound_is_hidden(name: str, use: str) -> None:
     stock, ours = pair(f"{name}/speech")
     assert traced(ours).mask_use == use
     call = survey_calls.text_calls(stock, f"{name}/speech")[1]
-    agree(stock, ours, {**call.inputs, **GREEDY})
+    agree(stock, ours, {**call.inputs, **GREEDY, **FULL})
     assert not call.inputs["attention_mask"].all() and bool(stocks(ours)) is (use == "other")
     unpadded: Tensor = torch.ones_like(call.inputs["attention_mask"])
-    agree(stock, ours, {**call.inputs, "attention_mask": unpadded, **GREEDY})
+    agree(stock, ours, {**call.inputs, "attention_mask": unpadded, **GREEDY, **FULL})
     assert "traced" in steps(ours)
