@@ -65,16 +65,16 @@ class PromptPlan:
             NotCoveredError: The pool cannot serve this prompt.
         """
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        tokens = input_ids.shape[1]
+        text_length = mask.shape[1] if mask is not None else mask_length
+        # as in HF's _prefill: input_ids hold the whole text, or only what the cache does not have
+        length = tokens if text_length == tokens else past + tokens
         if positions is None and counts_itself:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + past
+            positions = torch.arange(length - tokens, length, device=input_ids.device)[None]
         if positions is not None and positions.ndim == 3:
             return cls._of_axes(input_ids, past, mask_length, kwargs)
         _check_sizes(input_ids, mask, positions)
         assert positions is not None
-        text_length = mask.shape[1] if mask is not None else mask_length
-        tokens = input_ids.shape[1]
-        # as in HF's _prefill: input_ids hold the whole text, or only what the cache does not have
-        length = tokens if text_length == tokens else past + tokens
         if length <= past:
             raise NotCoveredError("a cache as long as the prompt")
         if past == 0 and _is_plain(mask, positions, length):
