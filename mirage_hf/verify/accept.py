@@ -16,6 +16,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.regroup import regrouped
 from mirage_hf.search.search_journal import RankedUGraph
 from mirage_hf.search.search_report import RejectedCandidate
+from mirage_hf.verify.divisors import new_divisor
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.interface import interface_differs
 from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
@@ -135,7 +136,7 @@ def accept(
             break
         # A µGraph of a checkpoint may have been edited.
         differs = interface_differs(r.ugraph.program, r.ugraph.kernels)
-        verdict = differs or prove(r.ugraph, seed=seed)
+        verdict = differs or new_divisor(r.ugraph) or prove(r.ugraph, seed=seed)
         if isinstance(verdict, Accepted):
             candidate = _check_rounding(r.ugraph, verdict, r.cost_us, checks)
             if isinstance(candidate, Rejected):
@@ -235,8 +236,8 @@ def examine(
         seed: Seed of the proof's random inputs.
         checks: Keeps references of numeric checks, so that µGraphs of one program share them.
     """
-    if differs := interface_differs(ugraph.program, ugraph.kernels):
-        return differs
+    if why := interface_differs(ugraph.program, ugraph.kernels) or new_divisor(ugraph):
+        return why
     proof = prove(ugraph, seed=seed)
     if isinstance(proof, Rejected):
         return proof
