@@ -120,13 +120,17 @@ def search_and_verify(
 
 
 def _computing_ops(graph: KernelGraph) -> int:
-    """Return how many ops a search has to place. Casts and joins of constants are loads to it."""
-    read = {t.index for t in graph.inputs if t.constant}
+    """Return how many ops a search has to place, without those on constants alone.
+
+    Casts and joins of constants are loads to it. What else decodes a constant has one place: where
+    the weight is used. An index that chooses from a constant does not count as an operand.
+    """
+    constants = {t.index for t in graph.inputs if t.constant}
     count = 0
     for op in graph.ops:
-        operands = {x.index for x in op.inputs if isinstance(x, DTensor)}
-        if op.name in ("cast", "concat") and operands <= read:
-            read |= {t.index for t in op.outputs}
+        operands = op.inputs[:1] if op.name == "take" else op.inputs
+        if {x.index for x in operands if isinstance(x, DTensor)} <= constants:
+            constants |= {t.index for t in op.outputs}
         else:
             count += 1
     return count
