@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
+from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.layers.rope import Rope, in_order, rotary_kinds, rotary_rows
-from mirage_hf.layers.stand_in import MlpStandIn
+from mirage_hf.layers.stand_in import MlpStandIn, stand_in
 from mirage_hf.layers.torch_kernels import torch_kernels
 from mirage_hf.match.layer_calls import distance
 from mirage_hf.match.matches import Match
@@ -153,9 +154,10 @@ def make_mlp_stand_in(probes: Probes, mlp: Any, norm: Any) -> MlpStandIn | Rejec
         weight = norm.weight
         # Routers and norms may be kept in float32 while the rest is in half precision.
         dtypes = list(dict.fromkeys((weight.dtype, *(p.dtype for p in mlp.parameters()))))
+        runnable = _without_coded_experts(mlp)
         for dtype in dtypes:
             try:
-                y = mlp.forward(weight.new_zeros(1, 1, weight.shape[0], dtype=dtype))
+                y = runnable.forward(weight.new_zeros(1, 1, weight.shape[0], dtype=dtype))
             except RuntimeError:
                 if dtype is dtypes[-1]:
                     raise
@@ -164,6 +166,19 @@ def make_mlp_stand_in(probes: Probes, mlp: Any, norm: Any) -> MlpStandIn | Rejec
         return MlpStandIn(returns_tuple=isinstance(y, tuple)).eval()  # type: ignore[return-value]
 
     return probes.once(("passing", kind_of(mlp)), probe)
+
+
+def _without_coded_experts(mlp: Any) -> Any:
+    """Return an MLP whose experts in codes give zeros: their library's kernels may be missing."""
+    coded = [
+        n for n, child in mlp.named_children() if isinstance(coded_experts(child), CodedExperts)
+    ]
+    if not coded:
+        return mlp
+    other = stand_in(mlp, dict.fromkeys(coded, lambda x, *_: torch.zeros_like(x)))
+    if replaced_forward(mlp):
+        del other.__dict__["forward"]
+    return other
 
 
 def probe_module(probes: Probes, candidate: Match) -> Rejected | None:

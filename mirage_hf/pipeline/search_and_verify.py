@@ -95,13 +95,17 @@ def search_and_verify(
     lowered = lower(searched)
     reason = lowered.reason if isinstance(lowered, Rejected) else ""
     most_ops = MAX_WHOLE_OPS_WITH_APPENDS if appends else MAX_WHOLE_OPS
-    if (reason or _computing_ops(searched) > most_ops) and not options.roles:
+
+    def by_windows() -> VerifiedCandidates:
         left = options.time_limit - (time.perf_counter() - start)
         of_windows = replace(options, time_limit=max(left, _LEAST_SECONDS))
         candidates, report = search_windows(
             small, of_windows, progress, seed=seed, reason=reason, journal=journal
         )
         return VerifiedCandidates(candidates, report).resized(program)
+
+    if (reason or _computing_ops(searched) > most_ops) and not options.roles:
+        return by_windows()
     notify = progress or (lambda stage, detail: None)
     ranked, report = search(
         searched, options, lambda counters: notify("search", counters), journal, lowered=lowered
@@ -115,6 +119,8 @@ def search_and_verify(
         seconds=options.time_limit - seconds,
         on_candidate=lambda number, verdict: notify("verify", verdict),
     )
+    if not accepted.candidates and len(searched.ops) > most_ops and not options.roles:
+        return by_windows()  # kernels that decode a constant into memory round as the program does
     report = _with_acceptance(report, accepted, seconds)
     return VerifiedCandidates(accepted.candidates, report).resized(program)
 
