@@ -247,8 +247,7 @@ def _prefill_by_forward(session: Session) -> Tensor:
                 outputs = inputs.model._prefill(inputs.input_ids, inputs.config, kwargs)
         except UpdatedTwiceError:  # raised by our layers, so no cache of the user's was written yet
             raise NotCoveredError("a forward that runs a layer twice") from None
-        # the length of a cache that holds only states is not known
-        if is_stocks and plan.prompt.past < _known_tokens(cache) < plan.prompt.length:
+        if is_stocks and 0 < _known_tokens(cache) < plan.prompt.length:
             raise NotCoveredError("a model that keeps only the last token of a prompt")
         if plan.stock_prefill:
             traced = session.runner.traced
@@ -279,7 +278,7 @@ def _prefill_by_forward(session: Session) -> Tensor:
 
 
 def _known_tokens(cache: Any) -> int:
-    """Return how many tokens one of stock's caches holds, 0 if that is unknown."""
+    """Return how many tokens one of stock's caches holds, 0 if that is unknown, as with states."""
     held = held_tokens(cache)
     return held if isinstance(held, int) else 0
 

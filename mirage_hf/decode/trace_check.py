@@ -42,8 +42,8 @@ _PERTURBATIONS = 2
 _SLACK = 2
 #: The row may differ by no more than this share of its largest logit.
 _MOST = 0.75
-#: A mask hides slots of an encoder's output if logits are near to those without these slots: within
-#: this share of what the mask changes.
+#: A mask hides slots of an encoder's output if logits with it are those of the output without these
+#: slots. They may differ by this share of what the mask changes.
 _NEAR = 0.25
 #: Samples or frames of sound for each slot of an encoder's output, in known models and between.
 _SAMPLES = (2, 4, 8, 80, 160, 320, 640, 1280)
@@ -404,8 +404,9 @@ def _mask_use(model: Any) -> MaskUse:
         return "ignores"  # it takes no such mask
     ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
-    source = _random_source(model, 1, 6, torch.Generator().manual_seed(0), "hides")
-    assert source is not None and source.seen is not None
+    source = _random_source(model, 1, 6, torch.Generator().manual_seed(0), "ignores")
+    assert source is not None
+    half = (torch.arange(6, device=model.device) < 3).long()[None]
 
     def logits(seen: Tensor | None, of_output: Tensor | None = None, length: int = 6) -> Tensor:
         states = source.states[:, :length]
@@ -415,21 +416,21 @@ def _mask_use(model: Any) -> MaskUse:
             return model(**arguments, use_cache=False).logits  # type: ignore[no-any-return]
 
     try:
-        whole, hidden = logits(None), logits(source.seen)
+        whole, hidden = logits(None), logits(half)
         if not torch.equal(whole, hidden):
             # a model that maps samples to slots takes these slots for samples, and hides others
-            shorter = logits(None, length=int(source.seen.sum()))
-            by_hiding, beyond = ((hidden - x).abs().max() for x in (whole, shorter))
-            return "hides" if beyond <= _NEAR * by_hiding else "other"
+            shorter = logits(None, length=3)
+            effect, distance = ((hidden - x).abs().max() for x in (whole, shorter))
+            return "hides" if distance <= _NEAR * effect else "other"
     except Exception as error:  # stock's forward may raise anything
         raise TraceError(f"its decoder raised {described(error)}") from None
     with contextlib.suppress(Exception):  # as above: the model takes no mask there
-        if not torch.equal(whole, logits(None, source.seen)):
+        if not torch.equal(whole, logits(None, half)):
             return "output"
     # encoders of sound have several samples for one slot of their output, and may map the mask
     for samples in _SAMPLES:
-        half = torch.arange(6 * samples, device=model.device)[None] < 3 * samples
+        samples_of_half = torch.arange(6 * samples, device=model.device)[None] < 3 * samples
         with contextlib.suppress(Exception):  # as above: the model takes no mask of this length
-            if not torch.equal(whole, logits(half.long())):
+            if not torch.equal(whole, logits(samples_of_half.long())):
                 return "other"
     return "ignores"

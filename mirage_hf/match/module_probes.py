@@ -175,7 +175,7 @@ def _without_coded_experts(mlp: Any) -> Any:
     ]
     if not coded:
         return mlp
-    other = stand_in(mlp, dict.fromkeys(coded, lambda x, *_: torch.zeros_like(x)))
+    other = stand_in(mlp, dict.fromkeys(coded, lambda x, *_, **__: torch.zeros_like(x)))
     if replaced_forward(mlp):
         del other.__dict__["forward"]
     return other

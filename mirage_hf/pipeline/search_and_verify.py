@@ -10,12 +10,13 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops import table
 from mirage_hf.pipeline.windows import ProgressCallback, search_windows
 from mirage_hf.search.engine import search
 from mirage_hf.search.lowering import lower
 from mirage_hf.search.search_journal import RankedUGraph, SearchJournal
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.search.search_report import SearchReport
+from mirage_hf.search.search_report import SearchReport, StopReason
 from mirage_hf.search.split_appends import SplitAppends, split_appends
 from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
 
@@ -71,8 +72,9 @@ def search_and_verify(
 ) -> VerifiedCandidates:
     """Search `program` and keep the candidates that are proven and whose rounding is accepted.
 
-    A program is searched window by window if it has more than `MAX_WHOLE_OPS` ops, or ops that the
-    search cannot lower (see `windows.search_windows`). `options.max_kernels` then limits each
+    A program is searched window by window (`windows.search_windows`) if it has ops that the search
+    cannot lower, or more than `MAX_WHOLE_OPS` that do not just decode weights. So is one with more
+    ops in all if no result of the whole search is accepted. `options.max_kernels` then limits each
     window. Options with `roles` name axes of the whole program, so such a search is never split.
 
     Args:
@@ -96,19 +98,15 @@ def search_and_verify(
     reason = lowered.reason if isinstance(lowered, Rejected) else ""
     most_ops = MAX_WHOLE_OPS_WITH_APPENDS if appends else MAX_WHOLE_OPS
 
-    def by_windows() -> VerifiedCandidates:
-        left = options.time_limit - (time.perf_counter() - start)
-        of_windows = replace(options, time_limit=max(left, _LEAST_SECONDS))
-        candidates, report = search_windows(
-            small, of_windows, progress, seed=seed, reason=reason, journal=journal
-        )
-        return VerifiedCandidates(candidates, report).resized(program)
-
-    if (reason or _computing_ops(searched) > most_ops) and not options.roles:
-        return by_windows()
+    may_split = not options.roles
+    if may_split and (reason or _computing_ops(searched) > most_ops):
+        return _by_windows(small, program, options, start, progress, seed, reason, journal)
+    # a program of many ops may still need windows
+    has_many_ops = may_split and len(searched.ops) > most_ops
+    whole = replace(options, time_limit=options.time_limit / 2) if has_many_ops else options
     notify = progress or (lambda stage, detail: None)
     ranked, report = search(
-        searched, options, lambda counters: notify("search", counters), journal, lowered=lowered
+        searched, whole, lambda counters: notify("search", counters), journal, lowered=lowered
     )
     ranked = [_of_program(r, appends, None if small is large else small) for r in ranked]
     seconds = time.perf_counter() - start
@@ -116,26 +114,50 @@ def search_and_verify(
         ranked,
         keep=keep,
         seed=seed,
-        seconds=options.time_limit - seconds,
+        seconds=whole.time_limit - seconds,
         on_candidate=lambda number, verdict: notify("verify", verdict),
     )
-    if not accepted.candidates and len(searched.ops) > most_ops and not options.roles:
-        return by_windows()  # kernels that decode a constant into memory round as the program does
+    was_interrupted = report.stop is StopReason.INTERRUPTED
+    if has_many_ops and not accepted.candidates and not was_interrupted:
+        # windows may decode weights into memory, which rounds as the program does
+        why = accepted.rejected[0].reason if accepted.rejected else "it found none"
+        reason = f"no result of the whole search was accepted: {why}"
+        return _by_windows(small, program, options, start, progress, seed, reason, journal)
     report = _with_acceptance(report, accepted, seconds)
     return VerifiedCandidates(accepted.candidates, report).resized(program)
 
 
-def _computing_ops(graph: KernelGraph) -> int:
-    """Return how many ops a search has to place, without those on constants alone.
+def _by_windows(
+    small: KernelGraph,
+    program: KernelGraph,
+    options: SearchOptions,
+    start: float,
+    progress: ProgressCallback | None,
+    seed: int,
+    reason: str,
+    journal: SearchJournal | None,
+) -> VerifiedCandidates:
+    """Search a program window by window in the time that is left. `reason` says why."""
+    left = options.time_limit - (time.perf_counter() - start)
+    of_windows = replace(options, time_limit=max(left, _LEAST_SECONDS))
+    candidates, report = search_windows(
+        small, of_windows, progress, seed=seed, reason=reason, journal=journal
+    )
+    return VerifiedCandidates(candidates, report).resized(program)
 
-    Casts and joins of constants are loads to it. What else decodes a constant has one place: where
-    the weight is used. An index that chooses from a constant does not count as an operand.
+
+def _computing_ops(graph: KernelGraph) -> int:
+    """Return how many ops a search has to place, without those that decode weights.
+
+    These are elementwise and layout ops on constants, and on what an index chooses from constants.
+    A kernel computes them where it uses the weight.
     """
     constants = {t.index for t in graph.inputs if t.constant}
     count = 0
     for op in graph.ops:
         operands = op.inputs[:1] if op.name == "take" else op.inputs
-        if {x.index for x in operands if isinstance(x, DTensor)} <= constants:
+        sums = table.lookup(op.name).kind in ("contract", "reduce", "composite")
+        if not sums and {x.index for x in operands if isinstance(x, DTensor)} <= constants:
             constants |= {t.index for t in op.outputs}
         else:
             count += 1

@@ -1,14 +1,18 @@
-"""Find kernels that divide by something that the program does not divide by.
+"""Find kernels that divide by something that may be 0, where the program does not.
 
 Proofs draw numbers at random, so no divisor is ever 0, or near it. A kernel that computes s·(x + y)
 as (x + y) / x · (s·x) is proven equal. But it is wrong where x is 0, and far off where x is small.
-So a kernel may divide only by what is never negative, such as a sum of exponentials or a root. That
-is 0 only if all of its terms are. A program may divide by anything, and its kernels then, too.
+
+So a kernel may divide by what is always positive, such as a sum of exponentials or a root. It may
+divide by what is never negative, such as a masked sum, if the program divides by such a value, too.
+If the program divides by anything else, its kernels may divide by anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.block import BlockGraph
@@ -16,85 +20,120 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.expand import expand
 
+
+class Sign(IntEnum):
+    """What is known of the sign of a value. A larger one says more."""
+
+    UNKNOWN = 0
+    NOT_NEGATIVE = 1
+    POSITIVE = 2
+
+
 #: Ops that divide their first operand by the second.
 _DIVISIONS = ("div", "ratio")
 
-#: Ops whose result is never negative, whatever they read.
-_NEVER_NEGATIVE = frozenset("bits exp relu rsqrt sigmoid softplus sqrt square".split())
+#: Ops whose result counts as positive. A root of 0 is 0, but only a program's own roots are in its
+#: kernels.
+_POSITIVE = frozenset("exp rsqrt sigmoid softplus sqrt".split())
 
-#: Ops whose result is not negative if no operand is, and those if the first operand is not.
-_OF_ALL = frozenset("add concat div matmul min mul ratio".split())
-_OF_FIRST = frozenset(
-    "cast max mean permute pow reduction repeat reshape slice sum take within".split()
-)
+#: Ops whose result is not negative, and positive if all operands are.
+_NOT_NEGATIVE = frozenset("relu square".split())
+
+#: Ops whose result has the sign that is known of all operands.
+_OF_ALL = frozenset("concat div min mul ratio".split())
+
+#: Ops whose result has the sign that is known of the first operand.
+_OF_FIRST = frozenset("cast max mean permute pow reduction repeat reshape slice sum take".split())
 
 
 def new_divisor(ugraph: UGraph) -> Rejected | None:
     """Return why kernels divide by something that may be 0 where the program does not, or None."""
-    found = next(_signed_divisors(ugraph.kernels), None)
-    if found is None or next(_signed_divisors(expand(ugraph.program)), None) is not None:
-        return None
-    return Rejected(f"it divides by {found}, which may be 0, and the program does not")
+    allowed = min((sign for _, sign in _divisors(expand(ugraph.program))), default=Sign.POSITIVE)
+    for name, sign in _divisors(ugraph.kernels):
+        if sign < allowed:
+            return Rejected(f"it divides by {name}, which may be 0, and the program does not")
+    return None
 
 
-def _signed_divisors(graph: KernelGraph) -> Iterator[str]:
-    """Yield the divisors of a graph and of its kernels that may be negative."""
-    signs: dict[str, bool] = {}
+def _divisors(graph: KernelGraph) -> Iterator[tuple[str, Sign]]:
+    """Yield the divisors of a graph and of its kernels, except for numbers, with their signs."""
+    signs: dict[str, Sign] = {}
     for op in graph.ops:
         if op.block is None:
             operands = [_name(x) if isinstance(x, DTensor) else x for x in op.inputs]
-            if op.name in _DIVISIONS and not _is_never_negative(operands[1], signs):
-                yield str(operands[1])
+            if op.name in _DIVISIONS and isinstance(operands[1], str):
+                yield operands[1], signs.get(operands[1], Sign.UNKNOWN)
             for t in op.outputs:
-                signs[_name(t)] = _result_is_never_negative(op.name, operands, signs)
+                signs[_name(t)] = sign_of(op.name, operands, signs, dict(op.attrs))
         else:
-            yield from _signed_divisors_of_block(op, op.block, signs)
+            yield from _divisors_of_block(op, op.block, signs)
 
 
 def _name(t: DTensor) -> str:
     return f"%t{t.index}"
 
 
-def _signed_divisors_of_block(
-    op: KernelOp, block: BlockGraph, signs: dict[str, bool]
-) -> Iterator[str]:
-    """Yield a kernel's divisors that may be negative, and add the signs of its results."""
-    inside: dict[str, bool] = {}
+def _divisors_of_block(
+    op: KernelOp, block: BlockGraph, signs: dict[str, Sign]
+) -> Iterator[tuple[str, Sign]]:
+    """Yield a kernel's divisors, and add the signs of its results."""
+    inside: dict[str, Sign] = {}
     for read in block.inputs:
         sources = [op.inputs[number] for number in read.sources]
-        is_as_stored = read.rotation is None and (read.padding is None or read.padding.value >= 0)
-        inside[read.name] = read.bounds is not None or (
-            is_as_stored
-            and all(isinstance(x, DTensor) and signs.get(_name(x), False) for x in sources)
-        )
+        known = [signs.get(_name(x), Sign.UNKNOWN) for x in sources if isinstance(x, DTensor)]
+        if read.padding is not None:
+            known.append(_of_number(read.padding.value))
+        if read.rotation is not None:
+            known.append(Sign.UNKNOWN)
+        inside[read.name] = Sign.NOT_NEGATIVE if read.bounds is not None else min(known)
     for stage in block.stages:
         for operation in stage.body:
-            if operation.fn in _DIVISIONS and not _is_never_negative(operation.args[1], inside):
-                yield operation.args[1] if isinstance(operation.args[1], str) else "a number"
-            inside[operation.out] = _result_is_never_negative(operation.fn, operation.args, inside)
+            args = operation.args
+            if operation.fn in _DIVISIONS and isinstance(args[1], str):
+                yield args[1], inside[args[1]]
+            inside[operation.out] = sign_of(operation.fn, args, inside, dict(operation.attrs))
         for accumulator in stage.accumulators:
             inside[accumulator.out] = inside[accumulator.arg]
     for t, stored in zip(op.outputs, block.outputs, strict=True):
         signs[_name(t)] = inside[stored.value]
 
 
-def _result_is_never_negative(
-    name: str, operands: Sequence[object], signs: Mapping[str, bool]
-) -> bool:
-    """Return whether the result of an op is known not to be negative."""
-    if name in _NEVER_NEGATIVE:
-        return True
-    known = [_is_never_negative(x, signs) for x in operands]
-    if name == "max" and any(known):
-        return True
+def sign_of(
+    name: str, operands: Sequence[object], signs: Mapping[str, Sign], attrs: Mapping[str, Any]
+) -> Sign:
+    """Return what is known of the sign of an op's result.
+
+    Args:
+        name: The op.
+        operands: Names of values, and numbers.
+        signs: What is known of the values.
+        attrs: The op's attributes.
+    """
+    if name in _POSITIVE:
+        return Sign.POSITIVE
+    if name == "bits":
+        return Sign.NOT_NEGATIVE
+    known = [signs.get(x, Sign.UNKNOWN) if isinstance(x, str) else _of_number(x) for x in operands]
+    lowest = min(known)
+    if name in _NOT_NEGATIVE or (name == "mul" and operands[0] == operands[1]):
+        return max(lowest, Sign.NOT_NEGATIVE)
+    if name == "max" and len(known) > 1:
+        return max(known)
+    if name == "add":  # a positive number and what is not negative
+        return max(known) if lowest else Sign.UNKNOWN
+    if name == "clamp":
+        return max(known[0], _of_number(attrs.get("min")))
     if name == "select":
-        return all(known[1:])
-    if name in ("mul", "matmul") and operands[0] == operands[1]:
-        return True
-    return known[0] if name in _OF_FIRST else name in _OF_ALL and all(known)
+        return min(known[1:])
+    if name in ("matmul", "within"):  # masks, and sums of nothing, may be 0
+        of = lowest if name == "matmul" else known[0]
+        return min(of, Sign.NOT_NEGATIVE)
+    if name in _OF_FIRST:
+        return known[0]
+    return lowest if name in _OF_ALL else Sign.UNKNOWN
 
 
-def _is_never_negative(operand: object, signs: Mapping[str, bool]) -> bool:
-    if isinstance(operand, str):
-        return signs.get(operand, False)
-    return isinstance(operand, (int, float)) and operand >= 0
+def _of_number(x: object) -> Sign:
+    if not isinstance(x, (int, float)) or x < 0:
+        return Sign.UNKNOWN
+    return Sign.POSITIVE if x > 0 else Sign.NOT_NEGATIVE

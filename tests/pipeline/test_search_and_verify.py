@@ -15,6 +15,7 @@ from mirage_hf.search.join import join
 from mirage_hf.search.library_cost import VIEWS
 from mirage_hf.search.lowering import lower
 from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.search.search_report import StopReason
 from mirage_hf.verify.accept import Acceptance
 from tests.helpers import programs
 from tests.helpers.decoder_layers import decoder_layer
@@ -91,5 +92,17 @@ def test_a_program_of_many_ops_is_searched_by_windows_if_no_result_is_accepted(m
     program = gated_mlp_of_q4_k()
     found = search_and_verify.search_and_verify(program, SearchOptions(time_limit=30))
     assert found.candidates and found.candidates[0].ugraph.num_kernels > 1
+    assert found.report.reason.startswith("no result of the whole search was accepted")
     few = programs.build(mi, "gated_mlp")
     assert not search_and_verify.search_and_verify(few, SearchOptions(time_limit=30)).candidates
+
+
+def test_no_windows_are_searched_after_an_interruption(monkeypatch):
+    def nothing(*args, **kwargs) -> Acceptance:
+        return Acceptance((), (), None, 0.0)
+
+    monkeypatch.setattr(search_and_verify, "accept", nothing)
+    monkeypatch.delattr(search_and_verify, "search_windows")
+    options = SearchOptions(time_limit=30)
+    found = search_and_verify.search_and_verify(gated_mlp_of_q4_k(), options, lambda *_: True)
+    assert not found.candidates and found.report.stop is StopReason.INTERRUPTED
