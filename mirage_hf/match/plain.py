@@ -13,6 +13,7 @@ from torch import nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import CodedWeight, coded_weight
+from mirage_hf.formats.experts import replaced_forward
 from mirage_hf.ops import table
 
 #: The module of HF's output capture. Its hooks stay installed and do nothing while unused.
@@ -43,7 +44,7 @@ def library_of(module: nn.Module) -> str:
 
 
 def _own_forward(m: nn.Module) -> str | None:
-    if "forward" not in m.__dict__:
+    if "forward" not in m.__dict__ or replaced_forward(m):  # which optimize() takes off
         return None
     return "has a forward of its own on the instance (from kernelize, Liger or tensor parallelism)"
 

@@ -26,6 +26,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 import mirage_hf as mi
 from mirage_hf.errors import OptimizeError, OptimizeWarning
 from mirage_hf.formats.experts import CodedExperts, coded_experts
+from mirage_hf.match.matcher import match
+from mirage_hf.patterns import PATTERNS
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from scripts.coded_models import coded_bytes, put_mxfp4, with_codes
 from tests.decode.test_coded_models import generated, snapshot
@@ -147,16 +149,27 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_experts(kind: str) -> N
     sizes = (1, 3) if THOROUGH else (1,)
     mi.optimize(model, batch_sizes=sizes)
     report = model.mirage.report
-    rows = [row for row in report.rows if row.part == "experts"]
+    rows = [row for row in report.rows if row.part.startswith("experts")]
     assert len(rows) == 2 * 2 * len(sizes) and all(row.status == "swapped" for row in rows), report
     experts = [m for m in model.modules() if isinstance(coded_experts(m), CodedExperts)]
     assert len(experts) == 2
     plain = optimized_twin(twin) if kind == "fp8" else twin
     for count in sizes:
         assert torch.equal(generated(model, count), generated(plain, count)), count
-    assert model.mirage.report.decode["step: traced"] == len(sizes)
+    how = "all by kernels" if kind == "mxfp4" else "traced"
+    assert model.mirage.report.decode[f"step: {how}"] == len(sizes)
     mi.restore(model)
     assert list(snapshot(model)) == before
+
+
+def test_layers_are_matched_whose_experts_need_kernels_of_a_library() -> None:
+    """The library's kernels are missing here, so its forward of the mixture raises."""
+    model, _ = MODELS["mxfp4"]()
+    with pytest.raises((AttributeError, ImportError, NameError, RuntimeError)):
+        model.model.layers[0].mlp(torch.zeros(1, 1, model.config.hidden_size))
+    found = match(model, list(PATTERNS), model)
+    assert [m.kind for m in found.modules] == ["layer", "layer"], found.rejected
+    assert all(m.mlp_stand_in is not None for m in found.modules)
 
 
 @pytest.mark.parametrize("kind", MODELS)
