@@ -135,7 +135,7 @@ def continued(model: Any, call: Call, text: Tensor, cache: Any) -> Tensor:
         inputs = {**call.inputs, "decoder_input_ids": text}
     else:
         inputs = _longer(call, text)
-    text_of(model, call, 1)  # modules that keep something of a text keep that of this one
+    text_of(model, call, 1)  # so that what modules keep of a text is of this prompt
     known = inspect.signature(model.forward).parameters
     name = next((name for name in CACHES if name in known), CACHES[0])
     return text_of(model, Call(call.name, inputs), MORE_TOKENS, **{name: cache})

@@ -10,7 +10,7 @@ Takes every type with a causal-LM or an image-text-to-text head, and as NAME/seq
 every type with a head for texts or speech after an encoder. Each is built from a small random
 config, in float32 on the CPU. It generates tokens as stock, twice after `optimize`, and a few again
 after `restore`. It does so for one text, and for three texts of different lengths. Some types also
-get an image. Every text must be stock's, and all logits but for rounding. Texts also go on from a
+get an image. Every text must be stock's, and all logits up to rounding. Texts also go on from a
 cache of the other: the optimized model takes stock's, and the restored model takes ours. Each type
 runs in a process of its own, and gives a line of JSON.
 
@@ -252,7 +252,7 @@ def _compare_optimized(model: Any, case: _Case, row: Row, tokens: int) -> None:
     if stock.logits is None and stock.cache is None:
         texts.append((text_of(model, call, tokens), case.text))
     else:
-        ours = returned(model, call, tokens)  # with Whisper's own text in another form
+        ours = returned(model, call, tokens)  # Whisper returns another text with it than alone
         texts.append((ours.text, stock.text))
         case.cache = ours.cache
         if stock.logits is not None:

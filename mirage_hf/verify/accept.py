@@ -229,7 +229,7 @@ def _other_grouping(
 def examine(
     ugraph: UGraph, *, seed: int = 0, checks: dict[object, NumericCheck] | None = None
 ) -> Candidate | Rejected:
-    """Prove that a µGraph computes its program and check its rounding, whoever wrote it.
+    """Prove that a µGraph computes its program, and check its divisors and its rounding.
 
     Args:
         ugraph: The program and its kernels.
@@ -249,7 +249,7 @@ def examine(
 def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:
     """Verify that `kernels` computes what `program` says.
 
-    Equality is proven, and rounding is checked in the dtypes of the kernels.
+    Equality is proven. Rounding is checked in the dtypes of the kernels, and what they divide by.
 
         >>> mi.verify(program, kernels)
         Accepted(bound=2.6e-31, detail='multiply-adds: largest error 1.00× eager's; …')

@@ -220,7 +220,7 @@ def test_a_model_without_positions_may_count_its_tokens(past: int) -> None:
     assert plan.counts_from_zero is (past == 0)
 
 
-def test_a_whole_text_over_a_cache_counts_from_zero_on() -> None:
+def test_positions_of_a_whole_text_over_a_cache_begin_at_zero() -> None:
     plan = PromptPlan.of(ids(), LENGTH - 1, LENGTH, {}, counts_itself=True)
     assert (plan.past, plan.length) == (LENGTH - 1, LENGTH)
     assert plan.position.tolist() == [[LENGTH - 1]]
