@@ -134,9 +134,7 @@ def accept(
         if selection.candidates and time.perf_counter() - start > seconds:
             late = len(ranked) - number
             break
-        # A µGraph of a checkpoint may have been edited.
-        differs = interface_differs(r.ugraph.program, r.ugraph.kernels)
-        verdict = differs or new_divisor(r.ugraph) or prove(r.ugraph, seed=seed)
+        verdict = _why_refused(r.ugraph) or prove(r.ugraph, seed=seed)
         if isinstance(verdict, Accepted):
             candidate = _check_rounding(r.ugraph, verdict, r.cost_us, checks)
             if isinstance(candidate, Rejected):
@@ -199,6 +197,11 @@ def suits_tensor_cores(ugraph: UGraph) -> bool:
     return False
 
 
+def _why_refused(ugraph: UGraph) -> Rejected | None:
+    """Return why a µGraph may not run, whatever a proof says. One of a checkpoint may be edited."""
+    return interface_differs(ugraph.program, ugraph.kernels) or new_divisor(ugraph)
+
+
 def _check_rounding(
     ugraph: UGraph, proof: Accepted, cost_us: float, checks: dict[object, NumericCheck]
 ) -> Candidate | Rejected:
@@ -217,8 +220,10 @@ def _other_grouping(
     It serves a µGraph whose factors leave their range when they are rounded.
     """
     other = regrouped(ranked.ugraph)
-    proof = None if other is None else prove(other, seed=seed)
-    if other is None or not isinstance(proof, Accepted):
+    if other is None or new_divisor(other):
+        return []
+    proof = prove(other, seed=seed)
+    if not isinstance(proof, Accepted):
         return []
     candidate = _check_rounding(other, proof, ranked.cost_us, checks)
     if isinstance(candidate, Rejected) or not candidate.allows(mma=True):
@@ -236,8 +241,8 @@ def examine(
         seed: Seed of the proof's random inputs.
         checks: Keeps references of numeric checks, so that µGraphs of one program share them.
     """
-    if why := interface_differs(ugraph.program, ugraph.kernels) or new_divisor(ugraph):
-        return why
+    if refused := _why_refused(ugraph):
+        return refused
     proof = prove(ugraph, seed=seed)
     if isinstance(proof, Rejected):
         return proof
