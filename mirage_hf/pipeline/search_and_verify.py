@@ -24,6 +24,9 @@ from mirage_hf.verify.accept import KEEP, Acceptance, Candidate, accept
 #: decoding step with q/k norms, RoPE and a cache has 21 ops and takes a second.
 MAX_WHOLE_OPS = 24
 
+#: Kinds of ops that compute more than a decoded weight.
+_COMPUTING = ("contract", "reduce", "composite")
+
 #: The least seconds that windows get if the program alone took the time limit.
 _LEAST_SECONDS = 0.01
 
@@ -156,8 +159,8 @@ def _computing_ops(graph: KernelGraph) -> int:
     count = 0
     for op in graph.ops:
         operands = op.inputs[:1] if op.name == "take" else op.inputs
-        sums = table.lookup(op.name).kind in ("contract", "reduce", "composite")
-        if not sums and {x.index for x in operands if isinstance(x, DTensor)} <= constants:
+        decodes = op.block is None and table.lookup(op.name).kind not in _COMPUTING
+        if decodes and {x.index for x in operands if isinstance(x, DTensor)} <= constants:
             constants |= {t.index for t in op.outputs}
         else:
             count += 1
