@@ -44,7 +44,8 @@ def library_of(module: nn.Module) -> str:
 
 
 def _own_forward(m: nn.Module) -> str | None:
-    if "forward" not in m.__dict__ or replaced_forward(m):  # which optimize() takes off
+    # a mixture in MXFP4 has its library's forward, and runs as a whole with it or without
+    if "forward" not in m.__dict__ or replaced_forward(m):
         return None
     return "has a forward of its own on the instance (from kernelize, Liger or tensor parallelism)"
 

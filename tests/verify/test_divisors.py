@@ -137,7 +137,7 @@ def test_signs_of_partial_results_reach_the_next_kernel() -> None:
     assert new_divisor(UGraph(program, kernels)) is None
 
 
-#: Attributes that an op needs, and operands of any sign for ops that take only some.
+#: Attributes that an op needs.
 ATTRS: dict[str, Any] = {
     "lookup": {"values": (-1.0, 2.0)},
     "bits": {"count": 4},
