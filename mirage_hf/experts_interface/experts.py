@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import MirageError, described
 from mirage_hf.pipeline import resolver
-from mirage_hf.trace.experts.form import ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts.decoded import run_decoded
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.op import (
     EXPERTS_FUNCTIONS,
     MOST_TOKENS,

@@ -2,7 +2,7 @@
 
 Some libraries decode all weights of a model at its first forward, or need kernels that must be
 fetched. While such a model is optimized, each of its linears decodes its own weight by a kernel,
-and multiplies with torch's product. Experts do so one after the other. A decoded weight lives as
+and multiplies with torch's product. Experts do so for a few at a time. A decoded weight lives as
 long as its product.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
@@ -32,7 +32,8 @@ from mirage_hf.formats import (
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.trace.experts.form import form_of, run_decoded
+from mirage_hf.trace.experts.decoded import Decoder, Decoders, run_decoded
+from mirage_hf.trace.experts.form import form_of
 from mirage_hf.trace.experts.op import as_node
 
 #: The entry of a module's dictionary that holds its binding.
@@ -44,9 +45,6 @@ _ROUNDED, _CLOSE = 0.15, 0.02
 
 #: Rows of the input that both are compared on.
 _COMPARED_ROWS = 4
-
-#: Runs a program on its inputs.
-Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 def decoding_program(coding: Coding) -> KernelGraph:
@@ -90,10 +88,10 @@ class ExpertsBinding(Binding):
     """How experts run while their model is optimized.
 
     Attributes:
-        decoders: Runs the decoding programs, by coding.
+        decoders: Runs the decoding programs.
     """
 
-    decoders: Mapping[Coding, Run]
+    decoders: Decoders
 
     def run(  # type: ignore[override]
         self, module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -119,7 +117,7 @@ class CodedBinding(Binding):
     """
 
     weight: CodedWeight
-    decode: Run
+    decode: Decoder
 
     def __post_init__(self) -> None:
         self._made_for = _reading(self.weight)

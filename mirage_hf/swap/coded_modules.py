@@ -10,18 +10,21 @@ from torch import nn
 from mirage_hf.errors import CodegenError, OptimizeError, Rejected, SearchError, VerificationError
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
 from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.coded_forward import (
     CodedBinding,
     ExpertsBinding,
-    Run,
     bind_codes,
     decoding_program,
     use_class_forward,
 )
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.plain_copies import take_hook
+from mirage_hf.trace.experts.decoded import Decoder, experts_at_once
+from mirage_hf.trace.experts.decoded import decoding_program as experts_program
+from mirage_hf.trace.experts.form import linear_of
 
 
 def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., Resolved]) -> None:
@@ -36,7 +39,8 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         OptimizeError: A weight cannot be decoded, or its library computes other numbers. One
             linear of each coding is compared.
     """
-    found: dict[Coding, Run] = {}
+    found: dict[Coding, Decoder] = {}
+    of_experts: dict[tuple[Coding, int], Decoder] = {}
     dtype = dtype_of(model)
     modules = [*model.named_modules()]
     weights = [(path, m, coded_weight(m, dtype)) for path, m in modules]
@@ -48,7 +52,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         coding = weight.coding
         is_first = coding not in found
         if is_first:
-            found[coding] = _decoder(path, coding, resolve)
+            found[coding] = _decoder(path, decoding_program(coding), resolve)
         binding = CodedBinding(weight=weight, decode=found[coding])
         difference = binding.difference(module) if is_first else None
         if difference is not None:
@@ -61,10 +65,12 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
     for path, module in modules:
         experts = coded_experts(module, dtype)
         if isinstance(experts, CodedExperts):
-            for coding in (experts.first.coding, experts.second.coding):
-                if coding not in found:
-                    found[coding] = _decoder(path, coding, resolve)
-            ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=found)))
+            for stack in (experts.first, experts.second):
+                linear = linear_of(stack)
+                key = stack.coding, experts_at_once(linear)
+                if key not in of_experts:
+                    of_experts[key] = _decoder(path, experts_program(linear), resolve)
+            ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=of_experts)))
         parts = (coded_experts(child, dtype) for child in module.children())
         if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
             ledger.undos.append(use_class_forward(module))
@@ -88,13 +94,13 @@ def unread_experts(model: nn.Module) -> str:
     return ""
 
 
-def _decoder(path: str, coding: Coding, resolve: Callable[..., Resolved]) -> Run:
-    """Return what runs the program that decodes a weight.
+def _decoder(path: str, program: KernelGraph, resolve: Callable[..., Resolved]) -> Decoder:
+    """Return what runs the program that decodes a module's weights.
 
     Raises:
         OptimizeError: It cannot be decoded.
     """
     try:
-        return resolve(decoding_program(coding), pattern="decoding").run
+        return resolve(program, pattern="decoding").run
     except (SearchError, VerificationError, CodegenError) as error:
         raise OptimizeError(f"optimize: {path} cannot be decoded: {error}") from None

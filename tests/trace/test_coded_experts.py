@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,9 @@ from mirage_hf.experts_interface import Experts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.trace.experts.form import ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts import decoded
+from mirage_hf.trace.experts.decoded import run_decoded
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.op import experts_as_one_node
 from mirage_hf.trace.experts.programs import ParameterSlice
 from mirage_hf.trace.record import record
@@ -103,7 +107,7 @@ def test_two_programs_compute_what_decoded_experts_do(
 
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.dtype) -> None:
+def test_without_kernels_weights_are_decoded(name: str, dtype: torch.dtype) -> None:
     module, plain = CODED[name]()
     inputs = given(5, dtype, name)
     inputs["index"][1] = inputs["index"][0, :1]  # one expert twice
@@ -114,6 +118,50 @@ def test_without_kernels_weights_are_decoded_one_by_one(name: str, dtype: torch.
     plan = plan_of(module, inputs)
     plan.schedule({})
     assert far(results_of(plan, inputs, (wanted.to(dtype),))[0], wanted, dtype) < 1
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("at_once", [1, 2, 3, 6])
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_products_of_a_few_decoded_experts_at_a_time(
+    name: str, at_once: int, scales_inputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, plain = CODED[name]()
+    inputs = given(9, torch.bfloat16, name)
+    inputs["index"][1] = coded_experts.EXPERTS  # no expert, or one of another rank
+    found = form_of(module, torch.bfloat16)
+    assert isinstance(found, ExpertsForm)
+    form = replace(found, scales_inputs=scales_inputs)
+    wanted = torch.stack([exact(plain, *one).sum(0) for one in rows_of(inputs, scales_inputs)])
+    sizes = [n.rows * n.columns * 2 for n in (form.first, form.second)]
+    monkeypatch.setattr(decoded, "_DECODED_BYTES", at_once * max(sizes))
+    if decoded._GROUPED_MM is None:
+        pytest.skip("this torch has no grouped products")
+    products = []
+
+    def grouped(x: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+        products.append(len(weights))
+        return torch.nn.functional.grouped_mm(x, weights, offs=offs)
+
+    monkeypatch.setattr(decoded, "_GROUPED_MM", grouped)
+    assert far(run_decoded(form, *inputs.values()), wanted, torch.bfloat16) < 1
+    assert sum(products) == 2 * coded_experts.EXPERTS
+    assert max(products) >= at_once
+    # a graph that is captured takes every expert, and gives the same
+    every = decoded._run_grouped(form, *inputs.values(), range(coded_experts.EXPERTS), {})
+    assert torch.equal(every, run_decoded(form, *inputs.values()))
+
+
+def rows_of(inputs: dict[str, Tensor], scales_inputs: bool) -> Iterator[tuple[Tensor, ...]]:
+    """Iterate over tokens with the experts that they chose, those without one left out."""
+    for x, index, weights in zip(*inputs.values(), strict=True):
+        kept = index < coded_experts.EXPERTS
+        index, weights = torch.where(kept, index, 0), torch.where(kept, weights, 0)
+        if not scales_inputs:
+            yield x[None], index[None], weights[None]
+            continue
+        scaled = (x[None] * weights[:, None]).to(x.dtype)
+        yield scaled, index[:, None], kept[:, None].to(weights.dtype)
 
 
 @pytest.mark.parametrize(

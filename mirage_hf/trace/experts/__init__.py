@@ -2,7 +2,8 @@
 
 The files, in processing order:
 
-- `form`: Read from a module what its experts compute, and run it on decoded weights.
+- `form`: Read from a module what its experts compute.
+- `decoded`: Run it without kernels of its own: decode weights, and multiply by torch's products.
 - `fixed_shape`: Let experts run in a form that can be recorded.
 - `op`: Let the experts of a module be the op `mirage_hf::experts` while a step is recorded.
 - `dense`: Find products with all experts, and put the same op in their place.

@@ -5,13 +5,11 @@ The linears are read from transformers' modules, with plain weights or weights i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
@@ -19,12 +17,8 @@ from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.experts import CodedStack, coded_experts, settings_of
 from mirage_hf.formats.stored import Stored
 from mirage_hf.graph import coded
-from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
-
-#: Runs the program that decodes a weight on its inputs.
-Decoder = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,24 +46,6 @@ class Linear:
     def parameters(self) -> list[Tensor]:
         """The tensors that it reads."""
         return [*self.tensors] if self.bias is None else [*self.tensors, self.bias]
-
-    def decoded(self, expert: int, decoders: Mapping[Coding, Decoder]) -> Tensor:
-        """Return the weight of one expert (outputs, inputs).
-
-        Args:
-            expert: The number of the expert.
-            decoders: Runs decoding programs. Others run op by op.
-        """
-        if self.coding is None:
-            weight = self.tensors[0][expert]
-            return weight.T if self.is_transposed else weight
-        views = [viewed(x, s)[expert] for x, s in zip(self.tensors, self.stacked, strict=True)]
-        if self.coding in decoders:
-            return decoders[self.coding](views)[0]
-        graph = new_kernel_graph()
-        _, weight = self.coding.write(graph)
-        graph.mark_output(graph.permute(weight, (1, 0)))
-        return run_kernel_graph(graph, views)[0]
 
     @property
     def stacked(self) -> list[Stored]:
@@ -136,7 +112,7 @@ def form_of(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExpertsFo
     if isinstance(found, Rejected):
         return found
     if found is not None:
-        return ExpertsForm(_of_codes(found.first), _of_codes(found.second), found.gate)
+        return ExpertsForm(linear_of(found.first), linear_of(found.second), found.gate)
     settings = settings_of(module)
     if settings is None:
         return OTHER_FORM
@@ -155,7 +131,8 @@ def form_of(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExpertsFo
     return ExpertsForm(linears[0], linears[1], gate)
 
 
-def _of_codes(stack: CodedStack) -> Linear:
+def linear_of(stack: CodedStack) -> Linear:
+    """Return a linear whose weights are codes."""
     coding = stack.coding
     return Linear(stack.tensors, stack.bias, coding.rows, coding.columns, coding=coding)
 
@@ -165,45 +142,3 @@ def _is_plain(x: Any, dims: int) -> bool:
     if type(x) is not nn.Parameter or x.dim() != dims or not x.is_contiguous():
         return False
     return x.dtype in COMPUTE_DTYPES
-
-
-def run_decoded(
-    form: ExpertsForm,
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    decoders: Mapping[Coding, Decoder] = MappingProxyType({}),
-) -> Tensor:
-    """Compute the sum of the chosen experts of each token, times their weights.
-
-    The weights of one expert at a time are decoded. While a CUDA graph is captured, no index can be
-    read on the host. Then every expert is decoded, and experts that a token did not choose weigh 0.
-
-    Args:
-        form: The experts.
-        x: (tokens, width).
-        index: (tokens, chosen).
-        weights: (tokens, chosen).
-        decoders: Runs decoding programs, by coding. Others run op by op.
-    """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    experts = range(len(form.first.tensors[0]))
-    for expert in experts if is_captured else index.unique().tolist():
-        if expert not in experts:  # such as those of other ranks
-            continue
-        is_chosen = index == expert
-        weight = (is_chosen * weights).sum(-1, keepdim=True)
-        tokens: Any = slice(None) if is_captured else is_chosen.any(-1).nonzero()[:, 0]
-        given = x[tokens]
-        if form.scales_inputs:
-            given = (given * weight[tokens]).to(x.dtype)
-        y = form.gate(_applied(form.first, expert, given, decoders))
-        y = _applied(form.second, expert, y.to(x.dtype), decoders)
-        out[tokens] += (y if form.scales_inputs else y * weight[tokens]).float()
-    return out.to(x.dtype)
-
-
-def _applied(linear: Linear, expert: int, x: Tensor, decoders: Mapping[Coding, Decoder]) -> Tensor:
-    y = F.linear(x, linear.decoded(expert, decoders))
-    return y if linear.bias is None else y + linear.bias[expert]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, library, nn
 
 from mirage_hf.errors import Rejected
-from mirage_hf.trace.experts.form import OTHER_FORM, ExpertsForm, form_of, run_decoded
+from mirage_hf.trace.experts.decoded import run_decoded
+from mirage_hf.trace.experts.form import OTHER_FORM, ExpertsForm, form_of
 
 try:
     from transformers.integrations import moe
