@@ -198,14 +198,13 @@ class Experts:
             return "experts whose gate is of another form"
         plan.schedule({}, regions=runs)
         inputs: dict[str, Tensor] = {}
-        action = plan.bind(inputs, ())
+        action = plan.bind(inputs, (), replaced=("out",))
 
         def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            out = torch.empty_like(x)
-            given = {"x": x, "index": index, "weights": weights, "out": out}
             with self._lock, torch.no_grad():
-                inputs.update(given)
+                inputs.update(x=x, index=index, weights=weights, out=torch.empty_like(x))
                 action()
+                out = inputs["out"]
                 inputs.clear()
             return out
 

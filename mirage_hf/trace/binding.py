@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mirage_hf.trace.cached_attention import CachedAttention
-from mirage_hf.trace.record import Held, Input, Recording, Value
+from mirage_hf.trace.record import Held, Input, Node, Recording, Value
 from mirage_hf.trace.regions import Region
 from mirage_hf.trace.sizes import Sizes, at_size, fixed_shape
 from mirage_hf.trace.step_ops import (
@@ -39,8 +39,9 @@ class Binding:
         terms: Terms,
         attention: Mapping[CachedAttention, AttentionOfSlots],
         regions: Mapping[Region, RegionRun],
-        inputs: Mapping[str, Tensor],
+        inputs: MutableMapping[str, Tensor],
         sizes: Sizes,
+        replaced: Collection[str] = (),
     ):
         """Keep what the step ops are bound to.
 
@@ -51,7 +52,9 @@ class Binding:
             regions: What runs a region.
             inputs: The tensors that the recording names.
             sizes: What each `Size` is taken at.
+            replaced: Inputs whose tensor is replaced by the one that is copied over all of it.
         """
+        self.replaced = replaced
         self.recording, self.terms, self.rows = recording, terms, terms.rows
         self._attention, self._regions = attention, regions
         self.inputs, self.sizes = inputs, sizes
@@ -109,6 +112,13 @@ class Binding:
         if node.name in ("aten.view", "aten._unsafe_view"):
             op = torch.ops.aten.reshape.default
         outputs = [Value(number, n) for n in range(len(node.outputs))]
+        if (pair := self._replacement(node)) is not None:
+            name, source = pair
+
+            def replace(tensors: Tensors) -> None:
+                inputs[name] = tensors[outputs[0]] = tensors[source]
+
+            return replace
 
         def action(tensors: Tensors) -> None:
             given = [_given(x, tensors, inputs) for x in args]
@@ -119,6 +129,18 @@ class Binding:
                 tensors[key] = value
 
         return action
+
+    def _replacement(self, node: Node) -> tuple[str, Value] | None:
+        """Return the input that a copy may replace, and by what. None for other ops."""
+        if node.name != "aten.copy_" or len(node.args) != 2:
+            return None
+        target, source = node.args
+        if not isinstance(target, Input) or not isinstance(source, Value):
+            return None
+        before, after = (self.recording.meta(x) for x in (target, source))
+        shape = fixed_shape(after)
+        is_like = before.dtype == after.dtype and shape is not None and shape == fixed_shape(before)
+        return (target.name, source) if is_like and target.name in self.replaced else None
 
     def _attention_action(self, one: CachedAttention, read: Collection[Any]) -> Action:
         """Return what runs attention over a layer's cache, appends included.

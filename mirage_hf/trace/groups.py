@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mirage_hf.trace.record import Value
-from mirage_hf.trace.term import Term
+from mirage_hf.trace.term import NORMS, Term
 
 #: How many terms may follow a product in one group.
 MOST_AFTER = 24
@@ -245,4 +245,4 @@ def _only_products_read(term: Term) -> bool:
 
 
 def _reduces_rows(term: Term) -> bool:
-    return term.op in ("reduction", "rms_norm", "layer_norm")
+    return term.op in ("reduction", *NORMS)

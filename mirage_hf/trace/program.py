@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mirage_hf.formats.coding import write_joined
+from mirage_hf.formats.coding import as_dtype, write_joined
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.groups import Group, is_bias
-from mirage_hf.trace.term import Term, Weight
+from mirage_hf.trace.term import NORMS, Term, Weight
 
 
 @dataclass(eq=False)
@@ -35,6 +35,33 @@ def program_of(group: Group) -> GroupProgram | str:
     Casts between floats are left out: kernels compute in float32 and round what they store.
     """
     return _Writer(group).write()
+
+
+def alike(graph: KernelGraph, operands: Sequence[Any]) -> list[Any]:
+    """Return operands in one dtype: float32 if they have several, as Mamba's residuals do."""
+    if len({x.dtype for x in operands if isinstance(x, DTensor)}) < 2:
+        return [*operands]
+    return [as_dtype(graph, x, torch.float32) if isinstance(x, DTensor) else x for x in operands]
+
+
+def write_norm(
+    norm: Term, graph: KernelGraph, operands: Sequence[DTensor], dtype: torch.dtype
+) -> DTensor:
+    """Add the ops of a norm. One with a weight plus a number is as `fragments.normed` writes it.
+
+    Args:
+        norm: The norm.
+        graph: The program.
+        operands: What is normed, and the weights without what is added to them.
+        dtype: The dtype of the program's weights.
+    """
+    if norm.op != "rms_norm" or len(operands) < 2 or not norm.operands[1].is_op:
+        return graph.apply(norm.op, alike(graph, operands), dict(norm.attrs))
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    x, weight = (as_dtype(graph, t, wide) for t in operands)
+    _, offset = norm.operands[1].operands
+    y = graph.rms_norm(x, graph.add(weight, offset), norm.attrs["eps"])
+    return as_dtype(graph, y, dtype)
 
 
 class _Writer:
@@ -83,8 +110,7 @@ class _Writer:
         return self.program
 
     def _in(self, dtype: torch.dtype, x: DTensor) -> DTensor:
-        """Return a tensor in a dtype. No op is added if it has that dtype."""
-        return x if x.dtype == dtype else self.graph.cast(x, dtype)
+        return as_dtype(self.graph, x, dtype)
 
     def _write_packed(self, x: DTensor) -> None:
         """Write products side by side as one, whose output holds all results."""
@@ -109,8 +135,10 @@ class _Writer:
             start = stop
 
     def _compute(self, term: Term) -> None:
-        if term.op == "rms_norm" and len(term.operands) == 2 and term.operands[1].is_op:
-            self.tensors[term] = self._norm_with_offset(term)
+        if term.op in NORMS:
+            x, *weights = term.operands
+            held = [self._tensor(w.terms[0] if w.is_op else w) for w in weights]
+            self.tensors[term] = write_norm(term, self.graph, [self._tensor(x), *held], self.dtype)
             return
         operands = list(term.operands)
         if term.op in ("add", "mul") and self._is_given(operands[0]):
@@ -120,22 +148,10 @@ class _Writer:
         self.tensors[term] = self.graph.apply(term.op, operands, dict(term.attrs))
 
     def _alike(self, operands: list[Any]) -> list[Any]:
-        """Return operands in one dtype: float32 if they have several, as Mamba's residuals do."""
-        if len({x.dtype for x in operands if isinstance(x, DTensor)}) < 2:
-            return operands
-        return [self._in(torch.float32, x) if isinstance(x, DTensor) else x for x in operands]
+        return alike(self.graph, operands)
 
     def _is_given(self, x: Any) -> bool:
         return isinstance(x, Term) and x not in self.tensors
-
-    def _norm_with_offset(self, term: Term) -> DTensor:
-        """Write RMSNorm with a weight plus a number in float32, as `fragments.normed` does."""
-        graph, (x, scale) = self.graph, term.operands
-        weight, offset = scale.operands
-        wide = torch.float32 if self.dtype.itemsize < 4 else self.dtype
-        tensors = [self._in(wide, self._tensor(t)) for t in (x, weight)]
-        y = graph.rms_norm(tensors[0], graph.add(tensors[1], offset), term.attrs["eps"])
-        return self._in(self.dtype, y)
 
     def _tensor(self, term: Term) -> DTensor:
         """Return the tensor of a term. What the group does not compute becomes an input."""

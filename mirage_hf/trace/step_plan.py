@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 
 from torch import Tensor
 
 from mirage_hf.trace.binding import Binding
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
 from mirage_hf.trace.experts.dense import with_chosen_experts
-from mirage_hf.trace.experts.programs import find_experts
+from mirage_hf.trace.experts.programs import experts_with_programs, find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
@@ -19,7 +19,14 @@ from mirage_hf.trace.routers.finder import with_routers
 from mirage_hf.trace.scheduling import Scheduler
 from mirage_hf.trace.short_convolution import with_short_convolutions
 from mirage_hf.trace.sizes import Sizes
-from mirage_hf.trace.step_ops import AttentionOfSlots, RegionRun, Run, StepOp
+from mirage_hf.trace.step_ops import (
+    AttentionOfSlots,
+    RegionRun,
+    Run,
+    StepOp,
+    is_unmade,
+    source_of,
+)
 from mirage_hf.trace.term import Term
 from mirage_hf.trace.terms import Terms
 from mirage_hf.trace.whole_writes import without_whole_writes
@@ -42,7 +49,7 @@ class StepPlan:
         recording = with_short_convolutions(without_whole_writes(recording))
         recording = with_routers(with_chosen_experts(recording, rows), rows)
         self.recording, self.rows = recording, rows
-        self.terms = Terms(recording, rows)
+        self.terms = Terms(recording, rows, experts_with_programs(recording))
         self._before, self._effects = dependencies(recording), effects(recording)
         needed_before = ancestors(self._before)
         self.groups = groups_of(self.terms.all(), needed_before)
@@ -59,14 +66,16 @@ class StepPlan:
         self.step_ops: list[StepOp] = []
         self._attention_runs: dict[CachedAttention, AttentionOfSlots] = {}
         self._region_runs: dict[Region, RegionRun] = {}
+        self._group_ops: list[StepOp] = []
 
     def _find_regions(self, needed_before: list[int]) -> list[Region]:
         """Return the programs of experts, and those of nodes that no other program has."""
         others = [{term.node for term in group.terms} for group in self.programs]
         others += [{*one.appends, one.node} for one in self.attentions]
-        needed = {t.source for p in self.programs.values() for t in p.inputs if t.source}
+        given = [t for p in self.programs.values() for t in p.inputs if t.weight is None]
+        needed = {source_of(t, self.terms) for t in given if not is_unmade(t, self.terms)}
         taken = {n for nodes in others for n in nodes}
-        experts = find_experts(self.recording, needed_before, taken)
+        experts = find_experts(self.terms, needed_before, taken)
         needed |= {x.source for region in experts for x in region.inputs}
         others += [{*region.nodes} for region in experts]
         return experts + find_regions(self.recording, self._before, others, needed)
@@ -89,28 +98,39 @@ class StepPlan:
         """
         self._attention_runs = dict(attention or {})
         self._region_runs = _with_makers(dict(regions or {}))
-        groups = [self._step_op_of(group, run) for group, run in kernels.items()]
+        self._group_ops = [self._step_op_of(group, run) for group, run in kernels.items()]
+        self.step_ops = self._scheduled(self._region_runs)
+
+    def _scheduled(self, regions: Collection[Region]) -> list[StepOp]:
+        """Return what runs in order, if some regions have kernels."""
         scheduler = Scheduler(self.recording, self.terms, self._before, self._effects)
-        self.step_ops = scheduler.schedule(groups, self._attention_runs, self._region_runs)
+        return scheduler.schedule(self._group_ops, self._attention_runs, regions)
 
     def _step_op_of(self, group: Group, run: Run) -> StepOp:
         numbers = tuple(sorted({t.node for t in group.terms}))
         return StepOp(numbers, program=self.programs[group], run=run)
 
-    def bind(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> Callable[[], None]:
+    def bind(
+        self, inputs: MutableMapping[str, Tensor], sizes: Sizes, replaced: Collection[str] = ()
+    ) -> Callable[[], None]:
         """Return a function that runs the step ops on these inputs, at these sizes.
 
         Args:
             inputs: The tensors that the recording names.
             sizes: What each `Size` is taken at.
+            replaced: Inputs that are results. If a tensor is copied over all of one, it takes its
+                place in `inputs`, and nothing is copied.
         """
         runs = self._attention_runs, self._region_runs
-        return Binding(self.recording, self.terms, *runs, inputs, sizes).bind(self.step_ops)
+        binding = Binding(self.recording, self.terms, *runs, inputs, sizes, replaced)
+        return binding.bind(self.step_ops)
 
     def regions_to_run(self) -> list[Region]:
-        """Return the regions whose nodes are scheduled as torch ops."""
-        left = {step_op.nodes[0] for step_op in self.step_ops if step_op.node is not None}
-        return [region for region in self.regions if left.issuperset(region.nodes)]
+        """Return the regions of experts, and others that would run as torch ops beside them."""
+        step_ops = self._scheduled([region for region in self.regions if region.reads])
+        run = {step_op.region for step_op in step_ops}
+        left = {step_op.nodes[0] for step_op in step_ops if step_op.node is not None}
+        return [r for r in self.regions if r in run or left.issuperset(r.nodes)]
 
     @property
     def weight_bytes(self) -> int:

@@ -13,6 +13,9 @@ from mirage_hf.trace.record import Held, Input, Value
 
 Tensorlike = Value | Input | Held
 
+#: The ops that are norms of a row. Their operands are the row and weights.
+NORMS = ("rms_norm", "layer_norm")
+
 
 @dataclass(frozen=True, eq=False)
 class Weight:

@@ -6,10 +6,12 @@ form and casts between floats are no ops here. An op without a term runs as the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mirage_hf.trace.lowerings import lower
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.term import Term, Weight, is_coded, is_product
+from mirage_hf.trace.term import NORMS, Term, Weight, is_coded, is_product
 from mirage_hf.trace.term_operands import ColumnSlice, TermOperands
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
@@ -23,12 +25,18 @@ _SPLITS = ("aten.split", "aten.split_with_sizes")
 class Terms:
     """The terms of a recording.
 
+    Args:
+        recording: The recording.
+        rows: The rows of row-wise tensors.
+        repeating: Nodes whose programs compute a norm that they read again (`repeated_norm`).
+
     Attributes:
         made: The tensor that holds a term's result as torch made it.
     """
 
-    def __init__(self, recording: Recording, rows: int):
+    def __init__(self, recording: Recording, rows: int, repeating: Collection[int] = ()):
         self.recording, self.rows = recording, rows
+        self._repeating = repeating
         self.made: dict[Term, Value] = {}
         self._operands = TermOperands(recording, rows)
         for number, node in enumerate(recording.nodes):
@@ -48,6 +56,14 @@ class Terms:
     def all(self) -> list[Term]:
         """Return every computed term, in the order of the recording."""
         return [*self._needed]
+
+    def repeated_norm(self, x: object) -> Term | None:
+        """Return the norm that makes a tensor, if those who read it compute it again.
+
+        None if something reads the norm as it is. Then nobody need compute it again.
+        """
+        term = self.of_value.get(x) if isinstance(x, Value) else None
+        return term if term is not None and _may_be_repeated(term) and not term.escapes else None
 
     # -- nodes
 
@@ -132,7 +148,7 @@ class Terms:
 
     def _find_needed(self) -> list[Term]:
         """Return the terms that something else needs, and note the users of each term."""
-        reads = _OtherReads(self._operands)
+        reads = _OtherReads(self._operands, self._repeating)
         # later values first, so that the recursion stays flat
         for value in reversed(self.of_value):
             reads.escapes(value)
@@ -164,15 +180,21 @@ class Terms:
 class _OtherReads:
     """Which tensors are read by something that is no term."""
 
-    def __init__(self, operands: TermOperands):
+    def __init__(self, operands: TermOperands, repeating: Collection[int]):
         self._operands, self._nodes = operands, operands.recording.nodes
+        self._repeating = repeating
         self._readers = readers_of(self._nodes)
         self._known: dict[Value, bool] = {}
 
     def escapes(self, value: Value) -> bool:
         """Return whether something that is no term reads a tensor, or a view of it."""
         if value not in self._known:
-            self._known[value] = any(map(self._passes_on, self._readers.get(value, ())))
+            readers = self._readers.get(value, ())
+            if value in self._operands.of_value and _may_be_repeated(
+                self._operands.of_value[value]
+            ):
+                readers = [n for n in readers if n not in self._repeating]
+            self._known[value] = any(map(self._passes_on, readers))
         return self._known[value]
 
     def _passes_on(self, number: int) -> bool:
@@ -211,6 +233,14 @@ class _OtherReads:
         if len(escaping) < sum(map(self.escapes, found)) or len(columns) == whole.dims[1]:
             return None
         return escaping
+
+
+def _may_be_repeated(term: Term) -> bool:
+    """Return whether a term is a norm of a tensor that is at hand."""
+    if term.op not in NORMS:
+        return False
+    x, *weights = term.operands
+    return all(isinstance(w, Term) and w.is_constant for w in weights) and not x.is_constant
 
 
 def _place(term: Term) -> tuple[int, int]:

@@ -19,9 +19,13 @@ from mirage_hf.trace.experts.form import ExpertsForm, Linear, viewed
 from mirage_hf.trace.experts.gate import gate
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, form_named
 from mirage_hf.trace.fake_mode import FakeOnceMode
+from mirage_hf.trace.program import alike, write_norm
 from mirage_hf.trace.record import Input, Readers, Recording, TraceError, Value, readers_of
 from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape
+from mirage_hf.trace.step_ops import is_unmade, source_of
+from mirage_hf.trace.term import Term
+from mirage_hf.trace.terms import Terms
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
 #: Sums that a program of experts may end with: a residual, and a shared expert.
@@ -48,29 +52,37 @@ class ParameterSlice(Operand):
         return x[(slice(None),) * self.dim + (self.columns,)]
 
 
-def find_experts(
-    recording: Recording, ancestors: Sequence[int], taken: Collection[int]
-) -> list[Region]:
-    """Return the programs of chosen experts, two for each node of at most MOST_TOKENS tokens.
+def experts_with_programs(recording: Recording) -> list[int]:
+    """Return the nodes of experts of at most MOST_TOKENS tokens."""
+    return [
+        number
+        for number, node in enumerate(recording.nodes)
+        if node.name == EXPERTS and recording.meta(node.args[0]).shape[0] <= MOST_TOKENS
+    ]
 
-    The first one ends before the second linear of an expert. The second one ends with the sums that
-    follow the experts. A search of both as one program would take a minute.
+
+def find_experts(terms: Terms, ancestors: Sequence[int], taken: Collection[int]) -> list[Region]:
+    """Return the programs of chosen experts, two for each of `experts_with_programs`.
+
+    The first one begins with the norm before the experts, unless something else reads this norm. It
+    ends before the second linear of an expert. The second one ends with the sums that follow the
+    experts. A search of both as one program would take a minute.
 
     Args:
-        recording: The recording.
+        terms: The terms of a recording.
         ancestors: For each node the nodes that must run before it, as bits (`order.ancestors`).
         taken: Nodes that other kernels run.
     """
+    recording = terms.recording
     readers = readers_of(recording.nodes)
     found = []
     with closing(FakeOnceMode()) as mode:
-        for number, node in enumerate(recording.nodes):
-            if node.name == EXPERTS and recording.meta(node.args[0]).shape[0] <= MOST_TOKENS:
-                sums = _sums_after(recording, ancestors, readers, number, taken)
-                try:
-                    found += _Writer(recording, number, sums, mode).write()
-                except (GraphError, TraceError):
-                    continue
+        for number in experts_with_programs(recording):
+            sums = _sums_after(recording, ancestors, readers, number, taken)
+            try:
+                found += _Writer(terms, number, sums, mode).write()
+            except (GraphError, TraceError):
+                continue
     return found
 
 
@@ -133,8 +145,10 @@ def _are_alike(recording: Recording, *tensors: Value | Input) -> bool:
 class _Writer:
     """Writes the two programs of one node: experts, their weights, and the sums that follow."""
 
-    def __init__(self, recording: Recording, number: int, sums: Sequence[Sum], mode: FakeOnceMode):
-        self.recording, self.number, self.sums, self.mode = recording, number, sums, mode
+    def __init__(self, terms: Terms, number: int, sums: Sequence[Sum], mode: FakeOnceMode):
+        recording = terms.recording
+        self.terms, self.recording = terms, recording
+        self.number, self.sums, self.mode = number, sums, mode
         node = recording.nodes[number]
         self.x, self.index, self.weights, self.parameters, name = node.args
         form = form_named(name, recording.meta(self.x).dtype)
@@ -165,7 +179,9 @@ class _Writer:
     def _first_program(self, between: Value) -> Region:
         self._begin()
         linear = self.form.first
-        x = self._given(self.x, (self.rows, 1, 1, self.width), self.dtype)
+        norm = self.terms.repeated_norm(self.x)
+        dims = self.rows, 1, 1, self.width
+        x = self._given(self.x, dims, self.dtype) if norm is None else self._normed(norm, dims)
         if self.form.scales_inputs:
             x = as_dtype(self.graph, self._weighed(x), self.dtype)
         h = gate(self.form, self.dtype, self.graph, self._first(x, linear), self.mode)
@@ -181,17 +197,34 @@ class _Writer:
         out = graph.reduction(y if self.form.scales_inputs else self._weighed(y), 1)
         for _, source in self.sums:
             addend = self._given(source, (rows, 1, 1, self.width), meta(source).dtype)
-            out = graph.add(*self._alike(addend, out))
+            out = graph.add(*alike(graph, [addend, out]))
         graph.mark_output(as_dtype(graph, out, self.dtype))
         nodes = (self.number, *(n for n, _ in self.sums))
         value = Value(nodes[-1])
         shape = tuple(fixed_shape(meta(value)) or ())
         return self._region(nodes, value, (rows, self.width), shape, linear)
 
+    def _normed(self, norm: Term, dims: tuple[int, ...]) -> DTensor:
+        """Return the norm before the experts, with its weights as inputs."""
+        x, *weights = norm.operands
+        if is_unmade(x, self.terms):
+            raise TraceError("a norm of columns of a product")
+        given = self._given(source_of(x, self.terms), dims, x.dtype)
+        y = write_norm(norm, self.graph, [given, *map(self._weight, weights)], self.dtype)
+        return as_dtype(self.graph, y, self.dtype)
+
+    def _weight(self, weight: Term) -> DTensor:
+        if weight.is_op:
+            weight = weight.terms[0]  # plus a number
+        assert weight.weight is not None
+        dims = 1, self.width
+        self.inputs.append(Operand(weight.weight.source, dims, (0, 1), dims))
+        return self.graph.new_input(dims, weight.dtype, constant=True)
+
     def _weighed(self, x: DTensor) -> DTensor:
         """Return a tensor of each chosen expert times its weight."""
         dims, dtype = (self.rows, self.chosen, 1, 1), self.recording.meta(self.weights).dtype
-        return self.graph.mul(*self._alike(x, self._given(self.weights, dims, dtype)))
+        return self.graph.mul(*alike(self.graph, [x, self._given(self.weights, dims, dtype)]))
 
     def _region(
         self,
@@ -246,7 +279,7 @@ class _Writer:
             return y
         chosen = self._chosen(linear.bias, 1, part)
         bias = self.graph.reshape(chosen, (self.rows, self.chosen, 1, y.dims[-1]))
-        return self.graph.add(*self._alike(y, bias))
+        return self.graph.add(*alike(self.graph, [y, bias]))
 
     def _chosen(
         self,
@@ -276,10 +309,3 @@ class _Writer:
         is_between = source == Value(self.number, 1)
         self.inputs.append(Operand(source, dims, tuple(range(len(dims))), dims, is_between))
         return self.graph.new_input(dims, dtype)
-
-    def _alike(self, *tensors: DTensor) -> list[DTensor]:
-        """Return tensors in one dtype: float32 if they have several."""
-        if len({x.dtype for x in tensors}) == 1:
-            return [*tensors]
-        cast = self.graph.cast
-        return [x if x.dtype == torch.float32 else cast(x, torch.float32) for x in tensors]

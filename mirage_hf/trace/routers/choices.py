@@ -28,10 +28,11 @@ def _max(writer: RouterWriter, step: Step) -> list[Tile]:
 
 @WRITERS.writes("topk")
 def _topk(writer: RouterWriter, step: Step) -> list[Tile]:
-    """Write the choice of the greatest elements, each by one reduction.
+    """Write the choice of the greatest elements, each by two reductions.
 
-    An element and its place are one integer: the bits of the float in the order of floats, then
-    the place counted down. So the greatest integer is that of the first of equal elements.
+    The first one finds the greatest element, the second one the first place that has it. Both
+    reduce integers of 32 bits: one instruction for the threads of a warp. The integers are the bits
+    of the floats, in the order of floats.
     """
     given, count, *how = step.args
     dim, is_largest = (*how, *(-1, True)[len(how) :])[:2]
@@ -51,16 +52,18 @@ def _greatest(writer: RouterWriter, x: Tile, dim: Any, count: int) -> list[Tile]
     text, axes = writer.filled(x)
     rest = [a for a in axes if a not in along]
     place = writer.assign(writer.inside(writer.offset(along, axes), along, axes, "-1"))
-    keys = writer.assign(writer.inside(f"packed({text}, {place})", along, axes, "TAKEN"))
+    keys = writer.assign(writer.inside(f"ordered({text})", along, axes, "TAKEN"))
     # Triton gives a name in a loop the type that it has before the loop, so names are new
     greatest, first, is_first, value = (
         writer.new_name(role) for role in ("greatest", "first", "is_first", "value")
     )
+    has_it = f"{keys} == {writer.over(greatest, rest, axes)}"
+    places = f"tl.where({has_it}, {place}, 0x7FFFFFFF)"
     step_lines = [
         f"{greatest} = {writer.reduced(keys, 'max', along, axes)}",
-        f"{first} = 0x7FFFFFFF - ({greatest} & 0x7FFFFFFF).to(tl.int32)",
+        f"{first} = {writer.reduced(places, 'min', along, axes)}",
         f"{is_first} = {place} == {writer.over(first, rest, axes)}",
-        f"{value} = {writer.reduced(f'tl.where({is_first}, {text}, 0.0)', 'sum', along, axes)}",
+        f"{value} = from_ordered({greatest})",
     ]
     if count == 1:
         writer.lines += step_lines

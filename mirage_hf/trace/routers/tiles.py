@@ -330,7 +330,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 #: What no element's integer is: its place was taken.
-TAKEN = tl.constexpr(-(2**63))'''
+TAKEN = tl.constexpr(-(2**31))'''
 
 _EXP = '''@triton.jit
 def exact_exp(x):
@@ -341,15 +341,19 @@ def exact_exp(x):
 
 
 @triton.jit
-def packed(x, place):
-    """Return each float and its place as one int64, in the order of floats.
+def ordered(x):
+    """Return the bits of each float as an int32, in the order of floats.
 
-    Of equal floats the first one is the greatest. NaN is greater than any number.
+    −0 becomes 0. NaN is greater than any number.
     """
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
-    return (ordered.to(tl.int64) << 32) | ((0x7FFFFFFF - place) & 0x7FFFFFFF).to(tl.int64)'''
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def from_ordered(bits):
+    """Return the floats whose bits `ordered` gave."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)'''
 
 _BEGIN = (
     "if overlaps:",
