@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GptOssConfig, PhimoeConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -110,6 +111,86 @@ def test_two_programs_compute_what_stock_does(name: str, dtype: torch.dtype) -> 
     )[0]
     errors = [(x.double() - exact).abs().max() for x in (ours, wanted[0])]
     assert errors[0] <= 1.25 * errors[1] + 1e-5 * exact.abs().max(), errors
+
+
+class Normed(nn.Module):
+    """Experts after a norm, which a product reads too."""
+
+    def __init__(self, experts: Any, dtype: torch.dtype, kind: str):
+        super().__init__()
+        self.experts, self.kind = experts, kind
+        self.weight = nn.Parameter(torch.rand(WIDTH).to(dtype), requires_grad=False)
+        self.router = nn.Linear(WIDTH, 8, dtype=dtype).requires_grad_(False)
+
+    def norm(self, x: Tensor) -> Tensor:
+        if self.kind == "layer_norm":
+            return F.layer_norm(x, (WIDTH,), self.weight, None, 1e-5)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        if self.kind == "plus one":
+            return (wide * (1.0 + self.weight.float())).to(x.dtype)
+        if self.kind == "cast last":
+            return (self.weight * wide).to(x.dtype)
+        return self.weight * wide.to(x.dtype)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        y = self.norm(x)
+        scores = self.router(y).cumsum(-1)
+        return self.experts(y, index, weights).cumsum(-1) + scores.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "cast last", "plus one", "layer_norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_computed_by_those_who_read_it(kind: str, dtype: torch.dtype) -> None:
+    function = Normed(built("gate and up", dtype), dtype, kind)
+    inputs = {n: x for n, x in given(dtype).items() if n in ("x", "index", "weights")}
+    plan = planned(function, inputs)
+    (router,) = plan.programs.values()
+    first, _ = kernels(plan)
+    names = [[op.name for op in graph.ops] for graph in (router.graph, first.graph)]
+    assert all(kind in ops or "rms_norm" in ops for ops in names)
+    plan.schedule({group: runs(p.graph) for group, p in plan.programs.items()})
+    assert {region.kind for region in plan.regions_to_run()} == {"experts"}
+    plan.schedule(
+        {group: runs(p.graph) for group, p in plan.programs.items()}, regions=kernels(plan)
+    )
+    left = [u.node.name for u in plan.step_ops if u.node is not None]
+    assert not {"aten.mean", "aten.rsqrt", "aten.native_layer_norm", "aten.mul"} & {*left}
+    wanted = outputs_of(function, inputs)
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    scale = wanted[0].abs().max()
+    difference = (results_of(plan, inputs, wanted)[0] - wanted[0]).abs().max()
+    assert difference <= tolerance * scale
+
+
+def test_a_norm_that_something_else_reads_is_computed_once() -> None:
+    normed = Normed(built("gate and up"), torch.float32, "rms_norm")
+    inputs = {n: x for n, x in given().items() if n in ("x", "index", "weights")}
+
+    def twice(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        y = normed.norm(x)
+        return normed.experts(y, index, weights).cumsum(-1) + y.cumsum(-1)
+
+    first, _ = kernels(planned(twice, inputs))
+    assert "rms_norm" not in [op.name for op in first.graph.ops]
+
+
+def test_a_result_need_not_be_copied() -> None:
+    experts, inputs = built("gate and up"), given()
+    names = ("x", "index", "weights")
+
+    def function(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return experts(x, index, weights)
+
+    plan = planned(function, {name: inputs[name] for name in names})
+    plan.schedule({}, regions=kernels(plan))
+    (wanted,) = outputs_of(function, {name: inputs[name] for name in names})
+    for replaced in ((), ("out.0",)):
+        out = torch.zeros_like(wanted)
+        held = {**{name: inputs[name] for name in names}, "out.0": out}
+        plan.bind(held, (), replaced=replaced)()
+        torch.testing.assert_close(held["out.0"], wanted)
+        assert (held["out.0"] is out) == (not replaced)
 
 
 @pytest.mark.parametrize("which", [(), (0,), (1,)])
