@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mirage_hf.formats import held_tensors
-from mirage_hf.formats.compressed_tensors_fp4 import E2M1
+from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 
 #: Columns of a group of int4 codes, and the side of a block of float8 codes.

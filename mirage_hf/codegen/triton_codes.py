@@ -12,7 +12,7 @@ from mirage_hf.codegen.plan.code_words import codes_of_word, holds_words
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.graph.coded import high_first, is_packed
-from mirage_hf.ops.dtypes import CODES_PER_WORD
+from mirage_hf.ops.dtypes import CODES_PER_WORD, E2M1
 
 #: Functions that decode words of four codes of a byte.
 _FROM_WORDS = {
@@ -48,14 +48,14 @@ class CodeWriter(TileWriter):
                 self.line(f"{self.value[i.name]}_words = {words}")
 
     def hold_tables(self) -> None:
-        """Put the tables of codes into registers."""
+        """Put the tables of codes into registers, except those that arithmetic decodes."""
         for number, table in enumerate(self._tables()):
             self.line(f"values{number}: tl.constexpr = {table}")
             self.line(f"table{number} = table_of_lanes(values{number})")
 
     def _tables(self) -> list[tuple[float, ...]]:
-        """Return the tables of codes, without repeats."""
-        return list(dict.fromkeys(self.layout.tables.values()))
+        """Return the tables that are held in registers, without repeats."""
+        return [t for t in dict.fromkeys(self.layout.tables.values()) if t != E2M1]
 
     def selected_source(self, i: BlockInput) -> tuple[str, Coordinates]:
         """Return the pointer to the source that this tile lies in, and its names of coordinates."""
@@ -109,7 +109,9 @@ class CodeWriter(TileWriter):
             return f"{_FROM_WORDS[self.tiling.dtype(i)]}({words})"
         codes, operand = f"uint4_as_float32({words}, {zero!r})", self.tiling.operands[i.sources[0]]
         table = self.layout.tables.get(i.name)
-        if table is not None:
+        if table == E2M1:
+            codes = f"e2m1_as_float32({words}, {table})"
+        elif table is not None:
             number = self._tables().index(table)
             codes = f"uint4_entries({words}, table{number}, values{number})"
         turned = high_first(operand.dims, operand.strides) is not None

@@ -19,12 +19,7 @@ from mirage_hf.formats import containers
 from mirage_hf.formats.coding import CodedWeight, Coding, view_as
 from mirage_hf.formats.containers import text_of, uneven, wrong_tensor
 from mirage_hf.formats.stored import Split
-from mirage_hf.ops.dtypes import CODES_PER_WORD
-
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-#: What codes stand for. The highest bit is the sign.
-E2M1 = (*_POSITIVE, *(-x for x in _POSITIVE))
+from mirage_hf.ops.dtypes import CODES_PER_WORD, E2M1
 
 
 @dataclass(frozen=True)

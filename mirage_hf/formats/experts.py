@@ -22,10 +22,9 @@ from mirage_hf import errors
 from mirage_hf.errors import Rejected
 from mirage_hf.formats import containers, torchao
 from mirage_hf.formats.coding import Coding
-from mirage_hf.formats.compressed_tensors_fp4 import E2M1
 from mirage_hf.formats.containers import uneven, wrong_tensor
 from mirage_hf.formats.stored import Split
-from mirage_hf.ops.dtypes import COMPUTE_DTYPES
+from mirage_hf.ops.dtypes import COMPUTE_DTYPES, E2M1
 
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Experts"
 _MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"

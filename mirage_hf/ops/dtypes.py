@@ -41,6 +41,10 @@ BYTE_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 #: The dtypes of codes that share a word of memory. int4 codes are in two's complement.
 PACKED_DTYPES = (torch.uint4, torch.int4)
 
+#: The numbers that the codes of a 4-bit float stand for: a sign, two bits of exponent and one of
+#: mantissa (e2m1).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
 #: How many codes of 4 bits one int32 word holds. The first code is in the lowest bits.
 CODES_PER_WORD = 8
 

@@ -81,15 +81,22 @@ class RegionFinder:
             else:
                 yield number
 
-    def as_read(self, x: Value) -> Value:
-        """Return the result of the cast that is a tensor's only reader, else the tensor."""
-        readers = self._readers.get(x, [])
-        if x in self.needed or len(readers) != 1 or self.nodes[readers[0]].name != "aten._to_copy":
-            return x
-        cast = Value(readers[0])
-        before, after = self.recording.meta(x), self.recording.meta(cast)
-        same = fixed_shape(before) == fixed_shape(after) and after.dtype in COMPUTE_DTYPES
-        return cast if same else x
+    def as_read(self, x: Value, members: Collection[int]) -> list[Value]:
+        """Return a tensor as nodes that are no members read it: as made, after a cast, or both."""
+        readers = [n for n in self._readers.get(x, []) if n not in members]
+        casts = [n for n in readers if self._is_cast(n, x)]
+        if len(casts) != 1:
+            return [x]
+        (cast,) = casts
+        is_alone = len(readers) == 1 and x not in self.needed
+        return [Value(cast)] if is_alone else [x, Value(cast)]
+
+    def _is_cast(self, number: int, x: Value) -> bool:
+        """Return whether a node casts a tensor to a dtype that programs have."""
+        if self.nodes[number].name != "aten._to_copy":
+            return False
+        before, after = self.recording.meta(x), self.recording.meta(Value(number))
+        return fixed_shape(before) == fixed_shape(after) and after.dtype in COMPUTE_DTYPES
 
     def makers(self, number: int) -> list[int]:
         """Return the nodes whose results a node reads, through views."""

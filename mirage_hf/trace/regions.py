@@ -235,8 +235,8 @@ class _Writer:
         for number in sorted(self.members):
             readers = set(self.finder.readers(Value(number)))
             if not readers <= own:
-                value = self.finder.as_read(Value(number))
-                found.append((value, self.labels.of(value)))
+                values = self.finder.as_read(Value(number), self.members)
+                found += [(value, self.labels.of(value)) for value in values]
         return found
 
     def _used(self, results: Sequence[Labelled]) -> list[AxisTensor]:

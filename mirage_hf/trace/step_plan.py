@@ -9,7 +9,7 @@ from torch import Tensor
 from mirage_hf.trace.binding import Binding
 from mirage_hf.trace.cached_attention import CachedAttention, find_attention
 from mirage_hf.trace.experts.dense import with_chosen_experts
-from mirage_hf.trace.experts.programs import experts_with_programs, find_experts
+from mirage_hf.trace.experts.programs import experts_that_repeat_norms, find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
 from mirage_hf.trace.program import GroupProgram, program_of
@@ -49,7 +49,7 @@ class StepPlan:
         recording = with_short_convolutions(without_whole_writes(recording))
         recording = with_routers(with_chosen_experts(recording, rows), rows)
         self.recording, self.rows = recording, rows
-        self.terms = Terms(recording, rows, experts_with_programs(recording))
+        self.terms = Terms(recording, rows, experts_that_repeat_norms(recording))
         self._before, self._effects = dependencies(recording), effects(recording)
         needed_before = ancestors(self._before)
         self.groups = groups_of(self.terms.all(), needed_before)

@@ -143,7 +143,7 @@ def _grouped(
         rows = (places + starts[first]) % len(x)  # the rows of these experts come first
         weight = decoded_weights(linear, first, decoders)
         product = _GROUPED_MM(x[rows], weight.mT, offs=ends.int())
-        y.index_copy_(0, torch.where(places < ends[-1], rows, len(x)), product)
+        y.index_copy_(0, rows.masked_fill(places >= ends[-1], len(x)), product)
     if linear.bias is None:
         return y[:-1]
     return y[:-1] + linear.bias[experts.clamp(0, count - 1)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mirage_hf.errors import GraphError
+from mirage_hf.errors import GraphError, Rejected
 from mirage_hf.formats.coding import Coding, as_dtype, write_decoded
 from mirage_hf.formats.stored import Stored
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
@@ -61,12 +61,30 @@ def experts_with_programs(recording: Recording) -> list[int]:
     ]
 
 
+def experts_that_repeat_norms(recording: Recording) -> list[int]:
+    """Return the nodes of experts whose first program may begin with the norm before them.
+
+    Experts in codes do not. With the norm in front, gate and up of gpt-oss in MXFP4 took 46.9 µs in
+    place of 27.2 (H200).
+    """
+    return [
+        number
+        for number in experts_with_programs(recording)
+        if isinstance(form := _form_of(recording, number), ExpertsForm) and not form.is_coded
+    ]
+
+
+def _form_of(recording: Recording, number: int) -> ExpertsForm | Rejected:
+    x, *_, name = recording.nodes[number].args
+    return form_named(name, recording.meta(x).dtype)
+
+
 def find_experts(terms: Terms, ancestors: Sequence[int], taken: Collection[int]) -> list[Region]:
     """Return the programs of chosen experts, two for each of `experts_with_programs`.
 
-    The first one begins with the norm before the experts, unless something else reads this norm. It
-    ends before the second linear of an expert. The second one ends with the sums that follow the
-    experts. A search of both as one program would take a minute.
+    The first one begins with the norm before the experts, if they repeat it and nothing else reads
+    this norm. It ends before the second linear of an expert. The second one ends with the sums that
+    follow the experts. A search of both as one program would take a minute.
 
     Args:
         terms: The terms of a recording.
@@ -150,8 +168,8 @@ class _Writer:
         self.terms, self.recording = terms, recording
         self.number, self.sums, self.mode = number, sums, mode
         node = recording.nodes[number]
-        self.x, self.index, self.weights, self.parameters, name = node.args
-        form = form_named(name, recording.meta(self.x).dtype)
+        self.x, self.index, self.weights, self.parameters, _ = node.args
+        form = _form_of(recording, number)
         if not isinstance(form, ExpertsForm):
             raise TraceError("the experts are gone, or have other weights now")
         self.form = form
