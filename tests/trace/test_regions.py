@@ -286,6 +286,18 @@ def test_a_result_that_is_cast_is_stored_in_that_dtype() -> None:
     assert not any(u.node is not None and u.node.name == "aten._to_copy" for u in plan.step_ops)
 
 
+def test_a_result_that_is_read_before_and_after_a_cast_is_stored_twice() -> None:
+    def function(x: Tensor) -> Tensor:
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return y.cumsum(-1) + y.to(torch.bfloat16).cumsum(-1)
+
+    plan = assert_as_recorded(function, {"x": normal(3, 2, 8, dtype=torch.bfloat16)})
+    dtypes = [t.dtype for t in plan.regions[0].graph.outputs]
+    assert dtypes == [torch.float32, torch.bfloat16]
+    assert sum(u.node is not None and u.node.name == "aten._to_copy" for u in plan.step_ops) == 0
+
+
 def test_a_norm_after_an_update_keeps_its_square() -> None:
     def function(state: Tensor, x: Tensor) -> Tensor:
         new = state * x.exp() + x
