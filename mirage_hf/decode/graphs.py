@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 #: Runs on the side stream before a capture. Libraries that initialise themselves lazily (cuBLAS,
 #: Triton, autotuners) must not do so during a capture.
@@ -19,6 +20,27 @@ _one_capture = threading.Lock()
 def why_no_capture(device: torch.device) -> str | None:
     """Return why steps on this device are not captured, or None if they are."""
     return None if device.type == "cuda" else f"no graphs on {device.type}"
+
+
+class NumbersFilledIn(TorchFunctionMode):
+    """Let `torch.tensor` of one number write it by a kernel.
+
+    torch would copy it from the host, and a CUDA graph cannot. transformers does so for masks that
+    are added to scores.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        is_number = function is torch.tensor and len(args) == 1 and isinstance(args[0], _NUMBERS)
+        if is_number and kwargs.keys() <= {"dtype", "device"}:
+            return torch.full((), args[0], **kwargs)
+        return function(*args, **kwargs)
+
+
+_NUMBERS = (bool, int, float)
 
 
 def capture(
@@ -57,7 +79,8 @@ def capture(
                 # the capture, where torch.cuda.graph gives free memory back to the driver. Another
                 # thread may then be about to launch a product with its workspace.
                 torch._C._cuda_clearCublasWorkspaces()
-                run()
+                with NumbersFilledIn():
+                    run()
                 torch._C._cuda_clearCublasWorkspaces()
         finally:
             # a capture that fails to end leaves torch on the side stream
