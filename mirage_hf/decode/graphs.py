@@ -23,10 +23,10 @@ def why_no_capture(device: torch.device) -> str | None:
 
 
 class NumbersFilledIn(TorchFunctionMode):
-    """Let `torch.tensor` of one number write it by a kernel.
+    """Create tensors of one number by `torch.full`, which a CUDA graph can capture.
 
-    torch would copy it from the host, and a CUDA graph cannot. transformers does so for masks that
-    are added to scores.
+    `torch.tensor` copies the number from the host. transformers calls it for masks that are added
+    to scores.
     """
 
     def __torch_function__(
@@ -34,13 +34,12 @@ class NumbersFilledIn(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
-        is_number = function is torch.tensor and len(args) == 1 and isinstance(args[0], _NUMBERS)
+        is_number = (
+            function is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float)
+        )
         if is_number and kwargs.keys() <= {"dtype", "device"}:
             return torch.full((), args[0], **kwargs)
         return function(*args, **kwargs)
-
-
-_NUMBERS = (bool, int, float)
 
 
 def capture(

@@ -22,7 +22,7 @@ from mirage_hf.swap.coded_forward import (
 )
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.plain_copies import take_hook
-from mirage_hf.trace.experts.decoded import Decoder, experts_at_once
+from mirage_hf.trace.experts.decoded import Decoder, experts_at_once, may_be_grouped
 from mirage_hf.trace.experts.decoded import decoding_program as experts_program
 from mirage_hf.trace.experts.form import linear_of
 
@@ -65,11 +65,14 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
     for path, module in modules:
         experts = coded_experts(module, dtype)
         if isinstance(experts, CodedExperts):
-            for stack in (experts.first, experts.second):
-                linear = linear_of(stack)
-                key = stack.coding, experts_at_once(linear)
+            linears = linear_of(experts.first), linear_of(experts.second)
+            are_grouped = may_be_grouped(*linears)
+            for stack, linear in zip((experts.first, experts.second), linears, strict=True):
+                count = experts_at_once(linear) if are_grouped else 1
+                key = stack.coding, count
                 if key not in of_experts:
-                    of_experts[key] = _decoder(path, experts_program(linear), resolve)
+                    program = experts_program(linear, count)
+                    of_experts[key] = _decoder(path, program, resolve)
             ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=of_experts)))
         parts = (coded_experts(child, dtype) for child in module.children())
         if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):

@@ -54,7 +54,7 @@ class Binding:
             sizes: What each `Size` is taken at.
             replaced: Inputs whose tensor is replaced by the one that is copied over all of it.
         """
-        self.replaced = replaced
+        self._replaced = replaced
         self.recording, self.terms, self.rows = recording, terms, terms.rows
         self._attention, self._regions = attention, regions
         self.inputs, self.sizes = inputs, sizes
@@ -116,7 +116,8 @@ class Binding:
             name, source = pair
 
             def replace(tensors: Tensors) -> None:
-                inputs[name] = tensors[outputs[0]] = tensors[source]
+                x = tensors[source]
+                inputs[name] = tensors[outputs[0]] = x.contiguous()  # it may be columns of another
 
             return replace
 
@@ -140,7 +141,7 @@ class Binding:
         before, after = (self.recording.meta(x) for x in (target, source))
         shape = fixed_shape(after)
         is_like = before.dtype == after.dtype and shape is not None and shape == fixed_shape(before)
-        return (target.name, source) if is_like and target.name in self.replaced else None
+        return (target.name, source) if is_like and target.name in self._replaced else None
 
     def _attention_action(self, one: CachedAttention, read: Collection[Any]) -> Action:
         """Return what runs attention over a layer's cache, appends included.

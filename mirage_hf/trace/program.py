@@ -11,7 +11,7 @@ import torch
 from mirage_hf.formats.coding import as_dtype, write_joined
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.groups import Group, is_bias
-from mirage_hf.trace.term import NORMS, Term, Weight
+from mirage_hf.trace.term import NORMS, Term, Weight, weight_and_offset
 
 
 @dataclass(eq=False)
@@ -44,23 +44,31 @@ def alike(graph: KernelGraph, operands: Sequence[Any]) -> list[Any]:
     return [as_dtype(graph, x, torch.float32) if isinstance(x, DTensor) else x for x in operands]
 
 
+def given_operands(norm: Term) -> list[Term]:
+    """Return the input of a norm and its weights, without a number that is added to a weight."""
+    x, *weights = norm.operands
+    return [x, *(weight_and_offset(w)[0] for w in weights)]
+
+
 def write_norm(
     norm: Term, graph: KernelGraph, operands: Sequence[DTensor], dtype: torch.dtype
 ) -> DTensor:
-    """Add the ops of a norm. One with a weight plus a number is as `fragments.normed` writes it.
+    """Add the ops of a norm. A number is added to a weight in float32, as `fragments.normed` does.
 
     Args:
         norm: The norm.
         graph: The program.
-        operands: What is normed, and the weights without what is added to them.
+        operands: The tensors of `given_operands`.
         dtype: The dtype of the program's weights.
     """
-    if norm.op != "rms_norm" or len(operands) < 2 or not norm.operands[1].is_op:
+    offsets = [weight_and_offset(w)[1] for w in norm.operands[1:]]
+    if not any(offsets):
         return graph.apply(norm.op, alike(graph, operands), dict(norm.attrs))
     wide = torch.float32 if dtype.itemsize < 4 else dtype
-    x, weight = (as_dtype(graph, t, wide) for t in operands)
-    _, offset = norm.operands[1].operands
-    y = graph.rms_norm(x, graph.add(weight, offset), norm.attrs["eps"])
+    x, *weights = (as_dtype(graph, t, wide) for t in operands)
+    pairs = zip(weights, offsets, strict=True)
+    weights = [graph.add(w, offset) if offset else w for w, offset in pairs]
+    y = graph.apply(norm.op, [x, *weights], dict(norm.attrs))
     return as_dtype(graph, y, dtype)
 
 
@@ -136,9 +144,8 @@ class _Writer:
 
     def _compute(self, term: Term) -> None:
         if term.op in NORMS:
-            x, *weights = term.operands
-            held = [self._tensor(w.terms[0] if w.is_op else w) for w in weights]
-            self.tensors[term] = write_norm(term, self.graph, [self._tensor(x), *held], self.dtype)
+            held = [self._tensor(w) for w in given_operands(term)]
+            self.tensors[term] = write_norm(term, self.graph, held, self.dtype)
             return
         operands = list(term.operands)
         if term.op in ("add", "mul") and self._is_given(operands[0]):

@@ -82,7 +82,7 @@ class RegionFinder:
                 yield number
 
     def as_read(self, x: Value, members: Collection[int]) -> list[Value]:
-        """Return a tensor as nodes that are no members read it: as made, after a cast, or both."""
+        """Return a tensor as nodes outside the region read it: as made, after a cast, or both."""
         readers = [n for n in self._readers.get(x, []) if n not in members]
         casts = [n for n in readers if self._is_cast(n, x)]
         if len(casts) != 1:

@@ -126,7 +126,7 @@ class StepPlan:
         return binding.bind(self.step_ops)
 
     def regions_to_run(self) -> list[Region]:
-        """Return the regions of experts, and others that would run as torch ops beside them."""
+        """Return the regions of experts, and those that torch ops run if experts have kernels."""
         step_ops = self._scheduled([region for region in self.regions if region.reads])
         run = {step_op.region for step_op in step_ops}
         left = {step_op.nodes[0] for step_op in step_ops if step_op.node is not None}

@@ -97,6 +97,15 @@ class Term:
         return f"{self.op}@{self.node}"
 
 
+def weight_and_offset(term: Term) -> tuple[Term, float | None]:
+    """Return a weight and the number that a term adds to it. Of other terms, the term and None."""
+    if term.op == "add":
+        for x, number in (term.operands, term.operands[::-1]):
+            if isinstance(x, Term) and x.op == "weight" and isinstance(number, (int, float)):
+                return x, float(number)
+    return term, None
+
+
 def is_product(term: Term) -> bool:
     """Return whether a term is a product with a weight, or one plus a bias."""
     if term.op == "add":

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from mirage_hf.trace.lowerings import lower
 from mirage_hf.trace.record import Held, Input, Node, Recording, Value, readers_of
 from mirage_hf.trace.sizes import fixed_shape
-from mirage_hf.trace.term import NORMS, Term, Weight, is_coded, is_product
+from mirage_hf.trace.term import NORMS, Term, Weight, is_coded, is_product, weight_and_offset
 from mirage_hf.trace.term_operands import ColumnSlice, TermOperands
 from mirage_hf.trace.torch_ops import SAME_TENSOR
 
@@ -58,9 +58,9 @@ class Terms:
         return [*self._needed]
 
     def repeated_norm(self, x: object) -> Term | None:
-        """Return the norm that makes a tensor, if those who read it compute it again.
+        """Return the norm that makes a tensor, if every reader computes it itself.
 
-        None if something reads the norm as it is. Then nobody need compute it again.
+        None if a reader needs the stored norm.
         """
         term = self.of_value.get(x) if isinstance(x, Value) else None
         return term if term is not None and _may_be_repeated(term) and not term.escapes else None
@@ -190,9 +190,8 @@ class _OtherReads:
         """Return whether something that is no term reads a tensor, or a view of it."""
         if value not in self._known:
             readers = self._readers.get(value, ())
-            if value in self._operands.of_value and _may_be_repeated(
-                self._operands.of_value[value]
-            ):
+            term = self._operands.of_value.get(value)
+            if term is not None and _may_be_repeated(term):
                 readers = [n for n in readers if n not in self._repeating]
             self._known[value] = any(map(self._passes_on, readers))
         return self._known[value]
@@ -236,11 +235,12 @@ class _OtherReads:
 
 
 def _may_be_repeated(term: Term) -> bool:
-    """Return whether a term is a norm of a tensor that is at hand."""
+    """Return whether a term is a norm of what is computed, by weights, maybe plus a number."""
     if term.op not in NORMS:
         return False
     x, *weights = term.operands
-    return all(isinstance(w, Term) and w.is_constant for w in weights) and not x.is_constant
+    has_weights = all(weight_and_offset(w)[0].weight is not None for w in weights)
+    return has_weights and not x.is_constant
 
 
 def _place(term: Term) -> tuple[int, int]:

@@ -311,7 +311,7 @@ def test_benchmarks_give_experts_codes_near_their_weights(kind: str, allowed: fl
         assert isinstance(coded, ExpertsForm) and isinstance(form, ExpertsForm) and coded.is_coded
         for a, b in ((form.first, coded.first), (form.second, coded.second)):
             for expert in range(4):
-                x, y = (decoded_weights(linear, expert, {})[0] for linear in (a, b))
+                x, y = (decoded_weights(linear, expert, 1, {})[0] for linear in (a, b))
                 assert (x - y).norm() < allowed * x.norm()
     after = coded_bytes(model), coded_bytes(model, 16)
     assert after[0] < before[0] and after[0] < after[1] < before[1]

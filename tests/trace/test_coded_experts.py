@@ -129,6 +129,7 @@ def test_products_of_a_few_decoded_experts_at_a_time(
     module, plain = CODED[name]()
     inputs = given(9, torch.bfloat16, name)
     inputs["index"][1] = coded_experts.EXPERTS  # no expert, or one of another rank
+    inputs["index"][2, 0] = -1
     found = form_of(module, torch.bfloat16)
     assert isinstance(found, ExpertsForm)
     form = replace(found, scales_inputs=scales_inputs)
@@ -155,7 +156,7 @@ def test_products_of_a_few_decoded_experts_at_a_time(
 def rows_of(inputs: dict[str, Tensor], scales_inputs: bool) -> Iterator[tuple[Tensor, ...]]:
     """Iterate over tokens with the experts that they chose, those without one left out."""
     for x, index, weights in zip(*inputs.values(), strict=True):
-        kept = index < coded_experts.EXPERTS
+        kept = (index >= 0) & (index < coded_experts.EXPERTS)
         index, weights = torch.where(kept, index, 0), torch.where(kept, weights, 0)
         if not scales_inputs:
             yield x[None], index[None], weights[None]

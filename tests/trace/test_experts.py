@@ -123,8 +123,9 @@ class Normed(nn.Module):
         self.router = nn.Linear(WIDTH, 8, dtype=dtype).requires_grad_(False)
 
     def norm(self, x: Tensor) -> Tensor:
-        if self.kind == "layer_norm":
-            return F.layer_norm(x, (WIDTH,), self.weight, None, 1e-5)
+        if "layer_norm" in self.kind:
+            weight = self.weight + 1.0 if "plus one" in self.kind else self.weight
+            return F.layer_norm(x, (WIDTH,), weight, None, 1e-5)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
         if self.kind == "plus one":
@@ -139,7 +140,9 @@ class Normed(nn.Module):
         return self.experts(y, index, weights).cumsum(-1) + scores.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("kind", ["rms_norm", "cast last", "plus one", "layer_norm"])
+@pytest.mark.parametrize(
+    "kind", ["rms_norm", "cast last", "plus one", "layer_norm", "layer_norm plus one"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_is_computed_by_those_who_read_it(kind: str, dtype: torch.dtype) -> None:
     function = Normed(built("gate and up", dtype), dtype, kind)
@@ -148,7 +151,7 @@ def test_a_norm_is_computed_by_those_who_read_it(kind: str, dtype: torch.dtype) 
     (router,) = plan.programs.values()
     first, _ = kernels(plan)
     names = [[op.name for op in graph.ops] for graph in (router.graph, first.graph)]
-    assert all(kind in ops or "rms_norm" in ops for ops in names)
+    assert all(("layer_norm" if "layer" in kind else "rms_norm") in ops for ops in names)
     plan.schedule({group: runs(p.graph) for group, p in plan.programs.items()})
     assert {region.kind for region in plan.regions_to_run()} == {"experts"}
     plan.schedule(

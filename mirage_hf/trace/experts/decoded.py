@@ -21,7 +21,7 @@ Decoder = Callable[[list[Tensor]], list[Tensor]]
 #: Decoders by coding, and by how many experts each decodes at once.
 Decoders = Mapping[tuple[Coding, int], Decoder]
 
-#: How many bytes of decoded weights may be in memory at once.
+#: How many bytes of weights are decoded at once, unless one expert has more.
 _DECODED_BYTES = 1 << 28
 
 #: torch's product of sorted rows by the weights of their experts. It reads the numbers of rows on
@@ -29,20 +29,25 @@ _DECODED_BYTES = 1 << 28
 _GROUPED_MM: Any = getattr(F, "grouped_mm", None)
 
 
-def _may_be_grouped(linear: Linear) -> bool:
-    """Return whether torch groups products of a linear without the host.
+def may_be_grouped(first: Linear, second: Linear) -> bool:
+    """Return whether torch groups the products of two linears without the host.
 
-    It does for bfloat16, if the rows of each tensor begin at multiples of 16 bytes.
+    It does for bfloat16 on GPUs of compute capability 9 and 10, if the rows of each tensor begin at
+    multiples of 16 bytes. On other GPUs it reads the numbers of rows.
     """
-    dtype = linear.tensors[0].dtype if linear.coding is None else linear.coding.dtype
-    sizes = linear.rows % 8 == 0 and linear.columns % 8 == 0
-    return _GROUPED_MM is not None and dtype is torch.bfloat16 and sizes
+    tensor = first.tensors[0]
+    dtype = tensor.dtype if first.coding is None else first.coding.dtype
+    sizes = (first.rows, first.columns, second.rows, second.columns)
+    is_apt = not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] in (9, 10)
+    is_apt &= _GROUPED_MM is not None and dtype is torch.bfloat16
+    return is_apt and not any(size % 8 for size in sizes)
 
 
 def experts_at_once(linear: Linear) -> int:
-    """Return how many experts' weights are decoded at once. They divide all experts."""
-    if not _may_be_grouped(linear):
-        return 1
+    """Return how many experts' weights are decoded at once for grouped products.
+
+    They divide all experts.
+    """
     experts = len(linear.tensors[0])
     if linear.coding is None:
         return experts
@@ -50,9 +55,9 @@ def experts_at_once(linear: Linear) -> int:
     return max(n for n in range(1, experts + 1) if experts % n == 0 and n <= most)
 
 
-def decoding_program(linear: Linear) -> KernelGraph:
-    """Return the program that decodes some experts' weights: (experts, outputs, inputs)."""
-    coding, graph, count = linear.coding, new_kernel_graph(), experts_at_once(linear)
+def decoding_program(linear: Linear, count: int) -> KernelGraph:
+    """Return the program that decodes so many experts' weights: (experts, outputs, inputs)."""
+    coding, graph = linear.coding, new_kernel_graph()
     assert coding is not None
     tensors = {}
     for role, stored in zip(coding.roles, linear.stacked, strict=True):
@@ -82,14 +87,15 @@ def run_decoded(
         weights: (tokens, chosen).
         decoders: Runs decoding programs. Others run op by op.
     """
-    needed: Sequence[int] = range(len(form.first.tensors[0]))
-    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    experts = range(len(form.first.tensors[0]))
+    needed: Sequence[int] = experts
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not is_captured:
         # an index that is not of an expert may be one of another rank
-        needed = [expert for expert in index.unique().tolist() if expert in needed]
-    are_grouped = x.dtype is torch.bfloat16 and len(x) > 0
-    are_grouped &= _may_be_grouped(form.first) and _may_be_grouped(form.second)
-    run = _run_grouped if are_grouped else _run_one_by_one
-    return run(form, x, index, weights, needed, decoders)
+        needed = [expert for expert in index.unique().tolist() if expert in experts]
+    if x.dtype is torch.bfloat16 and len(x) and may_be_grouped(form.first, form.second):
+        return _run_grouped(form, x, index, weights, needed, decoders)
+    return _run_one_by_one(form, x, index, weights, needed, decoders, is_captured)
 
 
 def _run_grouped(
@@ -113,7 +119,7 @@ def _run_grouped(
     y = form.gate(_grouped(form.first, given, experts, starts, needed, decoders))
     y = _grouped(form.second, y.to(x.dtype), experts, starts, needed, decoders)
     y = y.float() if form.scales_inputs else (y * scales).float()
-    y = y.masked_fill(experts[:, None] >= count, 0.0)
+    y = y.masked_fill(((experts < 0) | (experts >= count))[:, None], 0.0)
     return torch.empty_like(y).index_copy_(0, order, y).view(tokens, chosen, -1).sum(1).to(x.dtype)
 
 
@@ -141,8 +147,9 @@ def _grouped(
     for first in sorted({expert - expert % at_once for expert in needed}):
         ends = starts[first + 1 : first + at_once + 1] - starts[first]
         rows = (places + starts[first]) % len(x)  # the rows of these experts come first
-        weight = decoded_weights(linear, first, decoders)
+        weight = decoded_weights(linear, first, at_once, decoders)
         product = _GROUPED_MM(x[rows], weight.mT, offs=ends.int())
+        del weight  # before the next ones are decoded
         y.index_copy_(0, rows.masked_fill(places >= ends[-1], len(x)), product)
     if linear.bias is None:
         return y[:-1]
@@ -156,18 +163,17 @@ def _run_one_by_one(
     weights: Tensor,
     needed: Sequence[int],
     decoders: Decoders,
+    is_captured: bool,
 ) -> Tensor:
     """Compute one expert after the other.
 
-    If each expert is needed, it takes all tokens. Those that did not choose it weigh 0.
+    While a graph is captured, each takes all tokens. Those that did not choose it weigh 0.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in needed:
         is_chosen = index == expert
         weight = (is_chosen * weights).sum(-1, keepdim=True)
-        # which tokens chose it cannot be read while a CUDA graph is captured
-        is_every = isinstance(needed, range)
-        tokens: Any = slice(None) if is_every else is_chosen.any(-1).nonzero()[:, 0]
+        tokens: Any = slice(None) if is_captured else is_chosen.any(-1).nonzero()[:, 0]
         given = x[tokens]
         if form.scales_inputs:
             given = (given * weight[tokens]).to(x.dtype)
@@ -178,25 +184,23 @@ def _run_one_by_one(
 
 
 def _applied(linear: Linear, expert: int, x: Tensor, decoders: Decoders) -> Tensor:
-    at_once = experts_at_once(linear)
-    weights = decoded_weights(linear, expert - expert % at_once, decoders)
-    y = F.linear(x, weights[expert % at_once])
+    y = F.linear(x, decoded_weights(linear, expert, 1, decoders)[0])
     return y if linear.bias is None else y + linear.bias[expert]
 
 
-def decoded_weights(linear: Linear, first: int, decoders: Decoders) -> Tensor:
-    """Return the weights (experts, outputs, inputs) of as many experts as are decoded at once.
+def decoded_weights(linear: Linear, first: int, count: int, decoders: Decoders) -> Tensor:
+    """Return the weights (experts, outputs, inputs) of some experts.
 
     Args:
         linear: The linear.
         first: The first of these experts.
+        count: How many experts.
         decoders: As for `run_decoded`.
     """
-    at_once = experts_at_once(linear)
-    experts = slice(first, first + at_once)
+    experts = slice(first, first + count)
     if linear.coding is None:
         weight = linear.tensors[0][experts]
         return weight.mT if linear.is_transposed else weight
     views = [viewed(x, s)[experts] for x, s in zip(linear.tensors, linear.stacked, strict=True)]
-    run = decoders.get((linear.coding, at_once))
-    return (run(views) if run else run_kernel_graph(decoding_program(linear), views))[0]
+    run = decoders.get((linear.coding, count))
+    return (run(views) if run else run_kernel_graph(decoding_program(linear, count), views))[0]

@@ -19,7 +19,7 @@ from mirage_hf.trace.experts.form import ExpertsForm, Linear, viewed
 from mirage_hf.trace.experts.gate import gate
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, form_named
 from mirage_hf.trace.fake_mode import FakeOnceMode
-from mirage_hf.trace.program import alike, write_norm
+from mirage_hf.trace.program import alike, given_operands, write_norm
 from mirage_hf.trace.record import Input, Readers, Recording, TraceError, Value, readers_of
 from mirage_hf.trace.regions import Operand, Region, Result
 from mirage_hf.trace.sizes import fixed_shape
@@ -198,6 +198,8 @@ class _Writer:
         self._begin()
         linear = self.form.first
         norm = self.terms.repeated_norm(self.x)
+        if norm is not None and is_unmade(norm.operands[0], self.terms):
+            norm = None  # of columns of a product, which torch ops norm
         dims = self.rows, 1, 1, self.width
         x = self._given(self.x, dims, self.dtype) if norm is None else self._normed(norm, dims)
         if self.form.scales_inputs:
@@ -224,20 +226,15 @@ class _Writer:
 
     def _normed(self, norm: Term, dims: tuple[int, ...]) -> DTensor:
         """Return the norm before the experts, with its weights as inputs."""
-        x, *weights = norm.operands
-        if is_unmade(x, self.terms):
-            raise TraceError("a norm of columns of a product")
-        given = self._given(source_of(x, self.terms), dims, x.dtype)
-        y = write_norm(norm, self.graph, [given, *map(self._weight, weights)], self.dtype)
+        x, *weights = given_operands(norm)
+        tensors = [self._given(source_of(x, self.terms), dims, x.dtype)]
+        for weight in weights:
+            assert weight.weight is not None
+            row = 1, self.width
+            self.inputs.append(Operand(weight.weight.source, row, (0, 1), row))
+            tensors.append(self.graph.new_input(row, weight.dtype, constant=True))
+        y = write_norm(norm, self.graph, tensors, self.dtype)
         return as_dtype(self.graph, y, self.dtype)
-
-    def _weight(self, weight: Term) -> DTensor:
-        if weight.is_op:
-            weight = weight.terms[0]  # plus a number
-        assert weight.weight is not None
-        dims = 1, self.width
-        self.inputs.append(Operand(weight.weight.source, dims, (0, 1), dims))
-        return self.graph.new_input(dims, weight.dtype, constant=True)
 
     def _weighed(self, x: DTensor) -> DTensor:
         """Return a tensor of each chosen expert times its weight."""
