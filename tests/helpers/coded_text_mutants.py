@@ -208,15 +208,15 @@ def _zero_changes(line: str) -> Iterator[tuple[str, str]]:
 
 def _table_changes(line: str) -> Iterator[tuple[str, str]]:
     """Yield lines with another table of codes."""
-    found = re.fullmatch(r"( *values\d+: tl\.constexpr = )(\(.*\))", line)
+    found = re.search(r"\((?:-?\d+\.\d+, ){15}-?\d+\.\d+\)", line)
     if not found:
         return
-    values = ast.literal_eval(found[2])
+    values = ast.literal_eval(found[0])
     tables = [values[1:] + values[:1], values[8:] + values[:8]]
     for n, x in enumerate(values):
         tables += [(*values[:n], other, *values[n + 1 :]) for other in (-x, x + 0.5) if other != x]
     for table in tables:
-        yield "another table", f"{found[1]}{table}"
+        yield "another table", f"{line[: found.start()]}{table}{line[found.end() :]}"
 
 
 def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
