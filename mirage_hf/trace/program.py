@@ -132,7 +132,7 @@ class _Writer:
         if group.after:
             of = {t.operands[0]: t for t in group.after}
             biases = [self._tensor(of[p].operands[1]) for p in group.products]
-            y = graph.add(*self._alike([y, graph.concat(self._alike(biases), dim=1)]))
+            y = graph.add(*alike(graph, [y, graph.concat(alike(graph, biases), dim=1)]))
             y = self._in(self.dtype, y)
         graph.mark_output(y)
         start = 0
@@ -151,11 +151,8 @@ class _Writer:
         if term.op in ("add", "mul") and self._is_given(operands[0]):
             operands.reverse()  # as patterns write sums: what the group computes comes first
         operands = [self._tensor(x) if isinstance(x, Term) else x for x in operands]
-        operands = self._alike(operands)
+        operands = alike(self.graph, operands)
         self.tensors[term] = self.graph.apply(term.op, operands, dict(term.attrs))
-
-    def _alike(self, operands: list[Any]) -> list[Any]:
-        return alike(self.graph, operands)
 
     def _is_given(self, x: Any) -> bool:
         return isinstance(x, Term) and x not in self.tensors
