@@ -130,6 +130,8 @@ def test_products_of_a_few_decoded_experts_at_a_time(
     inputs = given(9, torch.bfloat16, name)
     inputs["index"][1] = coded_experts.EXPERTS  # no expert, or one of another rank
     inputs["index"][2, 0] = -1
+    every_expert = torch.arange(coded_experts.EXPERTS)
+    inputs["index"][3:6] = every_expert.view(3, coded_experts.CHOSEN)
     found = form_of(module, torch.bfloat16)
     assert isinstance(found, ExpertsForm)
     form = replace(found, scales_inputs=scales_inputs)
