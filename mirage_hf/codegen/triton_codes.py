@@ -9,6 +9,7 @@ import torch
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
 from mirage_hf.codegen.plan.code_runs import WORD_BYTES
 from mirage_hf.codegen.plan.code_words import codes_of_word, holds_words
+from mirage_hf.codegen.plan.small_codes import SMALL
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
 from mirage_hf.graph.coded import high_first, is_packed
@@ -110,7 +111,9 @@ class CodeWriter(TileWriter):
         codes, operand = f"uint4_as_float32({words}, {zero!r})", self.tiling.operands[i.sources[0]]
         table = self.layout.tables.get(i.name)
         if table == E2M1:
-            codes = f"e2m1_as_float32({words}, {table})"
+            codes = f"small_e2m1({words}, {table})"
+            is_small = i.name in self.layout.small_codes.inputs
+            codes = codes if is_small else f"({codes} * {1 / SMALL!r})"
         elif table is not None:
             number = self._tables().index(table)
             codes = f"uint4_entries({words}, table{number}, values{number})"

@@ -310,51 +310,43 @@ def uint4_entries(words, table, values: tl.constexpr):
     odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
     return tl.join(even, odd).to(tl.float32, bitcast=True)
 ''',
-    "e2m1_as_float32": '''
+    "small_e2m1": '''
 @triton.jit
-def e2m1_as_float32(words, values: tl.constexpr):
-    """Return the 4-bit floats (e2m1) of each int32 word as float32.
+def small_e2m1(words, values: tl.constexpr):
+    """Return the 4-bit floats (e2m1) of each int32 word times 2^-14, as float32.
 
     The first code is in the lowest bits. The codes are in three new last dims of 2. The bits of a
     code become the sign, the last bits of the exponent and the first bit of the mantissa of a
-    float16. It is 2^-14 of the number, exactly: 0.5 is a subnormal in both formats.
+    float16. That is 2^-14 of the number, exactly: 0.5 is a subnormal in both formats. All these
+    bits are in the high byte of a float16, so four codes are moved at once.
     """
     if INTERPRETED:
-        return entry_of(uint4_as_float32(words, 0.0), values)
+        return entry_of(uint4_as_float32(words, 0.0), values) * 2.0**-14
     n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 sign, pair, unit;
+        .reg .b32 signs, bytes, pair;
         .reg .b16 low, high;
-        mov.b32 unit, 0x74007400;
-        shl.b32 sign, $8, 12;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 pair, $8, 9;
-        lop3.b32 pair, pair, 0x0E000E00, sign, 0xEA;
-        mul.f16x2 pair, pair, unit;
+        shl.b32 signs, $8, 4;
+        and.b32 signs, signs, 0x80808080;
+        shl.b32 bytes, $8, 1;
+        lop3.b32 bytes, bytes, 0x0E0E0E0E, signs, 0xEA;
+        prmt.b32 pair, bytes, 0, 0x2404;
         mov.b32 {low, high}, pair;
         cvt.f32.f16 $0, low;
         cvt.f32.f16 $4, high;
-        shl.b32 sign, $8, 8;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 pair, $8, 5;
-        lop3.b32 pair, pair, 0x0E000E00, sign, 0xEA;
-        mul.f16x2 pair, pair, unit;
-        mov.b32 {low, high}, pair;
-        cvt.f32.f16 $1, low;
-        cvt.f32.f16 $5, high;
-        shl.b32 sign, $8, 4;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 pair, $8, 1;
-        lop3.b32 pair, pair, 0x0E000E00, sign, 0xEA;
-        mul.f16x2 pair, pair, unit;
+        and.b32 pair, bytes, 0xFF00FF00;
         mov.b32 {low, high}, pair;
         cvt.f32.f16 $2, low;
         cvt.f32.f16 $6, high;
-        and.b32 sign, $8, 0x80008000;
-        shr.u32 pair, $8, 3;
-        lop3.b32 pair, pair, 0x0E000E00, sign, 0xEA;
-        mul.f16x2 pair, pair, unit;
+        and.b32 signs, $8, 0x80808080;
+        shr.u32 bytes, $8, 3;
+        lop3.b32 bytes, bytes, 0x0E0E0E0E, signs, 0xEA;
+        prmt.b32 pair, bytes, 0, 0x2404;
+        mov.b32 {low, high}, pair;
+        cvt.f32.f16 $1, low;
+        cvt.f32.f16 $5, high;
+        and.b32 pair, bytes, 0xFF00FF00;
         mov.b32 {low, high}, pair;
         cvt.f32.f16 $3, low;
         cvt.f32.f16 $7, high;

@@ -10,6 +10,7 @@ import torch
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import stages
 from mirage_hf.codegen.plan.layout import Dot, runs_of
+from mirage_hf.codegen.plan.small_codes import SMALL
 from mirage_hf.codegen.triton_loads import as_float32, is_byte
 from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_prefetches import PrefetchWriter
@@ -53,7 +54,8 @@ class ValueWriter(PrefetchWriter):
         if dot is not None:
             return self.dot(dot)
         if op.over is not None:
-            return self._reduced_op(op)
+            is_small = op.out in self.layout.small_codes.sums
+            return self._reduced_op(op) + (f" * {1 / SMALL!r}" if is_small else "")
         if op.out in self.layout.decoded:
             return self.wide(str(op.args[0]))
         dims = self.layout.value_dims(op.out)

@@ -22,9 +22,13 @@ from mirage_hf.tune.traffic import Traffic, traffic
 MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 
 #: The same for sums over codes that each thread begins on its own (codegen/plan/code_runs.py).
-#: Counted in machine code for sm_90: a code takes 4.2 to 5.3 instructions from its word to the sum.
-#: It is three elements: one decoded, one product and one addition.
-CODED = 1.5
+#: Counted in machine code for sm_90, in 250 kernels: a code of an integer takes 3.6 instructions
+#: from its word to the sum. It is three elements: one decoded, one product and one addition.
+CODED = 1.2
+
+#: The elements that a code counts for if its number comes from a table, and if it is a 4-bit float
+#: (e2m1) whose products are small until they are summed. Counted in the same way.
+LOOKED_UP, SMALL_FLOAT = 2.4, 1.6
 
 #: The same if a thread decodes words of four bytes: 3.4 instructions a code.
 CODED_IN_WORDS = 1.15
@@ -40,8 +44,8 @@ CODE_FACTOR = 2.5
 #: runs.
 CONTINUED = 0.8
 
-#: The elements that one element of another input counts for in such a kernel. It is converted, and
-#: moved to the threads whose codes it multiplies.
+#: The elements that one element of another input counts for beside codes of a byte. It is
+#: converted, and moved to the threads whose codes it multiplies.
 BESIDE_CODES = 4
 
 
@@ -78,6 +82,10 @@ class Footprint(NamedTuple):
         beside_words: Inputs of a loop along such words that are no codes, such as x.
         longest_beside: Elements of the largest tile of such an input.
         byte_factors: Codes of a byte that one step of all loops gives to tensor cores.
+        packed: Packed codes that one step of all loops multiplies and adds, or the whole kernel
+            without a loop, by input.
+        reduced: Elements that threads add for each other in one step of all loops, counted once for
+            each exchange.
     """
 
     moved: int
@@ -107,6 +115,8 @@ class Footprint(NamedTuple):
     beside_words: int
     longest_beside: int
     byte_factors: int
+    packed: tuple[int, ...]
+    reduced: float
 
 
 def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
@@ -160,7 +170,17 @@ def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
         beside_words=len(beside),
         longest_beside=max((elements[i] for i in beside), default=0),
         byte_factors=sum(elements[i] for x in loads for i in x if _is_byte_factor(plan, i)),
+        packed=_packed(plan),
+        reduced=_reduced(plan),
     )
+
+
+def _packed(plan: KernelPlan) -> tuple[int, ...]:
+    """Return the elements of each tile of packed codes that are summed by multiply-adds."""
+    tiling = plan.tiling
+    if not adds_in_runs(plan):
+        return ()
+    return tuple(tiling.elements[i.name] for i in tiling.block.inputs if is_packed(tiling.dtype(i)))
 
 
 def _is_byte_factor(plan: KernelPlan, name: str) -> bool:
@@ -177,7 +197,9 @@ def with_same_layout(plan: KernelPlan, other: Footprint, known: Traffic) -> Foot
         other: The footprint of the other plan.
         known: What the kernel reads and writes.
     """
-    return other._replace(held=_most_held(plan, known), exchanged=_exchanged(plan))
+    return other._replace(
+        held=_most_held(plan, known), exchanged=_exchanged(plan), reduced=_reduced(plan)
+    )
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -333,9 +355,13 @@ def _work(
 
 def _conversion(plan: KernelPlan, name: str, element_work: float) -> float:
     """Return how many elements the conversion of a loaded element counts for."""
-    if name in plan.layout.code_factors:
+    layout = plan.layout
+    if name in layout.code_factors:
         return CODE_FACTOR / element_work
-    if not plan.layout.run_lengths or plan.tiling.dtype(plan.tiling.inputs[name]) in CODE_DTYPES:
+    if plan.tiling.op.reads_packed_codes and adds_in_runs(plan):
+        is_small = name in layout.small_codes.inputs
+        return SMALL_FLOAT if is_small else LOOKED_UP if name in layout.tables else 1
+    if not layout.run_lengths or plan.tiling.dtype(plan.tiling.inputs[name]) in CODE_DTYPES:
         return 1
     return BESIDE_CODES
 
@@ -366,6 +392,16 @@ def _exchanged(plan: KernelPlan) -> int:
     return largest
 
 
+def _reduced(plan: KernelPlan) -> float:
+    """Return the elements that threads add for each other in one step, once for each exchange."""
+    return sum(
+        plan.tiling.elements[a.arg] * math.log2(plan.tiling.tile(s.loop))
+        for s in plan.tiling.block.stages
+        for a in s.accumulators
+        if s.loop and not plan.is_reduced_after_loop(a) and a.out not in plan.layout.dots
+    )
+
+
 def _accumulating(plan: KernelPlan) -> int:
     """Return the number of tensor-core sums in loops, or 0 if loops have other sums too."""
     dots = plan.layout.dots
@@ -376,9 +412,11 @@ def _accumulating(plan: KernelPlan) -> int:
 
 
 def adds_in_runs(plan: KernelPlan) -> bool:
-    """Return whether threads add runs of codes on their own."""
-    lengths = plan.layout.run_lengths
-    return any(plan.tiling.tile(axis) > length for axis, length in lengths.items())
+    """Return whether threads add codes on their own: in runs, or all packed codes of a group."""
+    lengths, tile = plan.layout.run_lengths, plan.tiling.tile
+    if any(tile(axis) > length for axis, length in lengths.items()):
+        return True
+    return plan.tiling.op.reads_packed_codes and any(tile(a) == n for a, n in lengths.items())
 
 
 def _element_work(plan: KernelPlan) -> float:

@@ -1,5 +1,7 @@
 """Tables of codes in kernels: an exchange between the threads of a warp looks codes up.
 
+4-bit floats are decoded by arithmetic instead.
+
 Triton's interpreter knows no assembly, so it runs the plain form. Here a model of a warp runs the
 assembly.
 """
@@ -19,6 +21,7 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.triton_math import HELPERS, helpers_of
 from mirage_hf.formats.bitsandbytes import TABLES
+from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune.space import schedules
@@ -41,12 +44,34 @@ def run_assembly(text: str, constraints: str, args: list[Any], *_: Any, **__: An
     """Run an inline assembly of these helpers on the 32 lanes of a warp."""
     outputs = constraints.count("=")
     registers = {f"${outputs + n}": x for n, x in enumerate(args)} | {"%laneid": LANES}
+
+    def word(name: str) -> torch.Tensor:
+        """Return a register as an unsigned number, or a number of the text."""
+        number = registers[name] if name in registers else torch.tensor(int(name, 0))
+        return number.to(torch.int64) & 0xFFFFFFFF
+
     for line in text.split(";"):
-        op, _, operands = line.strip(" {}\n").partition(" ")
-        names = [x.strip() for x in operands.split(",")]
+        op, _, operands = line.strip(" \n").removeprefix("{").strip(" }\n").partition(" ")
+        names = [x.strip(" {}") for x in operands.split(",")]
         if op == "shr.u32":
-            word = registers[names[1]].to(torch.int64) & 0xFFFFFFFF
-            registers[names[0]] = word >> int(names[2])
+            registers[names[0]] = word(names[1]) >> int(names[2])
+        elif op == "shl.b32":
+            registers[names[0]] = word(names[1]) << int(names[2]) & 0xFFFFFFFF
+        elif op == "and.b32":
+            registers[names[0]] = word(names[1]) & word(names[2])
+        elif op == "lop3.b32":
+            assert names[4] == "0xEA"  # (a & b) | c
+            registers[names[0]] = word(names[1]) & word(names[2]) | word(names[3])
+        elif op == "prmt.b32":
+            both, selector = word(names[1]) | word(names[2]) << 32, int(names[3], 16)
+            chosen = [both >> 8 * (selector >> 4 * n & 7) & 255 for n in range(4)]
+            registers[names[0]] = sum(byte << 8 * n for n, byte in enumerate(chosen))
+        elif op == "mov.b32":
+            low, high, source = names
+            registers[low], registers[high] = word(source) & 0xFFFF, word(source) >> 16
+        elif op == "cvt.f32.f16":
+            bits = registers[names[1]].to(torch.int32).to(torch.int16)
+            registers[names[0]] = bits.view(torch.float16).float()
         elif op == "mov.u32":
             registers[names[0]] = registers[names[1]]
         elif op == "shfl.sync.idx.b32":
@@ -63,7 +88,7 @@ def helpers() -> dict[str, Any]:
     """Return the helpers as Python functions of torch tensors that hold a value for each lane."""
     names = helpers_of("table_of_lanes( uint4_entries(")
     assert "INTERPRETED" in names and "entry_of" in names
-    text = "\n".join(HELPERS[n] for n in ("table_of_lanes", "uint4_entries"))
+    text = "\n".join(HELPERS[n] for n in ("table_of_lanes", "uint4_entries", "small_e2m1"))
     for dtype in ("int32", "float32"):
         text = text.replace(f".to(tl.{dtype}, bitcast=True)", f".view(torch.{dtype})")
     language = SimpleNamespace(
@@ -93,6 +118,15 @@ def test_a_warp_looks_up_the_eight_codes_of_each_word(kind):
     got = module["uint4_entries"](words, table, values)
     codes = (words.to(torch.int64)[:, None] >> torch.arange(0, 32, 4)) & 15
     assert torch.equal(got.reshape(32, 8), torch.tensor(values)[codes])
+
+
+def test_four_bit_floats_are_decoded_by_arithmetic():
+    words = torch.randint(-(1 << 31), 1 << 31, (1 << 14,), dtype=torch.int64).to(torch.int32)
+    got = helpers()["small_e2m1"](words, E2M1) * 2.0**14
+    codes = (words.to(torch.int64)[:, None] >> torch.arange(0, 32, 4)) & 15
+    wanted = torch.tensor(E2M1)[codes]
+    assert torch.equal(got.reshape(-1, 8), wanted)
+    assert torch.equal(got.reshape(-1, 8).signbit(), wanted.signbit())
 
 
 def linear(values: tuple[float, ...], reads_codes: bool = False) -> mi.KernelGraph:

@@ -51,6 +51,8 @@ DECODERS = {
         "tl.where(x < i, values[i], found)",
     ),
     "tl.full(x.shape, values[0]": ("tl.full(x.shape, values[1]", "tl.full(x.shape, values[8]+1.0"),
+    "* 2.0**-14": ("* 2.0**-13", "* 2.0**-15"),
+    "* 16384.0": ("* 8192.0", "* 16385.0"),
     "x.to(tl.int32) << 23": ("x.to(tl.int32) << 22", "x.to(tl.int32) << 24"),
     # pairs of codes for tensor cores
     "halves >> (4 * number)": ("halves >> (3 * number)", "halves >> (4 * number + 1)"),
@@ -232,7 +234,7 @@ def _load_changes(kernel: Kernel, line: str) -> Iterator[tuple[str, str]]:
             head, tail = line[: found.end()], line[found.end() + len(address) :]
             yield f"{role} of another address", head + changed + tail
     load = line[found.start() : _end_of(line, found.end(), ")") + 1]
-    is_decoded = r"(uint4_\w+|_words_as_float32)\((tl\.reshape\()?tl\.load"
+    is_decoded = r"(uint4_\w+|small_e2m1|_words_as_float32)\((tl\.reshape\()?tl\.load"
     packed = re.search(rf"_words(_next\d*)? = |{is_decoded}", line)
     dtype = kernel.dtype(found[1])
     is_float8 = dtype is torch.float8_e4m3fn and not packed

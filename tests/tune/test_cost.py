@@ -1,5 +1,8 @@
 """The cost model: kernels that were measured as fast rank high."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,10 +13,12 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
 from tests.helpers import coded_programs, kernel_cases
+from tests.helpers.machine_code import instructions_of_a_thread
 from tests.helpers.schedule_cases import SPACES
 
 
@@ -43,6 +48,47 @@ def test_bytes_that_tensor_cores_multiply_need_many_warps():
     )
     estimates = [cost.estimate(plan_kernel(op, s)).us for s in (few, many)]
     assert estimates[1] < 0.9 * estimates[0]
+
+
+@pytest.mark.parametrize("table", [None, E2M1])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule({"n": 16, "k": 32, "r": 32}),
+        Schedule({"n": 4, "k": 32, "r": 32}, num_warps=1),
+        Schedule({"n": 16, "k": 16, "r": 32}, num_warps=2, reduce_after_loop=False),
+        # two threads decode the same word
+        Schedule({"n": 2, "k": 16, "r": 32}, num_warps=8, num_stages=3),
+    ],
+    ids=["many codes", "one warp", "sums in each step", "few codes"],
+)
+def test_estimates_count_the_instructions_of_packed_codes(schedule, table, tmp_path):
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    if not Path(knobs.nvidia.nvdisasm.path).exists():
+        pytest.skip("needs nvdisasm")
+    groups, rows = 128, 4096
+    g = new_kernel_graph()
+    x = g.new_input((1, groups * 32), "bfloat16")
+    codes = g.new_input((rows, groups, 32), "uint4", constant=True)
+    scales = g.new_input((rows, groups, 1), "bfloat16", constant=True)
+    read = g.cast(codes, "bfloat16")
+    numbers = g.sub(read, 8.0) if table is None else g.lookup(read, values=table)
+    weight = g.reshape(g.mul(g.cast(numbers, "bfloat16"), scales), (rows, groups * 32))
+    g.mark_output(g.matmul(x, g.permute(weight, (1, 0))))
+    found, _ = search(g, SearchOptions(threads=1))
+    summed_first = r"%v\d+ \[n, k\] = sum\(%v\d+, over=r\)"  # then multiplied by the scale
+    ugraph = next(
+        r.ugraph
+        for r in found
+        if r.ugraph.num_kernels == 1 and re.search(summed_first, str(r.ugraph.kernels))
+    )
+    assert [a.name for a in ugraph.block_ops[0].block.axes] == ["n", "r", "k"]
+    plan = plan_kernel(place_kernels(ugraph)[0], schedule)
+    lanes = 32 * schedule.num_warps * plan.grid
+    executed = instructions_of_a_thread(ugraph, schedule, plan.tiling.trips("k"), tmp_path)
+    assert cost.estimate(plan).instructions / lanes == pytest.approx(executed, rel=0.3)
 
 
 @pytest.mark.parametrize("columns, loads", [(32, 1), (128, 4)])

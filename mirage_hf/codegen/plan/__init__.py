@@ -6,6 +6,7 @@ The modules, in the order in which they build on each other:
 - `stages`: in which order stages run, and what each reads.
 - `code_order`: codes that tensor cores multiply, and the order in which threads hold them.
 - `code_runs`: sums over codes, which each thread begins on its own.
+- `small_codes`: 4-bit floats whose products are small until they are summed.
 - `layout`: the dims of tensors inside the kernel, and the products that run on tensor cores.
 - `loop_bounds`: loops that only visit what is within their bounds.
 - `pipelining`: which loads Triton copies asynchronously, and which must be loaded differently.

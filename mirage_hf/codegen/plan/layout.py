@@ -17,6 +17,7 @@ import torch
 
 from mirage_hf.codegen.plan import code_order
 from mirage_hf.codegen.plan.code_runs import byte_words, partial_sums, run_lengths
+from mirage_hf.codegen.plan.small_codes import SmallCodes, small_codes
 from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
@@ -437,6 +438,11 @@ class TensorLayout:
         if not inputs:
             return frozenset()
         return frozenset(op.out for op in ops if op.args and op.args[0] in inputs)
+
+    @cached_property
+    def small_codes(self) -> SmallCodes:
+        """The 4-bit floats whose products are small until they are summed. See small_codes.py."""
+        return small_codes(self.tiling, self.tables, self.unformed_products)
 
     @cached_property
     def code_factors(self) -> Mapping[str, torch.dtype]:
