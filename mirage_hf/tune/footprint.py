@@ -39,10 +39,11 @@ DECODED_AT_A_TIME = 4
 #: Instructions that a code takes as a factor on tensor cores. Counted in machine code for sm_90.
 CODE_FACTOR = 2.5
 
-#: The share of the bandwidth that reads of 64 bytes reach if the next loop step reads those that
-#: follow in memory. Measured on an H200 with words of codes: 60 MB took 18.8 µs, and 15.0 in longer
-#: runs.
-CONTINUED = 0.8
+#: The share of the bandwidth that reads reach, by the bytes of a run, if the next loop step reads
+#: those that follow in memory. Measured on an H200 with words of codes in runs of 64 bytes: 60 MB
+#: took 18.8 µs, and 15.0 in longer runs. Shorter runs are a guess: a step reads whole sectors of 32
+#: bytes, and the next one finds the rest of a line in the L2.
+CONTINUED = {64: 0.8, 32: 0.65, 16: 0.5}
 
 #: The elements that one element of another input counts for beside codes of a byte. It is
 #: converted, and moved to the threads whose codes it multiplies.
@@ -268,10 +269,9 @@ def _contiguity(plan: KernelPlan, known: Traffic) -> float:
         elements *= known.interleaved * max(map(plan.tiling.tile, known.interleaved_axes))
     run = elements * element_bytes(plan.tiling.dtype(largest))
     of_line = _share_of_lines(run)
-    if run >= 64 and any(
-        a == loop and s == elements for a, s in zip(largest.axes, operand.strides, strict=True)
-    ):
-        of_line = max(of_line, CONTINUED)
+    strides = zip(largest.axes, operand.strides, strict=True)
+    if any(axis == loop and stride == elements for axis, stride in strides):
+        of_line = max([of_line, *(share for least, share in CONTINUED.items() if run >= least)])
     reading = _share_of_speed(of_line, run)
     if not only_decodes:
         return reading

@@ -12,11 +12,13 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
+from mirage_hf.tune.footprint import footprint
 from tests.helpers import coded_programs, kernel_cases
 from tests.helpers.machine_code import instructions_of_a_thread
 from tests.helpers.schedule_cases import SPACES
@@ -207,3 +209,20 @@ def test_scores_by_multiply_adds_and_products_held_whole_are_expected_to_be_slow
     assert all(
         s.num_stages == 1 for s in space.schedules(op, limit=10**6) if s.tiles["k"] == 2048
     )  # all cases use the same kernel
+
+
+@pytest.mark.parametrize("group, share", [(32, 0.45), (64, 0.6), (128, 0.75)])
+def test_the_next_step_reads_the_rest_of_a_line(group, share):
+    """A step on tensor cores reads one group of each row: 16, 32 or 64 bytes."""
+    program = coded_programs.int4_linear(16, 1024, 4096, group)
+    found, _ = search(program, SearchOptions(threads=1))
+    tiles = {"m": 16, "n": 64, "k": 1, "r": group}
+    ops = [op for r in found for op in r.ugraph.block_ops]
+    walked = [op for op in ops if {a.name for a in op.block.named(Role.LOOP)} == {"k"}]
+    schedule = Schedule(tiles, mma=True, num_stages=4)
+    shares = [
+        footprint(plan_kernel(op, schedule)).contiguity
+        for op in walked
+        if {a.name for a in op.block.axes} == {*tiles}
+    ]
+    assert shares and all(share < s < 1 for s in shares)
