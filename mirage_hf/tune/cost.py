@@ -61,13 +61,13 @@ RESCALED_US = 1.1
 #: 0.6..0.9.
 STEP_US, ELEMENT_US, AHEAD_US = 0.15, 4.5e-5, 0.5
 
-#: Of arithmetic on codes and of reads, the share of the shorter one that the other does not hide.
+#: Reads and arithmetic on codes overlap. This share of the shorter one is not hidden.
 EXPOSED = 0.4
 
 #: Instructions of a thread that multiplies packed codes, beside those of codes: in each step, and
 #: before and after all steps. The codes of a word are decoded by one thread, so a thread without a
-#: word of its own decodes another one's again. Counted in machine code for sm_90, in 250 kernels.
-#: With these numbers half of them have at most 3% more or less, and nine of ten 15%.
+#: word of its own decodes another one's again. Counted in machine code for sm_90, in 250 kernels of
+#: one row. With these numbers half of the estimates are within 3%, and nine of ten within 15%.
 PACKED_STEP, PACKED_BLOCK = 85, 200
 
 #: Instructions of an element that a thread gets from another one and adds.
@@ -192,7 +192,7 @@ def uncorrected(
             turns = grid / (device.sms * per_sm)
             seconds += 1e-6 * multiply_adds.EXCHANGE_US * trips * turns
     elif adds_in_runs(plan) or is_staged:
-        # The arithmetic is about as long as the reads, and hides them only in part.
+        # The longer one hides the shorter one only in part.
         seconds += EXPOSED * min(reads, arithmetic)
     if tiles.byte_factors:
         converted = BYTE_FACTOR * trips * tiles.byte_factors * grid / (device.lane_rate * busy)
@@ -246,11 +246,12 @@ def _beside_words(plan: KernelPlan, tiles: Footprint) -> int:
 def _beside_packed(plan: KernelPlan, tiles: Footprint, trips: int) -> float:
     """Return the instructions of a block that multiplies packed codes, beside those of codes.
 
-    Codes that several threads decode count once with the others, and here for each further thread.
+    Several threads may decode the same code. One of them counts elsewhere, and the others here.
     """
     threads = 32 * plan.schedule.num_warps
     again = sum(max(0, CODES_PER_WORD * threads - codes) for codes in tiles.packed)
-    step = PACKED_STEP * threads + 3 * again * tiles.element_work + EXCHANGED * tiles.reduced
+    elements = 3 * again  # decoded, multiplied and added
+    step = PACKED_STEP * threads + elements * tiles.element_work + EXCHANGED * tiles.reduced
     return trips * step + PACKED_BLOCK * threads
 
 

@@ -21,14 +21,18 @@ from mirage_hf.tune.traffic import Traffic, traffic
 #: instruction each would take.
 MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 
-#: The same for sums over codes that each thread begins on its own (codegen/plan/code_runs.py).
-#: Counted in machine code for sm_90, in 250 kernels: a code of an integer takes 3.6 instructions
-#: from its word to the sum. It is three elements: one decoded, one product and one addition.
+#: The same for sums over packed codes that each thread begins on its own (plan/code_runs.py).
+#: Counted in machine code for sm_90, in 250 kernels of one row: a code of an integer takes 3.6
+#: instructions from its word to the sum. It is three elements: one decoded, one product and one
+#: addition.
 CODED = 1.2
 
-#: The elements that a code counts for if its number comes from a table, and if it is a 4-bit float
-#: (e2m1) whose products are small until they are summed. Counted in the same way.
-LOOKED_UP, SMALL_FLOAT = 2.4, 1.6
+#: The elements that a packed code counts for in place of one if its number comes from a table, and
+#: if it is a 4-bit float (e2m1) whose products are small until they are summed. Counted likewise.
+LOOKED_UP, SMALL_FLOAT = 2.4, 1.5
+
+#: The same as `CODED` for codes of a byte that are loaded one by one.
+CODED_IN_BYTES = 1.5
 
 #: The same if a thread decodes words of four bytes: 3.4 instructions a code.
 CODED_IN_WORDS = 1.15
@@ -86,7 +90,7 @@ class Footprint(NamedTuple):
         packed: Packed codes that one step of all loops multiplies and adds, or the whole kernel
             without a loop, by input.
         reduced: Elements that threads add for each other in one step of all loops, counted once for
-            each exchange.
+            each exchange. 0 without packed codes.
     """
 
     moved: int
@@ -270,7 +274,8 @@ def _contiguity(plan: KernelPlan, known: Traffic) -> float:
     run = elements * element_bytes(plan.tiling.dtype(largest))
     of_line = _share_of_lines(run)
     strides = zip(largest.axes, operand.strides, strict=True)
-    if any(axis == loop and stride == elements for axis, stride in strides):
+    step = plan.tiling.tile(loop) if loop else 0
+    if any(a == loop and step * stride == elements for a, stride in strides):
         of_line = max([of_line, *(share for least, share in CONTINUED.items() if run >= least)])
     reading = _share_of_speed(of_line, run)
     if not only_decodes:
@@ -394,6 +399,8 @@ def _exchanged(plan: KernelPlan) -> int:
 
 def _reduced(plan: KernelPlan) -> float:
     """Return the elements that threads add for each other in one step, once for each exchange."""
+    if not plan.tiling.op.reads_packed_codes:
+        return 0.0  # other estimates do not count them
     return sum(
         plan.tiling.elements[a.arg] * math.log2(plan.tiling.tile(s.loop))
         for s in plan.tiling.block.stages
@@ -412,18 +419,20 @@ def _accumulating(plan: KernelPlan) -> int:
 
 
 def adds_in_runs(plan: KernelPlan) -> bool:
-    """Return whether threads add codes on their own: in runs, or all packed codes of a group."""
-    lengths, tile = plan.layout.run_lengths, plan.tiling.tile
-    if any(tile(axis) > length for axis, length in lengths.items()):
-        return True
-    return plan.tiling.op.reads_packed_codes and any(tile(a) == n for a, n in lengths.items())
+    """Return whether threads add codes on their own: runs of bytes, or any packed codes."""
+    lengths = plan.layout.run_lengths
+    if plan.tiling.op.reads_packed_codes:
+        return bool(lengths)
+    return any(plan.tiling.tile(axis) > length for axis, length in lengths.items())
 
 
 def _element_work(plan: KernelPlan) -> float:
     """Return the instructions that one element takes."""
     tiling = plan.tiling
     if adds_in_runs(plan):
-        return CODED_IN_WORDS if plan.layout.byte_words else CODED
+        if tiling.op.reads_packed_codes:
+            return CODED
+        return CODED_IN_WORDS if plan.layout.byte_words else CODED_IN_BYTES
     contractions = [c for c in tiling.block.contractions.values() if c.out not in plan.layout.dots]
     by_multiply_adds = {c.out for c in contractions}
     # Scores of one row are products of two axes. One thread mostly holds them alone.
