@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import utils as stock_generation
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -217,7 +218,7 @@ def rejected_model(model: Any, *, is_traced: bool = False) -> str | None:
         return rejected_attention
     if not is_traced and getattr(model, "hf_quantizer", None) is not None:
         return "quantized model"
-    return _rejected_processes()
+    return _rejected_processes(model)
 
 
 def _rejected_attention(attention: str) -> str | None:
@@ -231,12 +232,22 @@ def _rejected_attention(attention: str) -> str | None:
     return None
 
 
-def _rejected_processes() -> str | None:
+def _rejected_processes(model: Any) -> str | None:
+    """Return that several processes hold parts of the weights, or None.
+
+    Such a model needs all of them in every step. Processes that hold a whole model each do not.
+    """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     processes = distributed.get_world_size()
-    return f"torch.distributed with {processes} processes" if processes > 1 else None
+    is_shared = processes > 1 and (
+        stock_generation.is_deepspeed_zero3_enabled()
+        or stock_generation.is_fsdp_managed_module(model)
+        or getattr(model, "_tp_size", None) not in (None, 1)
+        or any(hasattr(p, "device_mesh") for p in model.parameters())
+    )
+    return f"weights spread over {processes} processes" if is_shared else None
 
 
 def rejected_length(model: Any, tokens: int) -> str | None:

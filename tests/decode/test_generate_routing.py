@@ -188,6 +188,36 @@ def test_attention_that_a_user_registers_under_a_known_name_is_stock(interface, 
     assert handled(runner) == 1
 
 
+@pytest.fixture
+def two_processes():
+    """Let torch.distributed be initialized with two processes, of which this is one."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_each_of_several_processes_may_hold_a_whole_model(two_processes):
+    model = tiny("llama")
+    runner = install(model)
+    assert_same(*both(model, {"inputs": prompt(), "max_new_tokens": 4}))
+    assert handled(runner) == 1
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "FSDP", "a tensor over a mesh"])
+def test_weights_that_lie_in_several_processes_are_stock(two_processes, kind):
+    model = tiny("llama")
+    runner = install(model)
+    if kind == "tensor parallel":
+        model._tp_size = 2
+    elif kind == "FSDP":
+        model._is_fsdp_managed_module = True
+    else:
+        model.model.norm.weight.device_mesh = object()
+    assert model.generate(prompt(), max_new_tokens=4, synced_gpus=False).shape[1] > 4
+    assert runner.counts == {"stock: weights spread over 2 processes": 1}
+
+
 def test_right_padding_is_stock():
     model = tiny("llama")
     runner = install(model)
