@@ -47,6 +47,9 @@ MOST_BLOCKS_OF_WORDS = 32
 #: The same for multiply-adds that hold words of codes for later steps.
 MOST_BLOCKS_OF_ADDED_WORDS = 8
 
+#: The most steps of a loop that blocks which share it may take beyond its end, as a share of all.
+MOST_IDLE = 1 / 8
+
 #: Bytes that the blocks of an SM prefetch together before they wait: about what fills the memory
 #: system.
 PREFETCH_BYTES = 48 << 10
@@ -351,16 +354,18 @@ def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Sch
 
 
 def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -> bool:
-    """Return whether this many blocks can share the loop of each tile evenly."""
+    """Return whether this many blocks can share the loop of each tile, about evenly."""
     plan, tiling = tiles.plan, tiles.plan.tiling
     if len(tiling.block.loops) != 1 or not tiling.is_looped:
         return False
-    if tiling.trips(str(tiling.loop)) % (blocks * schedule.steps_per_trip):
-        return False
+    steps = tiling.trips(str(tiling.loop))
+    idle = -steps % (blocks * schedule.steps_per_trip)
     most = MOST_BLOCKS_PER_SM
     if plan.with_schedule(schedule).pipelining.holds_words_ahead:
         most = MOST_BLOCKS_OF_WORDS if schedule.mma else MOST_BLOCKS_OF_ADDED_WORDS
-    return tiling.num_tiles * blocks <= most * device.sms
+        if idle:
+            return False
+    return idle <= MOST_IDLE * steps and tiling.num_tiles * blocks <= most * device.sms
 
 
 def _prefetchable_bytes(p: KernelPlan) -> int:

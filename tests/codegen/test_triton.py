@@ -82,6 +82,14 @@ def test_schedules_of_the_space_agree(interpreted):
     assert not wrong
 
 
+def test_blocks_that_get_unequal_parts_of_a_loop_agree(interpreted):
+    found = [r for n, r in interpreted["cases"].items() if n.startswith("uneven:")]
+    assert len(found) == 4
+    for result in found:
+        assert "raised" not in result, result
+        assert all(o["error"] <= o["allowed"] for o in result["outputs"]), result
+
+
 @pytest.mark.parametrize("fn", [n for n, row in table.OPS.items() if row.kind == "elementwise"])
 def test_elementwise_text_on_hard_numbers(interpreted, fn):
     result = interpreted["ops"][fn]

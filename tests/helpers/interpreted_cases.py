@@ -16,6 +16,7 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.algebra import TorchAlgebra
+from mirage_hf.graph.block import Role
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -60,6 +61,14 @@ def compare(ugraph: UGraph, schedules: Sequence[Schedule]) -> dict:
         error, from_block = ((y.double() - z).abs().max().item() for z in (exact, same))
         found.append({"error": error, "from_block": from_block, "allowed": allowed})
     return {"outputs": found}
+
+
+def shared_unevenly(ugraph: UGraph) -> list[Schedule]:
+    """Return the schedules of a kernel whose blocks get unequal parts of a loop."""
+    (op,) = ugraph.block_ops
+    (loop,) = op.block.named(Role.LOOP)
+    steps = {s: -(-loop.size // s.tiles[loop.name]) for s in space.schedules(op)}
+    return [s for s, n in steps.items() if n % s.cooperating_blocks]
 
 
 HARD = [
@@ -253,6 +262,9 @@ def main() -> None:
             results[f"space: {name} {n}"] = compare(ugraph, [schedule]) | {
                 "schedule": str(schedule)
             }
+    linear = kernel_cases.rms_norm_linear(1, 800, 96)
+    for n, schedule in enumerate(shared_unevenly(linear)[:4]):
+        results[f"uneven: {n}"] = compare(linear, [schedule]) | {"schedule": str(schedule)}
     ops = {fn: elementwise(fn) for fn, row in table.OPS.items() if row.kind == "elementwise"}
     print(
         json.dumps(
