@@ -6,6 +6,8 @@ The formats:
     int8   torchao Int8WeightOnlyConfig: a scale for each row
     fp8    transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128. What such
            blocks do not divide stays as it is.
+    nf4    bitsandbytes' Linear4bit: 4-bit codes of a table in blocks of 64 along the inputs, with a
+           float32 scale for each block
     mxfp4  transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a power of
            two each. Only experts have codes. They are in the plain order of `triton_kernels`, and
            not in the one that it makes for a kind of GPU.
@@ -80,6 +82,27 @@ def _int8(model: PreTrainedModel) -> None:
 
     mine = {id(linear) for _, _, linear in linears(model)}
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, _: id(m) in mine)
+
+
+def _nf4(model: PreTrainedModel) -> None:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for parent, name, linear in list(linears(model)):
+        weight, bias = linear.weight, linear.bias
+        with torch.device("meta"):
+            coded = Linear4bit(
+                linear.in_features,
+                linear.out_features,
+                bias is not None,
+                compute_dtype=weight.dtype,
+                compress_statistics=False,
+                quant_type="nf4",
+            )
+        codes = Params4bit(
+            weight.detach(), requires_grad=False, compress_statistics=False, quant_type="nf4"
+        )
+        coded.weight, coded.bias = codes.to(weight.device), bias  # moving it quantizes
+        setattr(parent, name, coded.eval())
 
 
 def _fp8(model: PreTrainedModel) -> None:
@@ -187,11 +210,12 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int4": _int4,
     "int8": _int8,
     "fp8": _fp8,
+    "nf4": _nf4,
     "mxfp4": _mxfp4,
 }
 
 #: The formats of linears.
-LINEAR_FORMATS = ("int4", "int8", "fp8")
+LINEAR_FORMATS = ("int4", "int8", "fp8", "nf4")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)

@@ -26,11 +26,16 @@ from tests.helpers.thorough import THOROUGH
 
 pytestmark = pytest.mark.models
 
-LIBRARIES = {"int4": "compressed_tensors", "int8": "torchao", "fp8": "transformers"}
+LIBRARIES = {
+    "int4": "compressed_tensors",
+    "int8": "torchao",
+    "fp8": "transformers",
+    "nf4": "bitsandbytes",
+}
 FLOATS = ("nvfp4", "mxfp4")
 #: Types of GGUF's blocks in models, by GGUF's number.
 BLOCKS = {"q8_0": 8, "q6_k": 14}
-OTHERS = ("gptq", "gptq act-order", "awq", "hqq", "nf4", "fp4", "nf4 nested")
+OTHERS = ("gptq", "gptq act-order", "awq", "hqq", "fp4", "nf4 nested")
 KINDS = (*LINEAR_FORMATS, *OTHERS, *FLOATS, *BLOCKS)
 NEW = 12
 
@@ -58,7 +63,7 @@ def coded(kind: str) -> LlamaForCausalLM:
         return with_words_of_gptqmodel(small_llama(), kind)
     if kind == "hqq":
         return with_bytes_of_hqq(small_llama())
-    if kind in ("nf4", "fp4", "nf4 nested"):
+    if kind in ("fp4", "nf4 nested"):
         return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
     if kind in FLOATS:
         return with_floats_of_compressed_tensors(small_llama(), kind)
