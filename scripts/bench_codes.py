@@ -3,13 +3,15 @@
     python -m scripts.bench_codes --out codes.json
     python -m scripts.bench_codes --weights int8 --schedules 8 --seconds 110 --out int8.json
     python -m scripts.bench_codes --weights fp8 --out fp8.json
+    python -m scripts.bench_codes --weights nf4 --rows 1,16 --out nf4.json
     python -m scripts.bench_codes --blocks gate_up,down --rows 1,4,16 --out codes.json
     python -m scripts.bench_codes --schedules 12 --climb 2 --seconds 500 --out codes.json
     python -m scripts.bench_codes --hidden 2048 --keys 512 --width 8192
 
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
 and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
-scale. Those of int8 share one in each row, and those of fp8 (e4m3) in square blocks of 128.
+scale. Those of int8 share one in each row, those of fp8 (e4m3) in square blocks of 128, and those
+of nf4 and mxfp4 in groups of 64 and 32 columns.
 
 The search runs once for each block. Then the schedules of each kind that have the best estimates
 are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA
@@ -33,12 +35,14 @@ import mirage_hf as mi
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.formats.bitsandbytes import TABLES
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.pipeline.choose import permitted, promising
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
@@ -92,8 +96,20 @@ def _fp8(k: int, n: int) -> Coding:
     return Coding(n, k, DTYPE, split.codes(torch.float8_e4m3fn), split.per_block(torch.float32))
 
 
-#: How weights of a byte for each code are stored.
-BYTES: Mapping[str, Callable[[int, int], Coding]] = {"int8": _int8, "fp8": _fp8}
+def _looked_up(k: int, n: int, group: int, scales: torch.dtype, table: Sequence[float]) -> Coding:
+    """Return a weight of 4-bit codes of a table, with a scale for each group of columns."""
+    split = Split(n, k, group=group)
+    codes = split.codes(torch.uint4)
+    return Coding(n, k, DTYPE, codes, split.per_row(scales), table=tuple(table))
+
+
+#: How weights are stored other than in int4.
+CODINGS: Mapping[str, Callable[[int, int], Coding]] = {
+    "int8": _int8,
+    "fp8": _fp8,
+    "nf4": lambda k, n: _looked_up(k, n, 64, torch.float32, TABLES["nf4"]),
+    "mxfp4": lambda k, n: _looked_up(k, n, 32, torch.float8_e8m0fnu, E2M1),
+}
 
 #: Rows and columns of a block of fp8 codes that share a scale.
 FP8_BLOCK = 128
@@ -103,8 +119,8 @@ def coded_weight(
     g: KernelGraph, k: int, widths: Sequence[int], args: argparse.Namespace, name: str = "w"
 ) -> DTensor:
     """Add weights of codes side by side, each (k, width)."""
-    if args.weights in BYTES:
-        return write_joined([BYTES[args.weights](k, n) for n in widths], g)[1]
+    if args.weights in CODINGS:
+        return write_joined([CODINGS[args.weights](k, n) for n in widths], g)[1]
     weights = [int4_weight(g, k, n, args.group, f"{name}{i}") for i, n in enumerate(widths)]
     return weights[0] if len(weights) == 1 else g.concat(weights, 1)
 
@@ -270,7 +286,7 @@ def main() -> None:
     )
     parser.add_argument("--blocks", default="all", help=f"names with commas: {', '.join(BLOCKS)}")
     parser.add_argument("--rows", type=numbers, default=(1,), help="with commas")
-    parser.add_argument("--weights", choices=("int4", *BYTES), default="int4")
+    parser.add_argument("--weights", choices=("int4", *CODINGS), default="int4")
     parser.add_argument("--hidden", type=int, default=4096, help="by default as in Llama-3.1-8B")
     parser.add_argument("--keys", type=int, default=1024, help="columns of k and of v")
     parser.add_argument("--width", type=int, default=14336, help="columns of gate and of up")

@@ -17,7 +17,7 @@ def options(**changes) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("name", bench_codes.BLOCKS)
-@pytest.mark.parametrize("weights", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int4", *bench_codes.CODINGS])
 def test_blocks_are_programs(name, weights):
     for rows in (1, 16):
         program = bench_codes.BLOCKS[name](rows, options(weights=weights))
