@@ -150,6 +150,8 @@ def uncorrected(
     registers, shared = registers_of(plan, tiles), shared_bytes(plan, tiles)
     per_sm = blocks_per_sm(plan, registers, shared, device)
     busy = min(1.0, grid / device.sms)
+    if tiles.packed:  # their arithmetic lasts until the SM with the most blocks is done
+        busy = grid / device.sms / math.ceil(grid / device.sms)
     # An early trigger hides the launch of the next kernel.
     hides_launch = trigger_early and plan.op.next_may_launch_early
     launch_us = 0.0 if hides_launch else device.launch_us

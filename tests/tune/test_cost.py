@@ -226,3 +226,17 @@ def test_the_next_step_reads_the_rest_of_a_line(group, share):
         for steps in (1, 2, 4)
     ]
     assert share < shares[0] < 1 and shares == sorted(shares)
+
+
+def test_arithmetic_on_codes_lasts_until_the_fullest_sm_is_done():
+    """144 blocks keep 12 of 132 SMs busy twice as long as the others, 576 are spread evenly."""
+    found, _ = search(coded_programs.int4_linear(1, 9216, 4096, 32), SearchOptions(threads=1))
+    (op,) = next(
+        r.ugraph.block_ops
+        for r in found
+        if r.ugraph.num_kernels == 1 and SCALED_SUMS in str(r.ugraph.kernels)
+    )
+    few, many = (
+        cost.estimate(plan_kernel(op, Schedule({"n": n, "k": 16, "r": 32}))) for n in (64, 16)
+    )
+    assert few.instructions < 0.8 * many.instructions and many.us < 0.95 * few.us
