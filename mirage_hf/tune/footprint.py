@@ -27,8 +27,9 @@ MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 #: addition.
 CODED = 1.2
 
-#: The elements that a packed code counts for in place of one if its number comes from a table, and
-#: if it is a 4-bit float (e2m1) whose products are small until they are summed. Counted likewise.
+#: The elements that decoding a packed code counts for, in place of one. LOOKED_UP holds for numbers
+#: of tables, SMALL_FLOAT for 4-bit floats whose products are small until they are summed
+#: (plan/small_codes.py). Counted likewise.
 LOOKED_UP, SMALL_FLOAT = 2.4, 1.5
 
 #: The same as `CODED` for codes of a byte that are loaded one by one.
