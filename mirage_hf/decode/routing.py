@@ -6,6 +6,7 @@ Stock serves all others, and the reason is counted.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -190,7 +191,7 @@ def effective_options(
 def rejected_model(model: Any, *, is_traced: bool = False) -> str | None:
     """Return why a model's class, config or surroundings need the stock method, or None.
 
-    It takes a few microseconds.
+    It takes a few microseconds, and longer if torch.distributed has several processes.
 
     Args:
         model: The model.
@@ -241,13 +242,22 @@ def _rejected_processes(model: Any) -> str | None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     processes = distributed.get_world_size()
-    is_shared = processes > 1 and (
+    if processes > 1 and _is_spread(model):
+        return f"weights spread over {processes} processes"
+    return None
+
+
+def _is_spread(model: Any) -> bool:
+    """Return whether a model has marks of FSDP, ZeRO-3, or tensor or pipeline parallelism."""
+    marks = ("_device_mesh", "_tp_size", "_pp_stage")  # of transformers
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return (
         stock_generation.is_deepspeed_zero3_enabled()
         or stock_generation.is_fsdp_managed_module(model)
-        or getattr(model, "_tp_size", None) not in (None, 1)
-        or any(hasattr(p, "device_mesh") for p in model.parameters())
+        or any(getattr(model, mark, None) is not None for mark in marks)
+        or any("FullyShardedDataParallel" in type(m).__name__ for m in model.modules())
+        or any(hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in tensors)
     )
-    return f"weights spread over {processes} processes" if is_shared else None
 
 
 def rejected_length(model: Any, tokens: int) -> str | None:

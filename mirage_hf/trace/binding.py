@@ -231,6 +231,7 @@ class Binding:
             def read_weight(tensors: Tensors) -> Tensor:
                 source = weight.source
                 x = source.tensor if isinstance(source, Held) else tensors[source]
+                x = x.t() if weight.is_transposed else x
                 if len(weight.shape) == 2 and weight.shape[0] == 1 and x.dim() != 2:
                     x = x.reshape(1, -1)
                 if weight.columns is not None:

@@ -84,8 +84,10 @@ class _Writer:
         group, graph = self.group, self.graph
         own = set(group.terms)
         given = [x for t in group.terms for x in t.terms if x not in own]
+        weights = [p.operands[1].weight for p in group.products]
+        taken = {self.dtype, torch.float32, *(w.dtype for w in weights)}
         for term in given:
-            if term.dtype not in (self.dtype, torch.float32) and not term.is_constant:
+            if term.dtype not in taken and not term.is_constant:
                 return f"an input of {term.dtype} beside weights of {self.dtype}"
         if any(p.dtype != self.dtype for p in group.products):
             return "weights of several dtypes"
@@ -188,5 +190,6 @@ class _Writer:
     def _input(self, term: Term) -> DTensor:
         if term.weight is None:
             return self.graph.new_input(term.dims, term.dtype)
-        weight = term.weight
-        return self.graph.new_input(weight.shape, term.dtype, strides=weight.strides, constant=True)
+        weight, dtype = term.weight, term.weight.dtype or term.dtype
+        stored = self.graph.new_input(weight.shape, dtype, strides=weight.strides, constant=True)
+        return as_dtype(self.graph, stored, term.dtype)

@@ -137,8 +137,12 @@ class _Merger:
             if a.tensor is not b.tensor and not _same_constant(a.tensor, b.tensor):
                 raise TraceError(f"{where} makes another constant with a longer cache")
             return a
-        if a == b or a != a:
-            return a
+        try:
+            if a == b or a != a:
+                return a
+        except Exception as error:  # such as a process group
+            what = f"{type(a).__name__}, which cannot be compared"
+            raise TraceError(f"{where} gets a {what}") from error
         if type(a) is int:
             return self._size(Size((0,) * len(self.sizes[0]), a), b, where)
         raise TraceError(f"{where} gets {a!r} with a short cache, and {b!r} with a long one")

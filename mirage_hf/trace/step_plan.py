@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 
+import torch
 from torch import Tensor
 
 from mirage_hf.trace.binding import Binding
@@ -159,7 +160,8 @@ def weight_bytes(product: Term) -> int:
     if term.weight.codes:
         return sum(c.tensor.nbytes for c in term.weight.codes)
     rows, columns = term.dims
-    return rows * columns * product.dtype.itemsize  # type: ignore[no-any-return]
+    stored: torch.dtype = term.weight.dtype or product.dtype
+    return rows * columns * stored.itemsize
 
 
 def _with_makers(runs: dict[Region, RegionRun]) -> dict[Region, RegionRun]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,8 @@ class Weight:
         shape: Its shape.
         strides: Its strides.
         columns: The columns [start, stop) that are meant, None for all.
+        is_transposed: Whether the two dims of the source are exchanged.
+        dtype: The dtype of the source if the term has another one, to which each step casts it.
         coded: The linear whose codes it is decoded from, None for a plain weight.
         codes: The tensors of codes, zero points and scales, in the order of its coding.
     """
@@ -34,6 +36,8 @@ class Weight:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     columns: tuple[int, int] | None = None
+    is_transposed: bool = False
+    dtype: torch.dtype | None = None
     coded: CodedLinear | None = None
     codes: tuple[Held, ...] = ()
 
@@ -41,13 +45,13 @@ class Weight:
         """Return some of the columns."""
         offset = self.columns[0] if self.columns else 0
         shape = (*self.shape[:-1], stop - start)
-        return Weight(self.source, shape, self.strides, (offset + start, offset + stop))
+        return replace(self, shape=shape, columns=(offset + start, offset + stop))
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for weights that are the same memory."""
         source = id(self.source.tensor) if isinstance(self.source, Held) else self.source
-        return source, self.columns
+        return source, self.columns, self.is_transposed
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mirage_hf.trace.coded_linear import CodedLinear
@@ -43,6 +43,7 @@ class TermOperands:
         self.of_value: dict[Value, Term] = {}
         self.slices: dict[Value, ColumnSlice] = {}
         self.constant = _constant_views(recording)
+        self._casts = _casts_of_matrices(recording)
         self._made: dict[Any, Term] = {}
 
     def operand(self, x: Tensorlike) -> Term | None:
@@ -65,12 +66,19 @@ class TermOperands:
         return self._once(x, lambda: Term("value", (), {}, dims, meta.dtype, source=x))
 
     def matrix(self, x: Tensorlike) -> Term | None:
-        """Return the term of a weight of two dims."""
+        """Return the term of a weight of two dims, or of its cast to another dtype."""
         meta = self.recording.meta(x)
         shape = fixed_shape(meta)
-        if not self._is_constant(x) or shape is None or len(shape) != 2 or 1 not in meta.strides:
+        if shape is None or len(shape) != 2:
             return None
-        weight = Weight(x, tuple(shape), tuple(meta.strides))
+        if isinstance(x, Value) and x in self._casts:
+            weight = self._casts[x]
+        elif self._is_constant(x):
+            weight = Weight(x, tuple(shape), tuple(meta.strides))
+        else:
+            return None
+        if 1 not in weight.strides:
+            return None
         dims = shape[0], shape[1]
         return self._once(
             ("matrix", x), lambda: Term("weight", (), {}, dims, meta.dtype, weight=weight)
@@ -142,6 +150,33 @@ def _constant_views(recording: Recording) -> set[int]:
         elif node.name in VIEWS and (isinstance(x, Held) or _made_in(x, constant)):
             constant.add(number)
     return constant
+
+
+def _casts_of_matrices(recording: Recording) -> dict[Value, Weight]:
+    """Return the values that are a parameter of two dims in another dtype, maybe transposed.
+
+    Some routers cast their weight in each step.
+    """
+    found: dict[Value, Weight] = {}
+    for number, node in enumerate(recording.nodes):
+        if node.name not in ("aten._to_copy", "aten.t") or len(node.operands) != 1:
+            continue
+        (x,), value = node.operands, Value(number)
+        if node.name == "aten.t" and isinstance(x, Value) and x in found:
+            one = found[x]
+            found[value] = replace(
+                one,
+                shape=one.shape[::-1],
+                strides=one.strides[::-1],
+                is_transposed=not one.is_transposed,
+            )
+        elif node.name == "aten._to_copy" and isinstance(x, Held):
+            before, after = recording.meta(x), recording.meta(value)
+            shape = fixed_shape(before)
+            are_floats = before.dtype.is_floating_point and after.dtype.is_floating_point
+            if shape is not None and len(shape) == 2 and are_floats:
+                found[value] = Weight(x, tuple(shape), tuple(before.strides), dtype=before.dtype)
+    return found
 
 
 def _made_in(x: Tensorlike, nodes: set[int]) -> bool:

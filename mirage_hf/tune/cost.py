@@ -151,7 +151,7 @@ def uncorrected(
     per_sm = blocks_per_sm(plan, registers, shared, device)
     busy = min(1.0, grid / device.sms)
     if tiles.packed:  # their arithmetic lasts until the SM with the most blocks is done
-        busy = grid / device.sms / math.ceil(grid / device.sms)
+        busy = grid / device.sms / math.ceil(grid / device.sms)  # instead of `tail`
     # An early trigger hides the launch of the next kernel.
     hides_launch = trigger_early and plan.op.next_may_launch_early
     launch_us = 0.0 if hides_launch else device.launch_us
@@ -178,7 +178,9 @@ def uncorrected(
             )
         return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm), known
     waves = grid / (device.sms * per_sm)
-    tail = 1.0 + 0.3 * (math.ceil(waves) / waves - 1.0) if waves > 1 else 1.0
+    tail = 1.0
+    if waves > 1 and not tiles.packed:
+        tail += 0.3 * (math.ceil(waves) / waves - 1.0)
     reads = max(
         tiles.moved / _read_rate(plan, tiles, trips, per_sm, device), l2 / device.l2_bandwidth
     )

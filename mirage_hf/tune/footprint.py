@@ -32,7 +32,8 @@ CODED = 1.2
 #: (plan/small_codes.py). Counted likewise.
 LOOKED_UP, SMALL_FLOAT = 2.4, 1.5
 
-#: The same as `CODED` for codes of a byte that are loaded one by one.
+#: The same for codes of a byte that are loaded one by one. Counted in kernels of int4, before these
+#: were counted again.
 CODED_IN_BYTES = 1.5
 
 #: The same if a thread decodes words of four bytes: 3.4 instructions a code.
@@ -182,11 +183,18 @@ def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
 
 
 def _packed(plan: KernelPlan) -> tuple[int, ...]:
-    """Return the elements of each tile of packed codes that are summed by multiply-adds."""
-    tiling = plan.tiling
-    if not adds_in_runs(plan):
+    """Return the elements of each tile of packed codes that are summed by multiply-adds.
+
+    Zero points may be packed, too, but lack an axis of the codes.
+    """
+    tiling, axes = plan.tiling, plan.layout.run_lengths.keys()
+    if not axes:
         return ()
-    return tuple(tiling.elements[i.name] for i in tiling.block.inputs if is_packed(tiling.dtype(i)))
+    return tuple(
+        tiling.elements[i.name]
+        for i in tiling.block.inputs
+        if is_packed(tiling.dtype(i)) and axes <= {*i.read_axes}
+    )
 
 
 def _is_byte_factor(plan: KernelPlan, name: str) -> bool:
@@ -423,7 +431,7 @@ def adds_in_runs(plan: KernelPlan) -> bool:
     """Return whether threads add codes on their own: runs of bytes, or any packed codes."""
     lengths = plan.layout.run_lengths
     if plan.tiling.op.reads_packed_codes:
-        return bool(lengths)
+        return bool(_packed(plan))
     return any(plan.tiling.tile(axis) > length for axis, length in lengths.items())
 
 

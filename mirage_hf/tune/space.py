@@ -360,6 +360,8 @@ def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -
         return False
     steps = tiling.trips(str(tiling.loop))
     idle = -steps % (blocks * schedule.steps_per_trip)
+    if blocks > 1 and (blocks - 1) * -(-steps // blocks) >= steps:  # one would have none
+        return False
     most = MOST_BLOCKS_PER_SM
     if plan.with_schedule(schedule).pipelining.holds_words_ahead:
         most = MOST_BLOCKS_OF_WORDS if schedule.mma else MOST_BLOCKS_OF_ADDED_WORDS
@@ -392,7 +394,7 @@ def _prefetch_steps(tiles: _Tiles, schedule: Schedule, blocks: int, device: Devi
     tiling = tiles.plan.tiling
     blocks_per_sm = math.ceil(tiling.num_tiles * blocks / device.sms)
     steps = PREFETCH_BYTES // (tiles.step_bytes * blocks_per_sm)
-    own_steps = tiling.trips(str(tiling.loop)) // blocks
+    own_steps = -(-tiling.trips(str(tiling.loop)) // blocks)
     return min(1 << max(0, steps.bit_length() - 1), next_power_of_two(own_steps))
 
 

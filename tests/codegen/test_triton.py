@@ -84,7 +84,7 @@ def test_schedules_of_the_space_agree(interpreted):
 
 def test_blocks_that_get_unequal_parts_of_a_loop_agree(interpreted):
     found = [r for n, r in interpreted["cases"].items() if n.startswith("uneven:")]
-    assert len(found) == 4
+    assert len(found) >= 4
     for result in found:
         assert "raised" not in result, result
         assert all(o["error"] <= o["allowed"] for o in result["outputs"]), result

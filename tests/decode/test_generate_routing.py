@@ -204,16 +204,36 @@ def test_each_of_several_processes_may_hold_a_whole_model(two_processes):
     assert handled(runner) == 1
 
 
-@pytest.mark.parametrize("kind", ["tensor parallel", "FSDP", "a tensor over a mesh"])
+class FullyShardedDataParallel(torch.nn.Module):
+    """A module with the name of FSDP's."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tensor parallel",
+        "pipeline parallel",
+        "FSDP",
+        "FSDP in parts",
+        "a buffer over a mesh",
+        "ZeRO",
+    ],
+)
 def test_weights_that_lie_in_several_processes_are_stock(two_processes, kind):
     model = tiny("llama")
     runner = install(model)
     if kind == "tensor parallel":
         model._tp_size = 2
+    elif kind == "pipeline parallel":
+        model._pp_stage = object()
     elif kind == "FSDP":
         model._is_fsdp_managed_module = True
+    elif kind == "FSDP in parts":
+        model.model.wrapped = FullyShardedDataParallel()
+    elif kind == "ZeRO":
+        model.model.norm.weight.ds_id = 1
     else:
-        model.model.norm.weight.device_mesh = object()
+        model.model.rotary_emb.inv_freq.device_mesh = object()
     assert model.generate(prompt(), max_new_tokens=4, synced_gpus=False).shape[1] > 4
     assert runner.counts == {"stock: weights spread over 2 processes": 1}
 

@@ -64,11 +64,17 @@ def compare(ugraph: UGraph, schedules: Sequence[Schedule]) -> dict:
 
 
 def shared_unevenly(ugraph: UGraph) -> list[Schedule]:
-    """Return the schedules of a kernel whose blocks get unequal parts of a loop."""
+    """Return schedules of a kernel whose blocks get unequal parts of a loop.
+
+    One for each kind of product, number of blocks, and tile of the loop.
+    """
     (op,) = ugraph.block_ops
     (loop,) = op.block.named(Role.LOOP)
-    steps = {s: -(-loop.size // s.tiles[loop.name]) for s in space.schedules(op)}
-    return [s for s, n in steps.items() if n % s.cooperating_blocks]
+    found = {}
+    for s in space.schedules(op):
+        if -(-loop.size // s.tiles[loop.name]) % s.cooperating_blocks:
+            found.setdefault((s.mma, s.cooperating_blocks, s.tiles[loop.name]), s)
+    return [*found.values()]
 
 
 HARD = [
@@ -263,7 +269,7 @@ def main() -> None:
                 "schedule": str(schedule)
             }
     linear = kernel_cases.rms_norm_linear(1, 800, 96)
-    for n, schedule in enumerate(shared_unevenly(linear)[:4]):
+    for n, schedule in enumerate(shared_unevenly(linear)):
         results[f"uneven: {n}"] = compare(linear, [schedule]) | {"schedule": str(schedule)}
     ops = {fn: elementwise(fn) for fn, row in table.OPS.items() if row.kind == "elementwise"}
     print(

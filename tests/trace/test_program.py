@@ -19,6 +19,7 @@ from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import rings_variants
 from mirage_hf.decode.step_recording import record_step
 from mirage_hf.patterns import gated_mlp, linear_residual, mlp_up, rms_norm_linear
+from mirage_hf.trace.record import Held
 from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.zoo.key import key_of
 from tests.helpers.tiny_models import tiny
@@ -165,11 +166,30 @@ def _wide_norm(x: Tensor, wide: Tensor) -> Tensor:
     return F.linear(SCALE * y.bfloat16(), NARROW)
 
 
+def _wide_router(x: Tensor, wide: Tensor) -> Tensor:
+    """As some routers: the input and the weight are cast in each step."""
+    return F.linear(x.float(), NARROW.float())
+
+
+def _wide_router_of_columns(x: Tensor, wide: Tensor) -> Tensor:
+    return x.float() @ NARROW.float()
+
+
 NARROW = normal(WIDTH, WIDTH, seed=5).bfloat16()
 SCALE = (1 + 0.1 * normal(WIDTH, seed=6)).bfloat16()
 
 
-@pytest.mark.parametrize("function", [_wide_residual, _wide_result, _wide_factor, _wide_norm])
+@pytest.mark.parametrize(
+    "function",
+    [
+        _wide_residual,
+        _wide_result,
+        _wide_factor,
+        _wide_norm,
+        _wide_router,
+        _wide_router_of_columns,
+    ],
+)
 def test_float32_beside_narrower_weights(function: Callable[..., Tensor]) -> None:
     inputs = {"x": normal(ROWS, WIDTH).bfloat16(), "wide": normal(ROWS, WIDTH, seed=7)}
     plan = plan_of(function, inputs)
@@ -180,6 +200,26 @@ def test_float32_beside_narrower_weights(function: Callable[..., Tensor]) -> Non
     assert got.dtype == wanted.dtype
     # two roundings to bfloat16, each of at most 2^-8
     torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-5)
+
+
+def test_a_weight_that_is_cast_is_read_where_it_lies() -> None:
+    weight = normal(WIDE, WIDTH).bfloat16()
+    inputs = {"x": normal(ROWS, WIDTH).bfloat16()}
+
+    def function(x: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float())
+
+    plan = plan_of(function, inputs)
+    (program,) = plan.programs.values()
+    (held,) = (t for t in program.graph.inputs if t.constant)
+    assert held.dtype is torch.bfloat16 and held.strides == (1, WIDTH)
+    assert plan.weight_bytes == weight.nbytes
+    plan.schedule(program_kernels(plan))
+    left = [u.node for u in plan.step_ops if u.node is not None]
+    assert not any(isinstance(x, Held) for node in left for x in node.operands)
+    weight.mul_(2)
+    (wanted,) = outputs_of(function, inputs)
+    torch.testing.assert_close(results_of(plan, inputs, (wanted,))[0], wanted)
 
 
 def test_parts_of_a_packed_weight_are_inputs_of_their_own() -> None:
