@@ -27,7 +27,8 @@ class Weight:
         strides: Its strides.
         columns: The columns [start, stop) that are meant, None for all.
         is_transposed: Whether the two dims of the source are exchanged.
-        dtype: The dtype of the source if the term has another one, to which each step casts it.
+        dtype: The dtype of the source, if each step casts it to the dtype of the term. None if the
+            source is not cast.
         coded: The linear whose codes it is decoded from, None for a plain weight.
         codes: The tensors of codes, zero points and scales, in the order of its coding.
     """

@@ -153,7 +153,7 @@ def _constant_views(recording: Recording) -> set[int]:
 
 
 def _casts_of_matrices(recording: Recording) -> dict[Value, Weight]:
-    """Return the values that are a parameter of two dims in another dtype, maybe transposed.
+    """Return the values that are casts of a parameter of two dims, or transposes of such a cast.
 
     Some routers cast their weight in each step.
     """
@@ -173,8 +173,13 @@ def _casts_of_matrices(recording: Recording) -> dict[Value, Weight]:
         elif node.name == "aten._to_copy" and isinstance(x, Held):
             before, after = recording.meta(x), recording.meta(value)
             shape = fixed_shape(before)
-            are_floats = before.dtype.is_floating_point and after.dtype.is_floating_point
-            if shape is not None and len(shape) == 2 and are_floats:
+            is_cast = (
+                before.dtype.is_floating_point
+                and after.dtype.is_floating_point
+                and before.device == after.device
+                and before.storage not in recording.changing
+            )
+            if shape is not None and len(shape) == 2 and is_cast:
                 found[value] = Weight(x, tuple(shape), tuple(before.strides), dtype=before.dtype)
     return found
 

@@ -66,8 +66,8 @@ EXPOSED = 0.4
 
 #: Instructions of a thread that multiplies packed codes, beside those of codes: in each step, and
 #: before and after all steps. The codes of a word are decoded by one thread, so a thread without a
-#: word of its own decodes another one's again. Counted in machine code for sm_90, in 250 kernels of
-#: one row. With these numbers half of the estimates are within 3%, and nine of ten within 15%.
+#: word of its own decodes another one's again. Counted in machine code for sm_90, in 215 kernels of
+#: one row (docs/decisions/010-tuning.md).
 PACKED_STEP, PACKED_BLOCK = 85, 200
 
 #: Instructions of an element that a thread gets from another one and adds.

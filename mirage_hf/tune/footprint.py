@@ -22,7 +22,7 @@ from mirage_hf.tune.traffic import Traffic, traffic
 MULTIPLY_ADD, REDUCED_EACH_STEP = 3.0, 12.0
 
 #: The same for sums over packed codes that each thread begins on its own (plan/code_runs.py).
-#: Counted in machine code for sm_90, in 250 kernels of one row: a code of an integer takes 3.6
+#: Counted in machine code for sm_90, in 215 kernels of one row: a code of an integer takes 3.6
 #: instructions from its word to the sum. It is three elements: one decoded, one product and one
 #: addition.
 CODED = 1.2

@@ -190,7 +190,7 @@ def test_attention_that_a_user_registers_under_a_known_name_is_stock(interface, 
 
 @pytest.fixture
 def two_processes():
-    """Let torch.distributed be initialized with two processes, of which this is one."""
+    """Initialize torch.distributed as if a second process existed."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
     yield

@@ -222,6 +222,18 @@ def test_a_weight_that_is_cast_is_read_where_it_lies() -> None:
     torch.testing.assert_close(results_of(plan, inputs, (wanted,))[0], wanted)
 
 
+def test_a_cast_of_what_a_step_writes_is_no_weight() -> None:
+    """A kernel would read what the step wrote after the cast."""
+    state = normal(WIDE, WIDTH).bfloat16()
+
+    def function(x: Tensor) -> Tensor:
+        wide = state.float()
+        state.mul_(2)
+        return F.linear(x.float(), wide)
+
+    assert not plan_of(function, {"x": normal(ROWS, WIDTH).bfloat16()}).programs
+
+
 def test_parts_of_a_packed_weight_are_inputs_of_their_own() -> None:
     weight = normal(2 * WIDE, WIDTH)
 

@@ -246,6 +246,23 @@ def test_recordings_that_differ_are_refused(
         at_both(function)
 
 
+class ProcessGroup:
+    """An argument as that of a collective, which torch cannot compare."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+
+def test_arguments_that_cannot_be_compared_are_refused() -> None:
+    short, long = (recording_of(lambda x: x.neg(), x=normal(1, size)) for size in (6, 10))
+    for recording in (short, long):
+        recording.nodes[0].kwargs["group"] = ProcessGroup()
+    with pytest.raises(TraceError, match="gets a ProcessGroup, which cannot be compared"):
+        generalized(short, long, ((6,), (10,)))
+
+
 def test_integers_may_depend_on_one_of_two_sizes() -> None:
     def at(slots: int, source: int) -> Recording:
         return recording_of(
