@@ -27,6 +27,7 @@ from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import ModelBlocks, find_kernels
 from mirage_hf.swap.live_model import locked, release_cached_memory
 from mirage_hf.swap.optimization import Optimization
+from mirage_hf.swap.prompt_experts import bind_plain_experts, find_prompt_kernels
 from mirage_hf.zoo.store import zoo_path
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -190,11 +191,14 @@ def _trace(
     """Return the traced steps of a model, None without any. Tell the report why."""
     if traces is decoding.Traces.NONE:
         return None
-    bind_coded_modules(optimization.model, optimization.ledger, finder.resolve)
+    model, ledger = optimization.model, optimization.ledger
+    bind_coded_modules(model, ledger, finder.resolve)
+    bind_plain_experts(model, ledger)
     is_known = traces is decoding.Traces.EXPERTS
     traced, rows, why = decoding.trace_steps(
         inner, batch_sizes, finder, progress, whole=is_known, draft_tokens=draft_tokens
     )
+    find_prompt_kernels(model, finder)
     if is_known and traced is None:
         why = f"each mixture of experts is traced by itself: {why}"
     optimization.add_traced(rows, why)

@@ -13,14 +13,10 @@ from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forw
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.swap.coded_forward import (
-    CodedBinding,
-    ExpertsBinding,
-    bind_codes,
-    decoding_program,
-    use_class_forward,
-)
+from mirage_hf.swap.coded_forward import CodedBinding, decoding_program
+from mirage_hf.swap.experts_forward import CodedExpertsBinding, use_class_forward
 from mirage_hf.swap.ledger import Ledger
+from mirage_hf.swap.own_forward import bind_forward
 from mirage_hf.swap.plain_copies import take_hook
 from mirage_hf.trace.experts.decoded import Decoder, experts_at_once, may_be_grouped
 from mirage_hf.trace.experts.decoded import decoding_program as experts_program
@@ -61,7 +57,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
                 f"library (relative difference {difference:.2g}); its weights are damaged, or "
                 "of a version that is read wrongly: load the model again, or leave it stock"
             )
-        ledger.undos.append(bind_codes(module, binding))
+        ledger.undos.append(bind_forward(module, binding))
     for path, module in modules:
         experts = coded_experts(module, dtype)
         if isinstance(experts, CodedExperts):
@@ -73,7 +69,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
                 if key not in of_experts:
                     program = experts_program(linear, count)
                     of_experts[key] = _decoder(path, program, resolve)
-            ledger.undos.append(bind_codes(module, ExpertsBinding(decoders=of_experts)))
+            ledger.undos.append(bind_forward(module, CodedExpertsBinding(decoders=of_experts)))
         parts = (coded_experts(child, dtype) for child in module.children())
         if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
             ledger.undos.append(use_class_forward(module))

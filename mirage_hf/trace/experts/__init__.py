@@ -7,5 +7,7 @@ The files, in processing order:
 - `fixed_shape`: Let experts run in a form that can be recorded.
 - `op`: Let the experts of a module be the op `mirage_hf::experts` while a step is recorded.
 - `dense`: Find products with all experts, and put the same op in their place.
-- `gate`, `programs`: Write the op as two programs, with the sums that follow.
+- `gate`, `writer`: Write the function between the linears, and products with chosen weights.
+- `programs`: Write the op as two programs, with the sums that follow.
+- `row_blocks`: Run prompts: rows are sorted into blocks of one expert each.
 """

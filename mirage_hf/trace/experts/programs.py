@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mirage_hf.errors import GraphError, Rejected
-from mirage_hf.formats.coding import Coding, as_dtype, write_decoded
-from mirage_hf.formats.stored import Stored
+from mirage_hf.formats.coding import as_dtype
 from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
-from mirage_hf.trace.experts.form import ExpertsForm, Linear, viewed
+from mirage_hf.trace.experts.form import ExpertsForm, Linear
 from mirage_hf.trace.experts.gate import gate
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, form_named
+from mirage_hf.trace.experts.writer import ExpertsWriter, ParameterPart
 from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.program import alike, given_operands, write_norm
 from mirage_hf.trace.record import Input, Readers, Recording, TraceError, Value, readers_of
@@ -32,24 +33,19 @@ from mirage_hf.trace.torch_ops import SAME_TENSOR
 MOST_ADDED = 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ParameterSlice(Operand):
-    """A slice of a parameter of experts along one dim, as an input of a program. Nothing is copied.
+    """A part of a parameter of experts, as an input of a program. Nothing is copied.
 
     Attributes:
-        dim: The dim that is sliced.
-        columns: The slice of that dim.
-        stored: How a program reads a tensor of a container. None for plain parameters.
+        part: The part.
     """
 
-    dim: int = 0
-    columns: slice = field(default_factory=lambda: slice(None))
-    stored: Stored | None = None
+    part: ParameterPart
 
     def of(self, x: Tensor) -> Tensor:
         """Return the program's input."""
-        x = x if self.stored is None else viewed(x, self.stored)
-        return x[(slice(None),) * self.dim + (self.columns,)]
+        return self.part.of(x)
 
 
 def experts_with_programs(recording: Recording) -> list[int]:
@@ -192,7 +188,8 @@ class _Writer:
         """Begin a program."""
         self.graph: KernelGraph = new_kernel_graph()
         self.inputs: list[Operand] = []
-        self.e = self._given(self.index, (self.rows, self.chosen), torch.int64)
+        e = self._given(self.index, (self.rows, self.chosen), torch.int64)
+        self.chosen_linears = ExpertsWriter(self.graph, e, self._note)
 
     def _first_program(self, between: Value) -> Region:
         self._begin()
@@ -204,7 +201,8 @@ class _Writer:
         x = self._given(self.x, dims, self.dtype) if norm is None else self._normed(norm, dims)
         if self.form.scales_inputs:
             x = as_dtype(self.graph, self._weighed(x), self.dtype)
-        h = gate(self.form, self.dtype, self.graph, self._first(x, linear), self.mode)
+        columns = partial(self.chosen_linears.linear, x, linear)
+        h = gate(self.form, self.dtype, self.graph, columns, self.mode)
         h = as_dtype(self.graph, h, self.dtype)
         self.graph.mark_output(h)
         return self._region((self.number,), between, h.dims, h.dims, linear)
@@ -213,7 +211,7 @@ class _Writer:
         self._begin()
         graph, rows, meta, linear = self.graph, self.rows, self.recording.meta, self.form.second
         h = self._given(between, (rows, self.chosen, 1, linear.columns), self.dtype)
-        y = self._with_bias(self._product(h, linear, slice(None)), linear, slice(None))
+        y = self.chosen_linears.linear(h, linear)
         out = graph.reduction(y if self.form.scales_inputs else self._weighed(y), 1)
         for _, source in self.sums:
             addend = self._given(source, (rows, 1, 1, self.width), meta(source).dtype)
@@ -255,70 +253,8 @@ class _Writer:
         reads = whole * min(self.rows * self.chosen, experts) // experts
         return Region(None, nodes, self.graph, self.inputs, [result], reads=reads)
 
-    def _first(self, x: DTensor, linear: Linear) -> Callable[[slice], DTensor]:
-        """Return what gives some columns of the first linear's result."""
-        return lambda part: self._with_bias(self._product(x, linear, part), linear, part)
-
-    def _product(self, x: DTensor, linear: Linear, part: slice) -> DTensor:
-        """Return products (rows, chosen, 1, outputs) with some outputs of the chosen weights."""
-        if linear.coding is not None:
-            weight = self._decoded(linear, linear.coding, part)
-        else:
-            dim = 2 if linear.is_transposed else 1
-            weight = self._chosen(linear.tensors[0], dim, part)
-        if not linear.is_transposed:
-            weight = self.graph.permute(weight, (0, 1, 3, 2))
-        return self.graph.matmul(x, weight)
-
-    def _decoded(self, linear: Linear, coding: Coding, part: slice) -> DTensor:
-        """Return some rows of the chosen weights, decoded after they are chosen.
-
-        Raises:
-            TraceError: These rows are not whole blocks of the codes.
-        """
-        rows = range(linear.rows)[part]
-        tensors = {}
-        for role, tensor, stored in zip(coding.roles, linear.tensors, linear.stacked, strict=True):
-            block = linear.rows // stored.dims[1]
-            blocks = slice(None)
-            if stored.dims[1] > 1:
-                if block > 1 and (rows.step != 1 or rows.start % block or len(rows) % block):
-                    raise TraceError("experts whose gate takes parts of blocks of codes")
-                blocks = slice(rows.start // block, -(-rows.stop // block), rows.step)
-            tensors[role] = self._chosen(tensor, 1, blocks, stored, coding.computes)
-        shape = (self.rows, self.chosen, len(rows), linear.columns)
-        return write_decoded(coding, self.graph, tensors, shape)
-
-    def _with_bias(self, y: DTensor, linear: Linear, part: slice) -> DTensor:
-        if linear.bias is None:
-            return y
-        chosen = self._chosen(linear.bias, 1, part)
-        bias = self.graph.reshape(chosen, (self.rows, self.chosen, 1, y.dims[-1]))
-        return self.graph.add(*alike(self.graph, [y, bias]))
-
-    def _chosen(
-        self,
-        tensor: Tensor,
-        dim: int,
-        part: slice,
-        stored: Stored | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> DTensor:
-        """Return the chosen experts' part of a parameter, codes as floats of a dtype."""
-        held = self.held[id(tensor)]
-        operand = ParameterSlice(held, (), (), (), dim=dim, columns=part, stored=stored)
-        if stored is None:
-            given = operand.of(held.tensor.detach())
-            x = self.graph.new_input(
-                given.shape, given.dtype, strides=given.stride(), constant=True
-            )
-        else:
-            dims, strides = [*stored.dims], [*stored.strides]
-            dims[dim] = len(range(dims[dim])[part])
-            strides[dim] *= part.step or 1
-            x = self.graph.new_input(dims, stored.dtype, strides=strides, constant=True)
-        self.inputs.append(operand)
-        return self.graph.take(x if dtype is None else as_dtype(self.graph, x, dtype), self.e)
+    def _note(self, tensor: Tensor, part: ParameterPart) -> None:
+        self.inputs.append(ParameterSlice(self.held[id(tensor)], (), (), (), part=part))
 
     def _given(self, source: Any, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
         is_between = source == Value(self.number, 1)

@@ -1,0 +1,106 @@
+"""Give modules of an optimized model another forward, and put their own back.
+
+The class of such a module is a subclass of its stock class with the same names. Copies and pickles
+of the module are stock modules.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+
+from torch import nn
+
+from mirage_hf.formats.containers import STOCK_CLASS, stock_class
+
+#: The entry of a module's dictionary that holds its binding.
+FORWARD_KEY = "_mirage_hf_forward"
+
+
+@dataclass(eq=False, kw_only=True)
+class Binding(ABC):
+    """How a module runs while its model is optimized, in calls that no kernel of a step takes.
+
+    Attributes:
+        own: The forward on the instance that ours hides, None if there is none.
+        models: How many optimized models have the module.
+    """
+
+    own: Any = None
+    models: int = 0
+
+    @abstractmethod
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module makes of its inputs, with the weights that it has now."""
+
+    def put_back(self, module: nn.Module) -> None:
+        """Give a module its library's forward."""
+        if module.__dict__.get(FORWARD_KEY) is not self:
+            return
+        del module.__dict__[FORWARD_KEY]
+        if self.own is not None:
+            module.__dict__.setdefault("forward", self.own)
+        stock = stock_class(module)
+        if type(module) is bound_class(stock):
+            module.__class__ = stock
+
+
+def bind_forward(module: nn.Module, binding: Binding) -> Callable[[], None]:
+    """Let a module run as a binding says. Return what puts it back.
+
+    A module of two optimized models keeps the binding of the first until both are put back.
+    """
+    binding = module.__dict__.setdefault(FORWARD_KEY, binding)
+    if not binding.models:
+        kind: Any = type(module)
+        binding.own = module.__dict__.pop("forward", None)
+        module.__class__ = bound_class(kind)
+    binding.models += 1
+
+    def undo() -> None:
+        binding.models -= 1
+        if not binding.models:
+            binding.put_back(module)
+
+    return undo
+
+
+@cache
+def bound_class(stock: Any) -> Any:
+    """Return the subclass of `stock` whose forward asks the binding. There is one for each class.
+
+    It has the names of the stock class. Copies and pickles of its modules are stock modules.
+    """
+
+    @wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        binding = self.__dict__.get(FORWARD_KEY)
+        if binding is None:
+            return stock.forward(self, *args, **kwargs)
+        return binding.run(self, *args, **kwargs)
+
+    def reduce_as_stock(self: Any, protocol: Any) -> tuple[Any, ...]:
+        make, args, state, *rest = super(bound, self).__reduce_ex__(protocol)
+        if isinstance(state, dict):
+            binding = state.get(FORWARD_KEY)
+            state = {key: value for key, value in state.items() if key != FORWARD_KEY}
+            if binding is not None and binding.own is not None:
+                state["forward"] = binding.own
+        if make is copyreg.__newobj__ and args == (bound,):  # type: ignore[attr-defined]
+            return (copyreg._reconstructor, (stock, object, None), state, *rest)  # type: ignore[attr-defined]
+        return (make, tuple(stock if arg is bound else arg for arg in args), state, *rest)
+
+    members = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "forward": forward,
+        "__reduce_ex__": reduce_as_stock,
+        STOCK_CLASS: stock,
+    }
+    bound: Any = type(stock.__name__, (stock,), members)
+    return bound

@@ -1,0 +1,148 @@
+"""Experts of prompts in blocks of rows: they compute what each expert does for its tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
+from mirage_hf.trace.experts.row_blocks import (
+    ROWS,
+    RowBlocks,
+    RowsOfExperts,
+    blocks_programs,
+    most_tokens,
+)
+from tests.helpers import coded_experts, triton_interpreter
+from tests.helpers.coded_experts import CODED
+from tests.trace.test_experts import CASES, built
+
+EXPERTS, CHOSEN = 6, 2
+ROUTINGS = ("random", "one expert", "different experts", "outside")
+
+
+def routed(tokens: int, routing: str, seed: int = 0) -> Tensor:
+    """Return the experts (tokens, CHOSEN) of a routing. Those of a token are different ones."""
+    draw = torch.Generator().manual_seed(seed)
+    if routing == "one expert":
+        return torch.tensor([[3, 5]]).repeat(tokens, 1)
+    if routing == "different experts":
+        return torch.arange(tokens * CHOSEN).view(tokens, CHOSEN) % EXPERTS
+    index = torch.rand(tokens, EXPERTS, generator=draw).topk(CHOSEN)[1]
+    if routing == "outside":
+        none = torch.tensor([-1, EXPERTS, 2**31])
+        is_none = torch.rand(index.shape, generator=draw) < 0.3
+        index = torch.where(is_none, none[torch.randint(0, 3, index.shape, generator=draw)], index)
+    return index
+
+
+def blocks_of(form: ExpertsForm, dtype: torch.dtype, weights: torch.dtype) -> RowBlocks:
+    """Return blocks of rows whose programs torch runs."""
+    programs = blocks_programs(form, dtype, weights)
+    first, second = (partial(run_kernel_graph, program.graph) for program in programs)
+    return RowBlocks(programs, (first, second), dtype, weights, skips_blocks=False)
+
+
+def exact(plain: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return what experts compute in float64. Those that do not exist add nothing."""
+    is_expert = (index >= 0) & (index < EXPERTS)
+    given = x.double(), index.where(is_expert, 0), weights.double().where(is_expert, 0.0)
+    with torch.no_grad():
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](plain, *given)
+
+
+def check(
+    module: Any, plain: Any, dtype: torch.dtype, weights_dtype: torch.dtype, width: int
+) -> None:
+    """Compare blocks of rows with float64, for all routings and several numbers of tokens."""
+    form = form_of(module, dtype)
+    assert isinstance(form, ExpertsForm)
+    blocks = blocks_of(form, dtype, weights_dtype)
+    most = most_tokens(form, CHOSEN)
+    assert most == ROWS * EXPERTS // CHOSEN
+    for tokens, routing in zip((1, most, 17, most - 1), ROUTINGS, strict=True):
+        draw = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, width, generator=draw).to(dtype)
+        weights = torch.rand(tokens, CHOSEN, generator=draw).to(weights_dtype)
+        index = routed(tokens, routing)
+        ours, wanted = blocks.run(form, x, index, weights), exact(plain, x, index, weights)
+        assert ours.dtype is dtype
+        allowed = 2e-2 if dtype is torch.bfloat16 else 1e-5
+        assert (ours.double() - wanted).norm() <= allowed * wanted.norm(), (tokens, routing)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_compute_what_experts_do(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    module = built(name, dtypes[0])
+    plain = built(name).double()
+    plain.load_state_dict(module.state_dict())
+    check(module, plain, *dtypes, width=16)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_blocks_of_codes_compute_what_decoded_experts_do(name: str) -> None:
+    module, plain = CODED[name]()
+    check(module, plain, torch.bfloat16, torch.bfloat16, coded_experts.width_of(name))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_each_row_lies_in_a_block_of_its_expert(routing: str) -> None:
+    for tokens in (1, 5, 16, 40, ROWS * EXPERTS // CHOSEN):
+        index = routed(tokens, routing, seed=tokens)
+        rows = RowsOfExperts.of(index, EXPERTS)
+        assert rows.experts.shape == (2 * EXPERTS, 1)
+        kept = rows.place[rows.is_kept]
+        assert kept.unique().numel() == kept.numel()  # no two rows share a place
+        assert torch.equal(rows.experts[kept // ROWS, 0], index[rows.is_kept])
+        numbers = torch.arange(index.numel()).view(index.shape)
+        assert torch.equal(rows.source[kept], numbers[rows.is_kept])
+        assert torch.equal(rows.is_kept, (index >= 0) & (index < EXPERTS))
+        used = (kept // ROWS).unique()  # the first blocks, one after the other
+        assert torch.equal(used, torch.arange(len(used)))
+        assert (rows.experts[len(used) :] == EXPERTS).all()
+
+
+def test_kernels_of_blocks_skip_those_without_an_expert() -> None:
+    wrong = triton_interpreter.run(
+        "from tests.trace.test_row_blocks import wrong_kernels\n"
+        "import json\nprint(json.dumps(wrong_kernels()))"
+    )
+    assert not wrong
+
+
+def wrong_kernels() -> list[str]:
+    """Return which kernels, run by Triton's interpreter, are wrong."""
+    from mirage_hf.codegen import compile as compiler
+    from mirage_hf.codegen import triton
+    from mirage_hf.codegen.placement import place_kernels
+    from mirage_hf.search.engine import search
+    from mirage_hf.tune.space import schedules
+    from tests.helpers.indexed_programs import SEARCH
+
+    found, dtype = [], torch.float16
+    for name in ("gate and up", "transposed, interleaved, biases"):
+        module = built(name, dtype)
+        form = form_of(module, dtype)
+        assert isinstance(form, ExpertsForm)
+        programs = blocks_programs(form, dtype, dtype)
+        index = routed(21, "random")
+        x, weights = torch.randn(21, 16).to(dtype), torch.rand(21, CHOSEN).to(dtype)
+        wanted = blocks_of(form, dtype, dtype).run(form, x, index, weights)
+        runs = []
+        for program in programs:
+            ugraph = search(program.graph, SEARCH)[0][0].ugraph
+            kernels = [schedules(op)[0] for op in place_kernels(ugraph)]
+            made = triton.generate(ugraph, kernels)
+            runs.append(compiler.load(made.source, made.digest).run)
+        blocks = RowBlocks(programs, (runs[0], runs[1]), dtype, dtype, skips_blocks=True)
+        ours = blocks.run(form, x, index, weights)
+        if not (ours.float() - wanted.float()).norm() <= 1e-2 * wanted.float().norm():
+            found.append(name)
+    return found
