@@ -155,7 +155,9 @@ def optimize(
             noting = tuning.note if tuning is not None else None
             finder = resolver.KernelFinder(device, backend, zoo, tune, noting)
             optimization.resolve = finder.resolve
-            optimization.traces_halves = patterns is None
+            if patterns is None:
+                optimization.traces_halves = True
+                bind_plain_experts(model, optimization.ledger)
             traced = _trace(inner, traces, optimization, finder, rows, drafts, note)
         optimization.warn_of_unstored(kernels)
         try:
@@ -164,6 +166,7 @@ def optimize(
                 optimization.undo()
                 optimization.nothing_done(on_unsupported, report)
                 return model
+            find_prompt_kernels(model, finder)
             attach(model, handle)
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
             if drafts:
@@ -191,14 +194,11 @@ def _trace(
     """Return the traced steps of a model, None without any. Tell the report why."""
     if traces is decoding.Traces.NONE:
         return None
-    model, ledger = optimization.model, optimization.ledger
-    bind_coded_modules(model, ledger, finder.resolve)
-    bind_plain_experts(model, ledger)
+    bind_coded_modules(optimization.model, optimization.ledger, finder.resolve)
     is_known = traces is decoding.Traces.EXPERTS
     traced, rows, why = decoding.trace_steps(
         inner, batch_sizes, finder, progress, whole=is_known, draft_tokens=draft_tokens
     )
-    find_prompt_kernels(model, finder)
     if is_known and traced is None:
         why = f"each mixture of experts is traced by itself: {why}"
     optimization.add_traced(rows, why)

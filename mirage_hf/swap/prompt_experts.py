@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ from mirage_hf.trace.experts.row_blocks import (
 )
 from mirage_hf.trace.record import TraceError
 from mirage_hf.tune.measure import GLANCE, time_run
+
+_log = logging.getLogger("mirage_hf")
 
 #: The largest difference of both results, relative to their size: a few roundings to bfloat16.
 _CLOSE = 0.02
@@ -122,7 +125,11 @@ def faster_up_to(blocks: RowBlocks, form: ExpertsForm, chosen: int, stock: Forwa
         ours, theirs = (run(*given).float() for run in (partial(blocks.run, form), stock))
         if not (ours - theirs).norm() <= _CLOSE * theirs.norm():
             return 0
-        if _us(partial(blocks.run, form), given) < _us(stock, given):
+        ours_us, stock_us = _us(partial(blocks.run, form), given), _us(stock, given)
+        _log.info(
+            "experts of %d tokens: %.1f µs by kernels, %.1f without", tokens, ours_us, stock_us
+        )
+        if ours_us < stock_us:
             return tokens
         tokens //= 2
     return 0
