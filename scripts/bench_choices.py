@@ -26,11 +26,11 @@ import torch
 import transformers.generation.logits_process as hf
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from mirage_hf.codegen.kernel_launch import launch
 from mirage_hf.decode import install, processors
 from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.kernels import sampling
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
-from mirage_hf.decode.kernels.kernel_launch import launch
 from mirage_hf.decode.processor_ops import TextSoFar
 from mirage_hf.decode.processors import CallTensors
 from mirage_hf.decode.sampler import Sampler

@@ -33,10 +33,10 @@ from triton import knobs
 from mirage_hf.codegen import ahead, compile, cubins
 from mirage_hf.codegen.cubins import Cubin, CubinError
 from mirage_hf.codegen.generated_program import POINTER_TYPES
+from mirage_hf.codegen.kernel_launch import KernelLaunch
 from mirage_hf.decode import sampler
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.kernels import embedding
-from mirage_hf.decode.kernels.kernel_launch import KernelLaunch
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.store import packaged_store
 from scripts.configs import MODELS

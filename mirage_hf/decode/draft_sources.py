@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirage_hf.codegen.kernel_launch import launch
+from mirage_hf.codegen.optional_triton import HAS_TRITON
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.draft_schedule import Acceptance, DraftSchedule
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels import drafting
-from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB, launch
-from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
+from mirage_hf.decode.kernels.sizes import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.sampler import Sampler
 from mirage_hf.decode.verifying import accept, look_up
 from mirage_hf.layers.part import StepShape

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from mirage_hf import errors
+from mirage_hf.codegen.kernel_launch import launch
+from mirage_hf.codegen.optional_triton import HAS_TRITON
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import NOTHING, Chooser, Picked, choose_greedily, draw, settle
 from mirage_hf.decode.control import Control, TokenHistory
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels import sampling
-from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB, check_tensor, launch
-from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
+from mirage_hf.decode.kernels.sizes import MAX_ROWS, MAX_VOCAB, check_tensor
 from mirage_hf.decode.kernels.total_order import FLOATS
 
 

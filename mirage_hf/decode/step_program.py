@@ -17,8 +17,8 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.call_plan import CallPlan
 from mirage_hf.decode.drafts import Drafts
 from mirage_hf.decode.kernels.embedding import EmbeddingOutput, embed
-from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.kernels.ring import turn_rings
+from mirage_hf.decode.kernels.sizes import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.kernels.total_order import FLOATS
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.sampler import Sampler, sampler_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mirage_hf.codegen.kernel_launch import KernelLaunch
 from mirage_hf.decode.control import MAX_EOS, Control
-from mirage_hf.decode.kernels.kernel_launch import KernelLaunch
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,6 +23,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
 }
 
 

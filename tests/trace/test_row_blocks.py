@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -11,16 +12,13 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.trace.experts import row_layout as row_layout_module
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from mirage_hf.trace.experts.row_blocks import (
-    ROWS,
-    RowBlocks,
-    RowsOfExperts,
-    blocks_programs,
-    most_tokens,
-)
+from mirage_hf.trace.experts.row_blocks import RowBlocks, blocks_programs, most_tokens
+from mirage_hf.trace.experts.row_layout import ROWS, row_layout
 from tests.helpers import coded_experts, triton_interpreter
 from tests.helpers.coded_experts import CODED
+from tests.helpers.decode_states import assert_compiles_and_waits
 from tests.trace.test_experts import CASES, built
 
 EXPERTS, CHOSEN = 6, 2
@@ -92,21 +90,61 @@ def test_blocks_of_codes_compute_what_decoded_experts_do(name: str) -> None:
     check(module, plain, torch.bfloat16, torch.bfloat16, coded_experts.width_of(name))
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_each_row_lies_in_a_block_of_its_expert(routing: str) -> None:
-    for tokens in (1, 5, 16, 40, ROWS * EXPERTS // CHOSEN):
-        index = routed(tokens, routing, seed=tokens)
-        rows = RowsOfExperts.of(index, EXPERTS)
-        assert rows.experts.shape == (2 * EXPERTS, 1)
-        kept = rows.place[rows.is_kept]
-        assert kept.unique().numel() == kept.numel()  # no two rows share a place
-        assert torch.equal(rows.experts[kept // ROWS, 0], index[rows.is_kept])
-        numbers = torch.arange(index.numel()).view(index.shape)
-        assert torch.equal(rows.source[kept], numbers[rows.is_kept])
-        assert torch.equal(rows.is_kept, (index >= 0) & (index < EXPERTS))
-        used = (kept // ROWS).unique()  # the first blocks, one after the other
-        assert torch.equal(used, torch.arange(len(used)))
-        assert (rows.experts[len(used) :] == EXPERTS).all()
+def wrong_layouts(seeds: range, device: str, by_kernel: bool) -> list[str]:
+    """Return what is wrong with the layouts of random rows."""
+    wrong = []
+    for seed in seeds:
+        for routing, tokens in itertools.product(ROUTINGS, (1, 5, 40, ROWS * EXPERTS // CHOSEN)):
+            index = routed(tokens, routing, seed=seed).to(device)
+            weights = torch.rand(index.shape, device=device)
+            make = row_layout_module.by_kernel if by_kernel else row_layout
+            rows = make(index, weights, EXPERTS)
+            is_kept = (index >= 0) & (index < EXPERTS)
+            kept = rows.places[is_kept]
+            used = (kept // ROWS).unique()
+            numbers = torch.arange(tokens, device=device)[:, None].expand(index.shape)
+            facts = {
+                "shape": rows.experts.shape == (2 * EXPERTS, 1),
+                "places are shared": kept.unique().numel() == kept.numel(),
+                "experts": torch.equal(rows.experts[kept // ROWS, 0], index[is_kept]),
+                "tokens": torch.equal(rows.tokens[kept], numbers[is_kept]),
+                "all tokens exist": ((rows.tokens >= 0) & (rows.tokens < tokens)).all(),
+                "weights": torch.equal(rows.weights[kept], weights[is_kept]),
+                "kept": torch.equal(rows.is_kept, is_kept),
+                "first blocks": torch.equal(used, torch.arange(len(used), device=device)),
+                "others": (rows.experts[len(used) :] == EXPERTS).all(),
+                "places exist": torch.equal(
+                    rows.places[~is_kept].unique().cpu(), torch.zeros(1).long()[: (~is_kept).any()]
+                ),
+            }
+            wrong += [
+                f"{name}: {tokens} tokens, {routing}" for name, is_so in facts.items() if not is_so
+            ]
+    return wrong
+
+
+def test_each_row_lies_in_a_block_of_its_expert() -> None:
+    assert not wrong_layouts(range(5), "cpu", by_kernel=False)
+
+
+def test_the_kernel_lays_rows_out_too() -> None:
+    assert not triton_interpreter.run(
+        "import json\nfrom tests.trace.test_row_blocks import wrong_layouts\n"
+        "print(json.dumps(wrong_layouts(range(3), 'cpu', by_kernel=True)))"
+    )
+
+
+@pytest.mark.parametrize("sizes", [(1024, 8, 128), (37, 3, 5)])
+def test_the_kernel_compiles_and_waits_before_it_reads(sizes: tuple[int, int, int]) -> None:
+    pytest.importorskip("triton")
+    integers = [torch.int64] * 3
+    dtypes = [torch.int64, torch.bfloat16, torch.int32, *integers[:2], torch.bfloat16, integers[0]]
+    assert_compiles_and_waits(row_layout_module.layout_launch(*sizes), [*dtypes, torch.bool])
+
+
+@pytest.mark.gpu
+def test_the_kernel_lays_rows_out_on_a_gpu() -> None:
+    assert not wrong_layouts(range(200), "cuda", by_kernel=True)
 
 
 def test_kernels_of_blocks_skip_those_without_an_expert() -> None:

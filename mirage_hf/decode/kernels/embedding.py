@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from mirage_hf import errors
+from mirage_hf.codegen.kernel_launch import KernelLaunch, launch
+from mirage_hf.codegen.optional_triton import tl, triton
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.drafts import Drafts
-from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, check_tensor, launch
-from mirage_hf.decode.kernels.optional_triton import tl, triton
 from mirage_hf.decode.kernels.ring import any_alive
+from mirage_hf.decode.kernels.sizes import check_tensor
 from mirage_hf.decode.kernels.total_order import FLOATS
 from mirage_hf.decode.rings import Ring
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from mirage_hf import errors
+from mirage_hf.codegen.kernel_launch import KernelLaunch, launch
+from mirage_hf.codegen.optional_triton import HAS_TRITON, tl, triton
 from mirage_hf.codegen.schedule import next_power_of_two
-from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB, KernelLaunch, launch
-from mirage_hf.decode.kernels.optional_triton import HAS_TRITON, tl, triton
+from mirage_hf.decode.kernels.sizes import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.kernels.total_order import total_order
 
 #: Bits of the threshold that a launch finds.

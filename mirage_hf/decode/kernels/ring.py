@@ -9,10 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mirage_hf.codegen.kernel_launch import KernelLaunch, launch
+from mirage_hf.codegen.optional_triton import tl, triton
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.decode.control import Control
-from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, check_tensor, launch
-from mirage_hf.decode.kernels.optional_triton import tl, triton
+from mirage_hf.decode.kernels.sizes import check_tensor
 from mirage_hf.decode.rings import Ring
 
 #: Numbers that a block copies: 16 bytes a thread of 16-bit numbers.

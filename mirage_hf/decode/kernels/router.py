@@ -11,7 +11,7 @@ from torch import Tensor, library
 
 from mirage_hf.codegen import launching
 from mirage_hf.codegen.compile import load
-from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
+from mirage_hf.codegen.optional_triton import HAS_TRITON
 from mirage_hf.trace.routers.op import route, router_of
 from mirage_hf.trace.routers.text import router_text
 

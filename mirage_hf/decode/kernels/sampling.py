@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from mirage_hf.codegen.kernel_launch import KernelLaunch
+from mirage_hf.codegen.optional_triton import tl, triton
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.decode.choosing import NOTHING
 from mirage_hf.decode.control import MAX_EOS
-from mirage_hf.decode.kernels.kernel_launch import KernelLaunch
-from mirage_hf.decode.kernels.optional_triton import tl, triton
 from mirage_hf.decode.kernels.total_order import total_order
 
 #: Logits of a row that a block of `argmax_kernel` compares at least. 2048 were 0.5 µs faster than

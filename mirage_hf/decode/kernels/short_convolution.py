@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, library
 
-from mirage_hf.decode.kernels.kernel_launch import KernelLaunch, launch
-from mirage_hf.decode.kernels.optional_triton import HAS_TRITON, tl, triton
+from mirage_hf.codegen.kernel_launch import KernelLaunch, launch
+from mirage_hf.codegen.optional_triton import HAS_TRITON, tl, triton
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.trace.short_convolution import short_convolution
 

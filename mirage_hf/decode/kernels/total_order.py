@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mirage_hf.decode.kernels.optional_triton import tl, triton
+from mirage_hf.codegen.optional_triton import tl, triton
 
 #: The dtypes that embeddings, rotary tables, logits and scores may have.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

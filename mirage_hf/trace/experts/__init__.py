@@ -9,5 +9,6 @@ The files, in processing order:
 - `dense`: Find products with all experts, and put the same op in their place.
 - `gate`, `writer`: Write the function between the linears, and products with chosen weights.
 - `programs`: Write the op as two programs, with the sums that follow.
-- `row_blocks`: Run prompts: rows are sorted into blocks of one expert each.
+- `row_layout`: Sort the rows that the tokens of a prompt give to experts into blocks.
+- `row_blocks`: Run prompts by kernels over such blocks.
 """

@@ -1,8 +1,8 @@
 """Run the experts of a prompt by kernels: blocks of rows, each of which belongs to one expert.
 
-The rows that tokens give to experts are sorted by expert. Each expert gets as many blocks of a
-fixed number of rows as it needs. So blocks choose experts as single tokens do, and the programs are
-the same but for the rows of a block. A block without an expert reads no weight.
+The rows that tokens give to experts are sorted into blocks (row_layout.py). So blocks choose
+experts as single tokens do, and the programs are the same but for the rows of a block. A block
+without an expert reads no weight.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mirage_hf.formats.coding import as_dtype
@@ -22,15 +20,13 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.settings import settings
 from mirage_hf.trace.experts.form import ExpertsForm
 from mirage_hf.trace.experts.gate import gate
+from mirage_hf.trace.experts.row_layout import ROWS, row_layout
 from mirage_hf.trace.experts.writer import ExpertsWriter, ParameterPart
 from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.program import alike
 
 #: Runs a program on its inputs.
 Run = Callable[[list[Tensor]], list[Tensor]]
-
-#: Rows of a block: the fewest that tensor cores multiply at once.
-ROWS = 16
 
 
 def most_tokens(form: ExpertsForm, chosen: int) -> int:
@@ -112,47 +108,6 @@ class _Program:
         return BlocksProgram(self.graph, self.inputs)
 
 
-class RowsOfExperts(NamedTuple):
-    """Where rows lie in blocks. A row is an expert's work on a token.
-
-    Attributes:
-        experts: (blocks, 1): the expert of each block. Their number stands for none.
-        source: (blocks · ROWS): the row in each place, by token and then by choice. Places without
-            a row have row 0.
-        place: (tokens, chosen): where each row lies. Rows without an expert have place 0.
-        is_kept: (tokens, chosen): whether a row has an expert.
-    """
-
-    experts: Tensor
-    source: Tensor
-    place: Tensor
-    is_kept: Tensor
-
-    @classmethod
-    def of(cls, index: Tensor, experts: int) -> RowsOfExperts:
-        """Lay rows out in blocks, without the host.
-
-        Args:
-            index: (tokens, chosen): the expert of each row. Others are those of no expert.
-            experts: How many experts there are.
-        """
-        is_kept = (index >= 0) & (index < experts)
-        owner, order = index.masked_fill(~is_kept, experts).view(-1).sort(stable=True)
-        numbers = torch.arange(experts + 1, device=index.device, dtype=owner.dtype)
-        starts = torch.searchsorted(owner, numbers)
-        needed = (starts[1:] - starts[:-1] + (ROWS - 1)) // ROWS
-        ends = needed.cumsum(0)
-        blocks = torch.arange(2 * experts, device=index.device)
-        of_blocks = torch.searchsorted(ends, blocks, right=True)
-        begins = (ends - needed) * ROWS - starts[:-1]
-        spare = 2 * experts * ROWS  # the place of rows without an expert
-        places = F.pad(begins, (0, 1))[owner] + torch.arange(len(owner), device=index.device)
-        places = places.masked_fill(owner == experts, spare)
-        source = order.new_zeros(spare + 1).index_copy_(0, places, order)[:-1]
-        place = torch.empty_like(order).index_copy_(0, order, places).view(index.shape)
-        return cls(of_blocks[:, None], source, place.masked_fill(~is_kept, 0), is_kept)
-
-
 @dataclass(frozen=True, eq=False)
 class RowBlocks:
     """Kernels of the blocks of some experts.
@@ -184,18 +139,17 @@ class RowBlocks:
             weights: (tokens, chosen).
         """
         experts = len(form.first.tensors[0])
-        rows = RowsOfExperts.of(index, experts)
-        tokens = rows.source // index.shape[1]
+        rows = row_layout(index, weights, experts)
         shape = 2 * experts, 1, ROWS, -1
         skips_blocks = self.skips_blocks and not settings().check_indices
         given = {
             EXPERTS: rows.experts if skips_blocks else rows.experts.clamp(max=experts - 1),
-            GIVEN: x[tokens].view(shape),
-            WEIGHTS: weights.reshape(-1)[rows.source].view(shape),
+            GIVEN: x[rows.tokens].view(shape),
+            WEIGHTS: rows.weights.view(shape),
         }
         for number in range(2):
             given[GIVEN] = self._run(number, form, given)
-        y = given[GIVEN].view(-1, x.shape[-1])[rows.place]
+        y = given[GIVEN].view(-1, x.shape[-1])[rows.places]
         return y.masked_fill(~rows.is_kept[..., None], 0).sum(1).to(x.dtype)
 
     def _run(self, number: int, form: ExpertsForm, given: Mapping[str, Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from mirage_hf import errors
 from mirage_hf.decode.choosing import NOTHING, choose_greedily
 from mirage_hf.decode.control import Control
 from mirage_hf.decode.kernels import sampling
-from mirage_hf.decode.kernels.kernel_launch import MAX_ROWS, MAX_VOCAB
+from mirage_hf.decode.kernels.sizes import MAX_ROWS, MAX_VOCAB
 from mirage_hf.decode.sampler import Sampler
 from tests.helpers import triton_interpreter
 from tests.helpers.decode_states import (

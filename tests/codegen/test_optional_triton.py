@@ -11,7 +11,7 @@ import sys
 sys.modules["triton"] = None  # an import raises ImportError
 import torch
 from mirage_hf.decode.cache_block import CacheBlock
-from mirage_hf.decode.kernels.optional_triton import HAS_TRITON
+from mirage_hf.codegen.optional_triton import HAS_TRITON
 from mirage_hf.decode.sampler import sampler_of
 
 block = CacheBlock(2, 256, (), torch.device("cpu"))

@@ -12,15 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirage_hf import errors
 from mirage_hf.codegen import launching
 from mirage_hf.codegen.compile import prepare_triton
 from mirage_hf.codegen.cubin_launch import CubinLauncher
 from mirage_hf.settings import settings
-
-#: Rows of a batch: the last block of some kernels holds the state of all of them at once.
-MAX_ROWS = 128
-MAX_VOCAB = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,24 +77,3 @@ def launch(what: KernelLaunch, tensors: Sequence[Tensor]) -> None:
         with torch.cuda.device(device):
             return launch(what, tensors)
     what.launcher(what.kernel, what.grid, tensors, what.num_warps, what.num_stages)
-
-
-def check_tensor(
-    name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check that a tensor fits a kernel, which would otherwise read or write outside of it.
-
-    Raises:
-        InputError: The tensor has another shape, dtype or device, or is not contiguous.
-    """
-    if (
-        tuple(tensor.shape) != tuple(shape)
-        or tensor.dtype != dtype
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
-        raise errors.InputError(
-            f"decode: {name} is {tensor.dtype} {errors.shape(tensor.shape)}, "
-            f"strides {errors.shape(tensor.stride())}, on {tensor.device}; "
-            f"it must be {dtype} {errors.shape(shape)} on {device}, contiguous"
-        )
