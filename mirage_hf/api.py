@@ -27,7 +27,7 @@ from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import ModelBlocks, find_kernels
 from mirage_hf.swap.live_model import locked, release_cached_memory
 from mirage_hf.swap.optimization import Optimization
-from mirage_hf.swap.prompt_experts import bind_plain_experts, find_prompt_kernels
+from mirage_hf.swap.prompt_kernels import bind_plain_experts, find_prompt_kernels
 from mirage_hf.zoo.store import zoo_path
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -24,7 +24,6 @@ from mirage_hf.trace.experts.op import (
     MOST_TOKENS,
     REGISTRIES,
     experts_as_one_node,
-    why_not_by_kernels,
 )
 from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.record import record
@@ -148,11 +147,20 @@ class Experts:
         """Return why no kernels may run, whatever the experts are; "" if they may."""
         if x.device.type != self.device_type:
             return f"tensors on {x.device.type}"
+        if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape:
+            return "tensors of another form"
         if len(x) > MOST_TOKENS:
             return f"more than {MOST_TOKENS} tokens"
         if not len(x):
             return "no tokens"
-        return why_not_by_kernels(x, index, weights)
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            return "gradients"
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast"
+        modes = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+        if modes or type(x) is not Tensor:
+            return "a dispatch mode, a trace, or tensors of another class"
+        return ""
 
     def _find(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> _Run | str:
         """Return what runs a module's experts. Kernels are found at the first call of each size."""

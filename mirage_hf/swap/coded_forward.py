@@ -7,6 +7,7 @@ and multiplies with torch's product. A decoded weight lives as long as its produ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,9 +25,10 @@ from mirage_hf.formats import (
     memory_of,
     runs_codes,
 )
+from mirage_hf.formats.coding import as_dtype
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
-from mirage_hf.swap.own_forward import Binding
+from mirage_hf.swap.own_forward import Binding, is_plain_call
 from mirage_hf.trace.experts.decoded import Decoder
 
 #: The largest relative difference between our result and the library's: if the library rounds the
@@ -35,6 +37,13 @@ _ROUNDED, _CLOSE = 0.15, 0.02
 
 #: Rows of the input that both are compared on.
 _COMPARED_ROWS = 4
+
+#: The most rows of a prompt that one kernel multiplies. With more rows, products take much longer
+#: than to decode the weight into memory.
+ROWS = 128
+
+#: Runs a program on its inputs.
+Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 def decoding_program(coding: Coding) -> KernelGraph:
@@ -45,6 +54,47 @@ def decoding_program(coding: Coding) -> KernelGraph:
     return graph
 
 
+def product_program(coding: Coding, dtype: torch.dtype, has_bias: bool) -> KernelGraph:
+    """Return the program of a linear in codes: rows (ROWS, columns), codes, and the bias."""
+    graph = new_kernel_graph()
+    x = graph.new_input((ROWS, coding.columns), dtype)
+    _, weight = coding.write(graph)
+    y = graph.matmul(x, as_dtype(graph, weight, dtype))
+    if has_bias:
+        y = graph.add(y, graph.new_input((1, coding.rows), dtype, constant=True))
+    graph.mark_output(y)
+    return graph
+
+
+@dataclass(frozen=True)
+class RowsProduct:
+    """A kernel of linears of one coding, for up to ROWS rows.
+
+    Attributes:
+        run: Runs `product_program`.
+        dtype: The dtype of the rows.
+        has_bias: Whether it adds a bias.
+    """
+
+    run: Run
+    dtype: torch.dtype
+    has_bias: bool
+
+    def takes(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Return whether the kernel may run for an input and a bias."""
+        if x.dtype is not self.dtype or not x.is_cuda or (bias is not None) != self.has_bias:
+            return False
+        return 0 < x.numel() <= ROWS * x.shape[-1] and is_plain_call(x)
+
+    def __call__(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+        """Return what the linear makes of an input."""
+        given = x.reshape(-1, x.shape[-1])
+        rows = len(given)
+        given = F.pad(given, (0, 0, 0, ROWS - rows)) if rows < ROWS else given.contiguous()
+        inputs = [given, *weight.tensors, *(() if bias is None else (bias[None],))]
+        return self.run(inputs)[0][:rows].view(*x.shape[:-1], weight.coding.rows)
+
+
 @dataclass(eq=False, kw_only=True)
 class CodedBinding(Binding):
     """How a linear runs while its model is optimized.
@@ -52,10 +102,13 @@ class CodedBinding(Binding):
     Attributes:
         weight: Its codes.
         decode: Runs its decoding program.
+        product: Multiplies few rows without decoding the weight into memory. None if it is decoded
+            for any number of rows.
     """
 
     weight: CodedWeight
     decode: Decoder
+    product: RowsProduct | None = None
 
     def __post_init__(self) -> None:
         self._made_for = _reading(self.weight)
@@ -72,11 +125,14 @@ class CodedBinding(Binding):
                 self.put_back(module)
                 return module.forward(x)  # type: ignore[no-any-return]
             self.weight, self._facts = now, facts
+        bias = None if self.weight.bias is None else self.weight.bias.to(x.dtype)
+        is_as_made = _reading(self.weight) == self._made_for  # not if the model was cast or moved
+        if self.product is not None and is_as_made and self.product.takes(x, bias):
+            return self.product(x, self.weight, bias)
         decode = self.decode
-        if _reading(self.weight) != self._made_for:  # the model was cast or moved
+        if not is_as_made:
             decode = partial(run_kernel_graph, decoding_program(self.weight.coding))
-        decoded, bias = decode(list(self.weight.tensors))[0], self.weight.bias
-        return F.linear(x, decoded.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, decode(list(self.weight.tensors))[0].to(x.dtype), bias)
 
     def difference(self, module: nn.Module) -> float | None:
         """Return how far our result is from the library's, relative to its size, if it is too far.

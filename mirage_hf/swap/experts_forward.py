@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from mirage_hf.errors import Rejected
 from mirage_hf.formats.containers import stock_class
-from mirage_hf.swap.own_forward import Binding
+from mirage_hf.swap.own_forward import Binding, is_plain_call
 from mirage_hf.trace.experts.decoded import Decoders, run_decoded
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from mirage_hf.trace.experts.op import as_node, why_not_by_kernels
+from mirage_hf.trace.experts.op import as_node
 from mirage_hf.trace.experts.row_blocks import RowBlocks
 
 
@@ -63,7 +63,7 @@ class ExpertsBinding(Binding):
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the sum of the chosen experts of each token, times their weights."""
         is_known = len(args) == 3 and not kwargs and not torch.compiler.is_compiling()
-        if is_known and args[1].dim() == 2:
+        if is_known and args[0].dim() == args[1].dim() == 2:
             self.called_with = args[1].shape[1], args[2].dtype
             form = self._form_for_kernels(module, *args)
             if self.kernels is not None and form is not None:
@@ -84,7 +84,7 @@ class ExpertsBinding(Binding):
         dtypes = x.dtype, weights.dtype
         if dtypes != (kernels.blocks.dtype, kernels.blocks.weights_dtype):
             return None
-        if torch.is_grad_enabled() or why_not_by_kernels(x, index, weights):
+        if not is_plain_call(x) or index.shape != weights.shape:
             return None
         form = form_of(module, x.dtype)
         is_same = isinstance(form, ExpertsForm) and facts_of(module, form) == kernels.made_for

@@ -13,12 +13,26 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 
 #: The entry of a module's dictionary that holds its binding.
 FORWARD_KEY = "_mirage_hf_forward"
+
+
+def is_plain_call(x: Tensor) -> bool:
+    """Return whether a call gets a plain tensor, and nothing records or changes what it does."""
+    return not (
+        type(x) is not Tensor
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled(x.device.type)
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 @dataclass(eq=False, kw_only=True)

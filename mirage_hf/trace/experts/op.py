@@ -119,20 +119,6 @@ def as_node(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any
     return torch.ops.mirage_hf.experts(x, index, weights, form.parameters, number)
 
 
-def why_not_by_kernels(x: Tensor, index: Tensor, weights: Tensor) -> str:
-    """Return why a call of experts may run no kernels, whatever the experts are; "" if it may."""
-    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape:
-        return "tensors of another form"
-    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-        return "gradients"
-    if torch.is_autocast_enabled(x.device.type):
-        return "autocast"
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-    if modes or type(x) is not Tensor:
-        return "a dispatch mode, a trace, or tensors of another class"
-    return ""
-
-
 @contextmanager
 def experts_as_one_node() -> Iterator[None]:
     """Let this thread's calls of "batched_mm" experts be one op each."""

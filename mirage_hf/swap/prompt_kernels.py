@@ -1,0 +1,224 @@
+"""Find kernels for linears in codes and experts of prompts, and use them where they are faster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.errors import CodegenError, GraphError, SearchError, VerificationError
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.pipeline.resolver import KernelFinder
+from mirage_hf.swap.coded_forward import (
+    ROWS,
+    CodedBinding,
+    RowsProduct,
+    Run,
+    product_program,
+)
+from mirage_hf.swap.coded_modules import dtype_of
+from mirage_hf.swap.experts_forward import (
+    BlocksOfModule,
+    ExpertsBinding,
+    PlainExpertsBinding,
+    facts_of,
+)
+from mirage_hf.swap.ledger import Ledger
+from mirage_hf.swap.own_forward import FORWARD_KEY, bind_forward
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
+from mirage_hf.trace.experts.op import MOST_TOKENS
+from mirage_hf.trace.experts.row_blocks import (
+    RowBlocks,
+    blocks_programs,
+    most_tokens,
+)
+from mirage_hf.trace.record import TraceError
+from mirage_hf.tune.measure import GLANCE, time_run
+
+_log = logging.getLogger("mirage_hf")
+
+#: The largest difference of both results, relative to their size: a few roundings to bfloat16.
+_CLOSE = 0.02
+
+#: Computes what a module does.
+Forward = Callable[..., Tensor]
+
+
+def bind_plain_experts(model: nn.Module, ledger: Ledger) -> None:
+    """Let experts with plain weights run through a binding, which may get kernels later.
+
+    Args:
+        model: The model.
+        ledger: Takes what undoes it.
+    """
+    dtype = dtype_of(model)
+    for module in model.modules():
+        if "forward" in module.__dict__ or FORWARD_KEY in module.__dict__:
+            continue
+        form = form_of(module, dtype)
+        if isinstance(form, ExpertsForm) and not form.is_coded:
+            ledger.undos.append(bind_forward(module, PlainExpertsBinding()))
+
+
+def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> None:
+    """Give modules of a model kernels for prompts, where these are faster.
+
+    Linears in codes get a kernel that decodes them as it multiplies, and experts get kernels of
+    blocks of rows. Experts must have run since they were bound, which tells how many of them a
+    token chooses. Without a GPU nothing is done.
+
+    Args:
+        model: The model. Its modules are bound.
+        finder: Finds kernels.
+    """
+    dtype = dtype_of(model)
+    if finder.gpu is None or dtype.itemsize != 2:
+        return
+    of_linears: dict[Any, RowsProduct | None] = {}
+    of_experts: dict[Any, tuple[RowBlocks, int] | None] = {}
+    for module in model.modules():
+        binding = module.__dict__.get(FORWARD_KEY)
+        if isinstance(binding, CodedBinding):
+            _give_product(module, binding, dtype, finder, of_linears)
+        elif isinstance(binding, ExpertsBinding) and binding.called_with is not None:
+            _give_blocks(module, binding, dtype, finder, of_experts)
+
+
+# -- linears in codes
+
+
+def _give_product(
+    module: nn.Module,
+    binding: CodedBinding,
+    dtype: torch.dtype,
+    finder: KernelFinder,
+    found: dict[Any, RowsProduct | None],
+) -> None:
+    """Give a linear in codes a kernel for few rows. Linears of one coding share it."""
+    coding, has_bias = binding.weight.coding, binding.weight.bias is not None
+    key = coding, has_bias
+    if key not in found:
+        found[key] = None
+        kernel = _kernel(product_program(coding, dtype, has_bias), "linear", finder)
+        if kernel is not None:
+            device = binding.weight.tensors[0].device
+            x = torch.randn(ROWS, coding.columns, device=device).to(dtype)
+            product = RowsProduct(kernel, dtype, has_bias)
+            stock = partial(binding.run, module)
+            what = f"a linear {coding.columns}→{coding.rows} of {ROWS} rows"
+            bias = None if binding.weight.bias is None else binding.weight.bias.to(dtype)
+            ours = partial(product, weight=binding.weight, bias=bias)
+            if _is_better(what, ours, stock, (x,)):
+                found[key] = product
+    binding.product = found[key]
+
+
+# -- experts
+
+
+def _give_blocks(
+    module: nn.Module,
+    binding: ExpertsBinding,
+    dtype: torch.dtype,
+    finder: KernelFinder,
+    found: dict[Any, tuple[RowBlocks, int] | None],
+) -> None:
+    """Give experts kernels of blocks of rows. Experts with equal programs share them."""
+    assert binding.called_with is not None
+    form, (chosen, weights_dtype) = form_of(module, dtype), binding.called_with
+    if not isinstance(form, ExpertsForm):
+        return
+    try:
+        programs = blocks_programs(form, dtype, weights_dtype)
+    except (GraphError, TraceError):
+        return
+    key = chosen, *(str(program.graph) for program in programs)
+    if key not in found:
+        first, second = (_kernel(program.graph, "experts", finder) for program in programs)
+        found[key] = None
+        if first is not None and second is not None:
+            blocks = RowBlocks(programs, (first, second), dtype, weights_dtype, skips_blocks=True)
+            most = faster_up_to(blocks, form, chosen, partial(binding.run_otherwise, module))
+            found[key] = (blocks, most) if most else None
+    if (given := found[key]) is not None:
+        binding.kernels = BlocksOfModule(*given, facts_of(module, form))
+
+
+def faster_up_to(blocks: RowBlocks, form: ExpertsForm, chosen: int, stock: Forward) -> int:
+    """Return up to how many tokens kernels are faster than what runs without them.
+
+    0 if they are never faster for more tokens than a step has, or if they give other results.
+
+    Args:
+        blocks: The kernels.
+        form: The experts.
+        chosen: How many experts a token chooses.
+        stock: What runs without kernels.
+    """
+    tokens = most_tokens(form, chosen)
+    while tokens > MOST_TOKENS:
+        given = _random_tokens(blocks, form, chosen, tokens)
+        if _is_better(f"experts of {tokens} tokens", partial(blocks.run, form), stock, given):
+            return tokens
+        tokens //= 2
+    return 0
+
+
+def _random_tokens(
+    blocks: RowBlocks, form: ExpertsForm, chosen: int, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random tokens, their experts and routing weights."""
+    device, experts = form.first.tensors[0].device, len(form.first.tensors[0])
+    draw = torch.Generator(device).manual_seed(0)
+    x = torch.randn(tokens, form.first.columns, generator=draw, device=device)
+    scores = torch.rand(tokens, experts, generator=draw, device=device)
+    weights, index = scores.topk(chosen)
+    return (
+        x.to(blocks.dtype),
+        index,
+        (weights / weights.sum(-1, keepdim=True)).to(blocks.weights_dtype),
+    )
+
+
+# -- both
+
+
+def _kernel(program: KernelGraph, pattern: str, finder: KernelFinder) -> Run | None:
+    """Return a kernel of a program, None if there is none.
+
+    The library is no kernel: it would decode weights, or copy those of each block.
+    """
+    try:
+        kernel = finder.resolve(program, pattern=pattern)
+    except (SearchError, VerificationError, CodegenError):
+        return None
+    return kernel.run if kernel.runs_kernel else None
+
+
+def _is_better(what: str, ours: Forward, stock: Forward, given: Sequence[Tensor]) -> bool:
+    """Return whether kernels give stock's results in less time, on some inputs.
+
+    Args:
+        what: What they compute, for the log.
+        ours: Runs the kernels.
+        stock: Runs without them.
+        given: The inputs.
+    """
+    mine, theirs = (run(*given).float() for run in (ours, stock))
+    difference = ((mine - theirs).norm() / theirs.norm().clamp_min(1e-9)).item()
+    if not difference <= _CLOSE:  # NaN is not close
+        _log.info("%s: kernels differ from stock by %.2g", what, difference)
+        return False
+    ours_us, stock_us = (
+        time_run(partial(_called_on, run), [given], replays=GLANCE).us for run in (ours, stock)
+    )
+    _log.info("%s: %.1f µs by kernels, %.1f without", what, ours_us, stock_us)
+    return ours_us < stock_us
+
+
+def _called_on(run: Forward, given: Sequence[Tensor]) -> Tensor:
+    return run(*given)

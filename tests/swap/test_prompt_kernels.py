@@ -1,0 +1,212 @@
+"""Kernels of prompts: linears in codes, and experts. Here torch runs their programs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM as Auto
+from transformers import DeepseekV2Config, GptOssConfig, Qwen3MoeConfig
+
+import mirage_hf as mi
+from mirage_hf import api
+from mirage_hf.formats.coding import CodedWeight
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import new_kernel_graph
+from mirage_hf.ops.dtypes import CODE_DTYPES
+from mirage_hf.swap import prompt_kernels
+from mirage_hf.swap.coded_forward import ROWS, RowsProduct, decoding_program, product_program
+from mirage_hf.swap.own_forward import FORWARD_KEY
+from mirage_hf.trace.experts.form import ExpertsForm, form_of
+from mirage_hf.trace.experts.row_blocks import RowBlocks
+from mirage_hf.tune.measure import random_inputs
+from scripts.bench_codes import CODINGS
+from tests.trace.test_experts import CHOSEN, built
+from tests.trace.test_row_blocks import blocks_of
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_experts_per_tok=2,
+    vocab_size=128,
+)
+CONFIGS = {
+    "traced": partial(
+        Qwen3MoeConfig, moe_intermediate_size=32, intermediate_size=64, num_experts=16, head_dim=16
+    ),
+    "a step program, biases": partial(
+        GptOssConfig, intermediate_size=32, num_local_experts=16, head_dim=16
+    ),
+    "a step program, shared experts": partial(
+        DeepseekV2Config,
+        moe_intermediate_size=32,
+        intermediate_size=64,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    ),
+}
+
+
+def model_of(name: str) -> Any:
+    """Return a small mixture in bfloat16."""
+    config = CONFIGS[name](**SIZES)
+    torch.manual_seed(0)
+    return Auto.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Let `optimize` find kernels of prompts on a CPU. Gives the tokens of each call of them."""
+    found: list[int] = []
+    run, find = RowBlocks.run, api.find_prompt_kernels
+
+    def counted(self: RowBlocks, form: Any, x: Tensor, *args: Tensor) -> Tensor:
+        found.append(len(x))
+        return run(self, form, x, *args)
+
+    def on_a_cpu(model: nn.Module, finder: Any) -> None:
+        find(model, SimpleNamespace(gpu=torch.device("cpu")))  # type: ignore[arg-type]
+        found.clear()
+
+    def kernel(program: Any, *_: Any) -> Any:
+        return partial(run_kernel_graph, program)
+
+    def unskipped(*args: Any, skips_blocks: bool) -> RowBlocks:
+        return RowBlocks(*args, skips_blocks=False)
+
+    monkeypatch.setattr(RowBlocks, "run", counted)
+    monkeypatch.setattr(api, "find_prompt_kernels", on_a_cpu)
+    monkeypatch.setattr(prompt_kernels, "_kernel", kernel)
+    monkeypatch.setattr(prompt_kernels, "RowBlocks", unskipped)
+    monkeypatch.setattr(prompt_kernels, "time_run", _faster_by_kernels)
+    yield found
+
+
+def _faster_by_kernels(run: Any, *_: Any, **__: Any) -> Any:
+    """Return a time: kernels take less than what runs without them."""
+    (forward,) = run.args
+    is_ours = isinstance(getattr(forward.func, "__self__", None), RowBlocks)
+    return SimpleNamespace(us=1.0 if is_ours else 2.0)
+
+
+@pytest.mark.models
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_of_mixtures_run_kernels_until_they_are_restored(
+    name: str, calls: list[int]
+) -> None:
+    model = model_of(name)
+    classes, held = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
+    prompts = [torch.randint(0, 128, (1, tokens)) for tokens in (40, 200)]
+    stock = [model(ids).logits for ids in prompts]
+    tokens = model.generate(prompts[0], max_new_tokens=8, do_sample=False)
+    mi.optimize(model, backend="cpu", tune="never")
+    ours = [model(ids).logits for ids in prompts]
+    assert {*calls} == {40}  # 200 tokens do not fit
+    for x, y in zip(ours, stock, strict=True):
+        assert (x - y).abs().max() <= 2e-2 * y.abs().max()
+    assert torch.equal(model.generate(prompts[0], max_new_tokens=8, do_sample=False), tokens)
+    experts = next(m for m in model.modules() if FORWARD_KEY in m.__dict__)
+    assert type(copy.deepcopy(experts)) in classes
+    assert FORWARD_KEY not in copy.deepcopy(experts).__dict__
+    mi.restore(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == held
+    calls.clear()
+    assert torch.equal(model(prompts[0]).logits, stock[0])
+    assert not calls
+
+
+@pytest.mark.models
+def test_calls_that_kernels_do_not_take_run_stock(calls: list[int]) -> None:
+    model = model_of("traced")
+    ids = torch.randint(0, 128, (1, 40))
+    mi.optimize(model, backend="cpu", tune="never")
+    experts: Any = next(m for m in model.modules() if FORWARD_KEY in m.__dict__)
+    x, index = torch.randn(9, 64).bfloat16(), torch.randint(0, 16, (9, 2))
+    weights = torch.rand(9, 2).bfloat16()
+    with torch.no_grad():
+        experts(x, index, weights)
+        assert calls == [9]
+        calls.clear()
+        experts(x, index, weights.float())  # another dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            experts(x, index, weights)
+        experts(x, top_k_index=index, top_k_weights=weights)
+        experts.limit = 1.0  # a number that the experts may read
+        experts(x, index, weights)
+        del experts.limit
+    with torch.enable_grad():
+        experts(x.requires_grad_(), index, weights).sum().backward()
+    assert not calls
+    with torch.no_grad():
+        experts.gate_up_proj.data = experts.gate_up_proj.data.transpose(1, 2).contiguous().mT
+        experts(x, index, weights)  # weights stored in another order
+    assert not calls
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", CODINGS)
+def test_a_product_is_that_of_the_decoded_weight(name: str, has_bias: bool) -> None:
+    coding = CODINGS[name](256, 128)
+    graph = new_kernel_graph()
+    coding.write(graph)
+    tensors = random_inputs(graph, "cpu")
+    for t, stored in zip(tensors, coding.stored, strict=True):
+        if stored.dtype not in CODE_DTYPES:
+            t.abs_()
+    bias = torch.randn(128).bfloat16() if has_bias else None
+    weight = CodedWeight(coding, tuple(tensors), bias)
+    program = product_program(coding, torch.bfloat16, has_bias)
+    product = RowsProduct(partial(run_kernel_graph, program), torch.bfloat16, has_bias)
+    decoded = run_kernel_graph(decoding_program(coding), tensors)[0]
+    for shape in ((1, 256), (2, 30, 256), (ROWS, 256)):
+        x = torch.randn(shape).bfloat16()
+        assert not product.takes(x, bias)  # on a CPU
+        ours, wanted = product(x, weight, bias).double(), F.linear(x, decoded, bias).double()
+        assert ours.shape == wanted.shape
+        assert (ours - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_kernels_serve_the_most_tokens_for_which_they_are_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form = form_of(built("gate and up"), torch.float32)
+    assert isinstance(form, ExpertsForm)
+    blocks = blocks_of(form, torch.float32, torch.float32)
+    stock = partial(blocks.run, form)
+    for slower_from, most in ((1000, 48), (40, 24), (1, 0)):
+
+        def time(run: Any, sets: Any, slower_from: int = slower_from, **_: Any) -> Any:
+            is_ours = run.args[0] is not stock
+            tokens = len(sets[0][0])
+            return SimpleNamespace(us=float(tokens >= slower_from) if is_ours else 0.5)
+
+        monkeypatch.setattr(prompt_kernels, "time_run", time)
+        assert prompt_kernels.faster_up_to(blocks, form, CHOSEN, stock) == most
+
+
+def test_kernels_that_give_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = form_of(built("gate and up"), torch.float32)
+    assert isinstance(form, ExpertsForm)
+    blocks = blocks_of(form, torch.float32, torch.float32)
+    monkeypatch.setattr(prompt_kernels, "time_run", lambda *_, **__: pytest.fail("was timed"))
+    for wrong in (1.1, float("nan")):
+        stock = lambda *given, wrong=wrong: wrong * blocks.run(form, *given)  # noqa: E731
+        assert prompt_kernels.faster_up_to(blocks, form, CHOSEN, stock) == 0
