@@ -67,11 +67,22 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
         return (
             per_iteration * (stages if pipelining.has_asynchronous else stages - 1)
             + again
-            + tiles.unstaged * itemsize
+            + (tiles.unstaged - _scaled_in_registers(plan)) * itemsize
             + exchanged
         )
     # A product held whole is fed through shared memory.
     return max(per_iteration, tiles.factors * itemsize)
+
+
+def _scaled_in_registers(plan: KernelPlan) -> int:
+    """Return the elements of scaled codes that tensor cores take from registers.
+
+    An asynchronous product takes only its left factor from there.
+    """
+    dots, scaled = plan.layout.dots.values(), plan.layout.scaled_factors
+    elements, is_asynchronous = plan.tiling.elements, plan.pipelining.is_asynchronous
+    in_registers = {d.left for d in dots} | {d.right for d in dots if not is_asynchronous(d)}
+    return sum(elements[x] for x in in_registers & scaled)
 
 
 def blocks_per_sm(plan: KernelPlan, registers: float, shared: int, device: Device) -> int:

@@ -55,15 +55,14 @@ def holds_codes(tiling: Tiling, value: str) -> bool:
 
 
 def groups_in_products(tiling: Tiling) -> dict[str, GroupedProduct]:
-    """Return the products that sum over several groups of codes at once, by their names.
+    """Return the products that tensor cores sum over all groups of codes, by their names.
 
-    One factor is codes times the scale of their group, and the tile holds several groups.
+    One factor is codes times the scale of their group. A tile holds one group or several.
     """
     return {
         p.contraction.product: p
         for p in grouped_products(tiling.block)
-        if tiling.tile(p.groups) > 1
-        and tiling.block.split_size(p.groups) % tiling.tile(p.groups) == 0
+        if tiling.block.split_size(p.groups) % tiling.tile(p.groups) == 0
         and holds_codes(tiling, p.value)
         and tiling.dtype(tiling.inputs[p.scale]) in OFFSETS
         and tiling.inputs[p.scale].bounds is None

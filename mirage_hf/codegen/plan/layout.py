@@ -60,7 +60,7 @@ class Dot:
     #: of one column has only the dim `over`.
     right_transposed: bool
     dtype: torch.dtype
-    #: The axis of groups, if the product sums over it too. See code_order.py.
+    #: The axis of groups, if the product sums over several in a tile. See code_order.py.
     groups: str | None = None
 
     @property
@@ -325,7 +325,9 @@ class TensorLayout:
             dtype = stored.pop() if len(stored) == 1 else torch.float32
         is_column_last = not free[right] or over < free[right][0]
         grouped = self._grouped.get(c.product)
-        groups = None if grouped is None else grouped.groups
+        groups = None
+        if grouped is not None and self.tiling.tile(grouped.groups) > 1:
+            groups = grouped.groups
         return Dot(c, left, right, free[left][0] > over, not is_column_last, dtype, groups)
 
     def rows(self, dot: Dot) -> int:
@@ -356,7 +358,7 @@ class TensorLayout:
 
     @cached_property
     def _grouped(self) -> Mapping[str, GroupedProduct]:
-        """The products that sum over several groups of codes at once, by their names."""
+        """The products that tensor cores sum over all groups of codes, by their names."""
         if not self.mma or not self.tiling.op.reads_packed_codes:
             return {}
         return code_order.groups_in_products(self.tiling)
