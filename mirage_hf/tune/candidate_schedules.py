@@ -49,6 +49,10 @@ _WALKED_CODED_LAUNCHES = ((1, 1), (1, 3), (1, 4), (2, 3), (2, 4))
 #: Codes of a row in one step, if a product on tensor cores sums over several groups of them.
 _CODES_OF_GROUPS = (128, 256)
 
+#: The longest tile of their weights. Each block puts the other factor into code order, so fewer
+#: blocks do less.
+_LONGEST_OF_GROUPS = 256
+
 #: Warps and stages to try for such products, with the weights as either factor.
 _GROUPED_LAUNCHES = ((2, 3), (2, 4), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4))
 
@@ -164,6 +168,8 @@ class _TileChoices:
         }
         #: Pairs of grid axes of codes that split one dim: that of blocks, that within a block.
         self._nested: list[tuple[str, str]] = []
+        #: Whether a product on tensor cores may sum over several groups of codes.
+        self._has_groups = bool(self._packed_axes) and bool(grouped_products(block))
         #: The axes of codes that threads multiply.
         self._code_axes: set[str | None] = set()
         #: Those of them along which successive codes lie in different words.
@@ -285,7 +291,7 @@ class _TileChoices:
 
     def _group_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
         """Return the groups to try in one product on tensor cores, if it may sum over several."""
-        if not self._mma or not self._packed_axes:
+        if not self._mma or not self._has_groups:
             return ()
         sizes = [
             self._block.split_size(p.contraction.over)
@@ -318,7 +324,8 @@ class _TileChoices:
             return _powers_of_two(least, min(128, max(whole, least)))
         is_rows = a.name not in self._largest_axes
         least = MMA_COLUMNS if is_rows and whole < MMA_MIN else MMA_MIN
-        return _powers_of_two(least, min(128, max(whole, MMA_MIN)))
+        longest = 128 if is_rows or not self._has_groups else _LONGEST_OF_GROUPS
+        return _powers_of_two(least, min(longest, max(whole, MMA_MIN)))
 
     def _own_axes(self, side: set[str]) -> list[Axis]:
         """Return the axes of a side that have tiles of their own."""

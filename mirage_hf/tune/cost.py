@@ -288,12 +288,19 @@ def _beside_scaled(plan: KernelPlan) -> float:
 def _copies(plan: KernelPlan) -> float:
     """Return how many warps handle one element of a computed factor.
 
-    Such a factor lies in the registers of warps that take 16 rows, or 8 columns, each.
+    Such a factor lies in the registers of warps that take 16 rows, or 8 columns, each. An
+    asynchronous product takes what it multiplies with scaled codes from shared memory.
     """
     warps = plan.schedule.num_warps
     layout, inputs = plan.layout, plan.tiling.inputs
-    most = [-(-layout.rows(d) // 16) for d in layout.dots.values() if d.left not in inputs]
-    most += [-(-layout.columns(d) // 8) for d in layout.dots.values() if d.right not in inputs]
+    is_asynchronous = plan.pipelining.is_asynchronous
+    held = [
+        d
+        for d in layout.dots.values()
+        if d.left not in layout.scaled_factors or not is_asynchronous(d)
+    ]
+    most = [-(-layout.rows(d) // 16) for d in held if d.left not in inputs]
+    most += [-(-layout.columns(d) // 8) for d in held if d.right not in inputs]
     return max([1.0, *(warps / n for n in most)])
 
 

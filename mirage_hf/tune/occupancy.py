@@ -64,8 +64,12 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
         # Inputs read twice move from registers into the layout of the product.
         again = sum(plan.tiling.input_bytes[i] for i in pipelining.loaded_twice)
+        # Factors in code order are moved, so no product reads what was copied.
+        is_read_later = pipelining.has_asynchronous
+        if tiles.scaled and not pipelining.read_asynchronously:
+            is_read_later = False
         return (
-            per_iteration * (stages if pipelining.has_asynchronous else stages - 1)
+            per_iteration * (stages if is_read_later else stages - 1)
             + again
             + (tiles.unstaged - _scaled_in_registers(plan)) * itemsize
             + exchanged
