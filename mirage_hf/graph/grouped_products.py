@@ -39,7 +39,7 @@ def grouped_products(block: BlockGraph) -> tuple[GroupedProduct, ...]:
 
 
 def _grouped(block: BlockGraph, c: Contraction) -> GroupedProduct | None:
-    total = _sum_of(block, c.out)
+    total = sum_of(block, c.out)
     if total is None:
         return None
     out, groups = total
@@ -70,7 +70,7 @@ def _scaled(
     return GroupedProduct(c, groups, total, factor, values[0], scales[0])
 
 
-def _sum_of(block: BlockGraph, value: str) -> tuple[str, str] | None:
+def sum_of(block: BlockGraph, value: str) -> tuple[str, str] | None:
     """Return the sum that alone reads a value, and the axis that it sums over."""
     if any(o.value == value for o in block.outputs):
         return None

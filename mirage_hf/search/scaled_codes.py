@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mirage_hf.graph.block import BlockGraph, BlockOp, Contraction, Stage
 from mirage_hf.graph.coded import is_packed
-from mirage_hf.graph.grouped_products import grouped_products
+from mirage_hf.graph.grouped_products import grouped_products, sum_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 
@@ -58,9 +58,13 @@ def _moved(block: BlockGraph, c: Contraction, codes: str, other: str) -> BlockGr
         return block
     (scale,) = scales
     carried = block.carried
-    is_of_group = scale in block.inputs_by_name and set(carried[scale]) <= set(carried[codes])
+    is_of_codes = scale in block.inputs_by_name and set(carried[scale]) <= set(carried[codes])
+    total = sum_of(block, scaled.out)
+    if not is_of_codes or c.over in carried[scale] or total is None:
+        return block
+    _, groups = total
     kept = {o.value for o in block.outputs} | {a.arg for s in block.stages for a in s.accumulators}
-    if not is_of_group or c.over in carried[scale] or c.out in kept:
+    if groups not in carried[scale] or c.out in kept:
         return block
     factor = BlockOp(f"{codes}_scaled", "mul", (codes, scale), tuple(carried[codes]))
     if factor.out in block.ops_by_name:
