@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mirage_hf.graph.block import BlockGraph, Contraction, Role
+from mirage_hf.graph.block import BlockGraph, Contraction, Role, Stage
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def _grouped(block: BlockGraph, c: Contraction) -> GroupedProduct | None:
     if total is None:
         return None
     out, groups = total
+    if not any(_computes_both(stage, c.out, out) for stage in block.stages):
+        return None
     carried = block.carried
     is_shared = groups in carried[c.a] and groups in carried[c.b]
     if not is_shared or any(groups in o.axes for o in block.outputs):
@@ -68,6 +70,12 @@ def _scaled(
     if len(scales) != 1 or len(values) != 1:
         return None
     return GroupedProduct(c, groups, total, factor, values[0], scales[0])
+
+
+def _computes_both(stage: Stage, part: str, total: str) -> bool:
+    """Return True if an op of a stage computes a sum over a group, and the stage that of all."""
+    made = {op.out for op in stage.body}
+    return part in made and total in made | {a.out for a in stage.accumulators}
 
 
 def sum_of(block: BlockGraph, value: str) -> tuple[str, str] | None:

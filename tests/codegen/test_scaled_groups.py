@@ -12,8 +12,11 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.block import Role
+from mirage_hf.graph.grouped_products import grouped_products
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.search.engine import search
 from mirage_hf.search.scaled_codes import sums_groups_of_codes, with_scaled_codes
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
@@ -128,3 +131,14 @@ def test_one_row_and_scales_of_rows_keep_their_form():
         for c in search_and_verify(g, SearchOptions(threads=1)).candidates:
             assert with_scaled_codes(c.ugraph) is None
             assert not sums_groups_of_codes(c.ugraph)
+
+
+def test_sums_over_a_group_that_a_loop_adds_up_stay_apart():
+    """Such a loop walks the codes of groups. Its sums are not those over groups."""
+    found, _ = search(int4_linear(16, 64, 512, 64), SearchOptions(threads=1))
+    blocks = [r.ugraph.block_ops[0].block for r in found if r.ugraph.num_kernels == 1]
+    walked = [b for b in blocks if [a.name for a in b.named(Role.LOOP)] == ["r"]]
+    assert walked
+    for block in walked:
+        for p in grouped_products(block):
+            assert p.contraction.out in block.ops_by_name
