@@ -9,6 +9,7 @@ import torch
 from mirage_hf.codegen.plan.code_order import OFFSETS, PAIR
 from mirage_hf.codegen.plan.code_runs import WORD_BYTES
 from mirage_hf.codegen.plan.code_words import codes_of_word, holds_words
+from mirage_hf.codegen.plan.layout import Dot
 from mirage_hf.codegen.plan.small_codes import SMALL
 from mirage_hf.codegen.triton_tiles import Ahead, Coordinates, TileWriter, triton_dtype
 from mirage_hf.graph.block import BlockInput, Role
@@ -136,6 +137,26 @@ class CodeWriter(TileWriter):
             order = [*range(at), at + 1, at, *range(at + 2, len(split))]
             text = f"tl.reshape(tl.permute(tl.reshape({text}, {split}), {order}), {shape})"
         return text
+
+    def groups_in_code_order(self, text: str, dims: Sequence[str], dot: Dot) -> str:
+        """Return a tile whose groups are in code order: code 0 of the words of all groups first.
+
+        Within a group the tile is in code order already. So threads that hold two words decode
+        all codes that they multiply, even if a group has only four words.
+
+        Args:
+            text: The tile.
+            dims: Its dims. That of the groups comes right before that of their codes.
+            dot: The product that reads the tile.
+        """
+        groups, over = dot.summed
+        if over not in self.layout.code_ordered:
+            return text
+        at, shape = dims.index(groups), [self.tiling.tile(x) for x in dims]
+        words = shape[at + 1] // CODES_PER_WORD
+        split = [*shape[: at + 1], CODES_PER_WORD, words, *shape[at + 2 :]]
+        order = [*range(at), at + 1, at, *range(at + 2, len(split))]
+        return f"tl.permute(tl.reshape({text}, {split}), {order})"
 
     def _words_last(self, i: BlockInput) -> list[str]:
         """Return the dims of a tile of codes with those of the words last."""

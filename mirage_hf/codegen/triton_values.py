@@ -396,14 +396,17 @@ class ValueWriter(PrefetchWriter):
         text = text if stored is dtype else f"{text}.to({triton_dtype(dtype)})"
         if len(self.layout.value_dims(value)) == 1:
             return f"{text}[:, None]"  # a vector is one column
+        if dot.groups is not None:
+            text = self.groups_in_code_order(text, self.layout.value_dims(value), dot)
         if len(self.layout.value_dims(value)) > 2:
             is_left = value == dot.left
             free = self.layout.rows(dot) if is_left else self.layout.columns(dot)
-            summed = self.tiling.tile(over)
+            summed = self.tiling.numel(dot.summed)
             summed_first = transposed == is_left
             shape = [summed, free] if summed_first else [free, summed]
             text = f"tl.reshape({text}, {shape})"
-            text = text if is_left else f"materialized({text})"
+            is_permuted = dot.groups is not None and over in self.layout.code_ordered
+            text = text if is_left or is_permuted else f"materialized({text})"
         return f"tl.trans({text})" if transposed else text
 
 

@@ -11,6 +11,7 @@ from mirage_hf.codegen.plan.pipelining import HELD_STAGES
 from mirage_hf.codegen.schedule import Schedule, Tiles, next_power_of_two
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, Role
 from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.graph.grouped_products import grouped_products
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.ops.dtypes import BYTE_DTYPES, CODE_DTYPES
 from mirage_hf.tune.decoding_tiles import decoding_tiles
@@ -45,6 +46,16 @@ _LONG_TILE = 64
 #: stage, words are loaded one step ahead into registers.
 _WALKED_CODED_LAUNCHES = ((1, 1), (1, 3), (1, 4), (2, 3), (2, 4))
 
+#: Codes of a row in one step, if a product on tensor cores sums over several groups of them.
+_CODES_OF_GROUPS = (128, 256)
+
+#: The longest tile of their weights. Each block puts the other factor into code order, so fewer
+#: blocks do less.
+_LONGEST_OF_GROUPS = 256
+
+#: Warps and stages to try for such products, with the weights as either factor.
+_GROUPED_LAUNCHES = ((2, 3), (2, 4), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4))
+
 #: Most steps of a trip to try if a warp holds words ahead. Sixteen steps of 16 rows spilled
 #: registers.
 LONGEST_TRIP = 8
@@ -63,12 +74,28 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
                 if walks and has_bytes:
                     yield from _schedules_of_words(op.block, tiles)
                 continue
+            if walks and has_packed_codes and _takes_several_groups(op.block, tiles):
+                for weights_first, launch in itertools.product((True, False), _GROUPED_LAUNCHES):
+                    warps, stages = launch
+                    yield Schedule(
+                        tiles,
+                        mma=True,
+                        weights_first=weights_first,
+                        num_warps=warps,
+                        num_stages=stages,
+                    )
+                continue
             yield from _tensor_core_schedules(tiles, walks)
             if walks and has_packed_codes:
                 for warps, stages in _WALKED_CODED_LAUNCHES:
                     yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
                 for steps in _trips(op.block, tiles):
                     yield Schedule(tiles, mma=True, num_warps=1, steps_per_trip=steps)
+
+
+def _takes_several_groups(block: BlockGraph, tiles: Mapping[str, int]) -> bool:
+    """Return whether a product may sum over several groups of codes at once."""
+    return any(tiles[p.groups] > 1 for p in grouped_products(block))
 
 
 def _trips(block: BlockGraph, tiles: Mapping[str, int]) -> list[int]:
@@ -141,6 +168,8 @@ class _TileChoices:
         }
         #: Pairs of grid axes of codes that split one dim: that of blocks, that within a block.
         self._nested: list[tuple[str, str]] = []
+        #: Whether a product on tensor cores may sum over several groups of codes.
+        self._has_groups = bool(self._packed_axes) and bool(grouped_products(block))
         #: The axes of codes that threads multiply.
         self._code_axes: set[str | None] = set()
         #: Those of them along which successive codes lie in different words.
@@ -220,6 +249,7 @@ class _TileChoices:
             return (max(whole, MMA_MIN if a.name in self._summed else self._least(a)),)
         if a.role is Role.LOOP:
             steps = self._batch_tiles(whole) if self._is_batch(a) else self._loop_tiles(whole)
+            steps += self._group_tiles(a, whole)
             if a.name not in self._strided_axes:
                 return steps
             return tuple(sorted({*self._batch_tiles(whole), *steps}))
@@ -259,6 +289,18 @@ class _TileChoices:
         """Return the tiles to try for a loop over products. Tensor cores take one at a time."""
         return (1,) if self._mma else _powers_of_two(1, min(32, whole))
 
+    def _group_tiles(self, a: Axis, whole: int) -> tuple[int, ...]:
+        """Return the groups to try in one product on tensor cores, if it may sum over several."""
+        if not self._mma or not self._has_groups:
+            return ()
+        sizes = [
+            self._block.split_size(p.contraction.over)
+            for p in grouped_products(self._block)
+            if p.groups == a.name
+        ]
+        codes = max(sizes, default=0)
+        return tuple(n for n in _powers_of_two(2, whole) if codes * n in _CODES_OF_GROUPS)
+
     def _loop_tiles(self, whole: int) -> tuple[int, ...]:
         longest = 256 if self._mma else 4096
         shortest = max(whole, MMA_MIN) if self._mma else whole
@@ -282,7 +324,8 @@ class _TileChoices:
             return _powers_of_two(least, min(128, max(whole, least)))
         is_rows = a.name not in self._largest_axes
         least = MMA_COLUMNS if is_rows and whole < MMA_MIN else MMA_MIN
-        return _powers_of_two(least, min(128, max(whole, MMA_MIN)))
+        longest = 128 if is_rows or not self._has_groups else _LONGEST_OF_GROUPS
+        return _powers_of_two(least, min(longest, max(whole, MMA_MIN)))
 
     def _own_axes(self, side: set[str]) -> list[Axis]:
         """Return the axes of a side that have tiles of their own."""

@@ -15,7 +15,14 @@ from mirage_hf.graph.effects import APPEND, parts_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 from mirage_hf.tune import correction, multiply_adds
-from mirage_hf.tune.footprint import Footprint, adds_in_runs, footprint
+from mirage_hf.tune.footprint import (
+    BESIDE_SCALED,
+    SCALED_CODE,
+    SCALED_STEP,
+    Footprint,
+    adds_in_runs,
+    footprint,
+)
 from mirage_hf.tune.occupancy import (
     blocks_per_sm,
     exchanges,
@@ -145,6 +152,8 @@ def uncorrected(
         instructions += float(trips * _beside_words(plan, tiles) * grid)
     if tiles.packed:
         instructions += _beside_packed(plan, tiles, trips) * grid
+    if tiles.scaled:
+        instructions += float(trips) * _beside_scaled(plan) * grid
     flops = (trips * tiles.step_flops + tiles.once_flops) * grid
 
     registers, shared = registers_of(plan, tiles), shared_bytes(plan, tiles)
@@ -206,7 +215,8 @@ def uncorrected(
     if tiles.rescales:
         seconds = max(seconds, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     elif tiles.accumulating:
-        step_us = STEP_US * tiles.accumulating + ELEMENT_US * tiles.step_work * _copies(plan)
+        work = tiles.step_work - SCALED_CODE * tiles.scaled / tiles.element_work
+        step_us = STEP_US * tiles.accumulating + ELEMENT_US * work * _copies(plan)
         turns = max(1.0, grid / device.sms)
         ahead_us = AHEAD_US if plan.pipelining.loaded_twice or plan.pipelining.loaded_ahead else 0.0
         seconds = max(seconds, 1e-6 * trips * max(ahead_us, step_us * turns))
@@ -259,15 +269,38 @@ def _beside_packed(plan: KernelPlan, tiles: Footprint, trips: int) -> float:
     return trips * step + PACKED_BLOCK * threads
 
 
+def _beside_scaled(plan: KernelPlan) -> float:
+    """Return the instructions of a block's step beside scaled codes: those of the other factor."""
+    layout, warps = plan.layout, plan.schedule.num_warps
+    total = float(32 * warps * SCALED_STEP)
+    for dot in layout.dots.values():
+        codes = [x for x in (dot.left, dot.right) if x in layout.scaled_factors]
+        if not codes:
+            continue
+        other = dot.right if dot.left in codes else dot.left
+        is_second = dot.right in codes
+        each = BESIDE_SCALED[0 if is_second else 1]
+        copies = max(1.0, warps / -(-layout.rows(dot) // 16)) if is_second else 1.0
+        total += each * copies * plan.tiling.elements[other]
+    return total
+
+
 def _copies(plan: KernelPlan) -> float:
     """Return how many warps handle one element of a computed factor.
 
-    Such a factor lies in the registers of warps that take 16 rows, or 8 columns, each.
+    Such a factor lies in the registers of warps that take 16 rows, or 8 columns, each. An
+    asynchronous product takes what it multiplies with scaled codes from shared memory.
     """
     warps = plan.schedule.num_warps
     layout, inputs = plan.layout, plan.tiling.inputs
-    most = [-(-layout.rows(d) // 16) for d in layout.dots.values() if d.left not in inputs]
-    most += [-(-layout.columns(d) // 8) for d in layout.dots.values() if d.right not in inputs]
+    is_asynchronous = plan.pipelining.is_asynchronous
+    held = [
+        d
+        for d in layout.dots.values()
+        if d.left not in layout.scaled_factors or not is_asynchronous(d)
+    ]
+    most = [-(-layout.rows(d) // 16) for d in held if d.left not in inputs]
+    most += [-(-layout.columns(d) // 8) for d in held if d.right not in inputs]
     return max([1.0, *(warps / n for n in most)])
 
 

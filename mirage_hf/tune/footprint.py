@@ -45,6 +45,14 @@ DECODED_AT_A_TIME = 4
 #: Instructions that a code takes as a factor on tensor cores. Counted in machine code for sm_90.
 CODE_FACTOR = 2.5
 
+#: The same for a code times the scale of its group, and for an element of the other factor of such
+#: a product, which is put into code order: with the weights as the second factor, and as the first
+#: one. Counted likewise, in kernels of 16 and 128 rows.
+SCALED_CODE, BESIDE_SCALED = 2.05, (1.1, 3.0)
+
+#: Instructions of a thread in each step of such a loop, beside those of codes and other elements.
+SCALED_STEP = 62
+
 #: The share of the bandwidth that reads reach, by the bytes of a run, if the next loop step reads
 #: those that follow in memory. Measured on an H200 with words of codes in runs of 64 bytes: 60 MB
 #: took 18.8 µs, and 15.0 in longer runs. Shorter runs are a guess: a step reads whole sectors of 32
@@ -93,6 +101,8 @@ class Footprint(NamedTuple):
             without a loop, by input.
         reduced: Elements that threads add for each other in one step of all loops, counted once for
             each exchange. 0 without packed codes.
+        scaled: Codes that one step multiplies by scales of their groups, as factors of tensor
+            cores.
     """
 
     moved: int
@@ -124,6 +134,7 @@ class Footprint(NamedTuple):
     byte_factors: int
     packed: tuple[int, ...]
     reduced: float
+    scaled: int
 
 
 def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
@@ -179,6 +190,7 @@ def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
         byte_factors=sum(elements[i] for x in loads for i in x if _is_byte_factor(plan, i)),
         packed=_packed(plan),
         reduced=_reduced(plan),
+        scaled=sum(elements[x] for x in plan.layout.scaled_factors),
     )
 
 
@@ -330,7 +342,8 @@ def _side_by_side(tiles: Sequence[tuple[int, int, int]]) -> int:
 def _uncounted(plan: KernelPlan) -> set[str]:
     """Return the ops that take no instructions of their own."""
     layout = plan.layout
-    return {*layout.unformed_products, *layout.dots, *layout.decoded, *layout.code_factors}
+    coded = layout.code_factors.keys() | layout.scaled_factors
+    return {*layout.unformed_products, *layout.dots, *layout.decoded, *coded}
 
 
 def _work(
@@ -371,7 +384,7 @@ def _conversion(plan: KernelPlan, name: str, element_work: float) -> float:
     """Return how many elements the conversion of a loaded element counts for."""
     layout = plan.layout
     if name in layout.code_factors:
-        return CODE_FACTOR / element_work
+        return (SCALED_CODE if layout.scaled_factors else CODE_FACTOR) / element_work
     if plan.tiling.op.reads_packed_codes and adds_in_runs(plan):
         is_small = name in layout.small_codes.inputs
         return SMALL_FLOAT if is_small else LOOKED_UP if name in layout.tables else 1
@@ -400,7 +413,8 @@ def _exchanged(plan: KernelPlan) -> int:
     for s in plan.tiling.block.stages:
         if s.loop is None:
             continue
-        shared = [op.out for op in s.body if op.over is not None]
+        unformed = plan.layout.unformed_products
+        shared = [op.out for op in s.body if op.over is not None and op.out not in unformed]
         shared += [a.out for a in s.accumulators if not plan.is_reduced_after_loop(a)]
         largest = max([largest, *(elements[x] for x in shared if x not in dots)])
     return largest
@@ -420,9 +434,10 @@ def _reduced(plan: KernelPlan) -> float:
 
 def _accumulating(plan: KernelPlan) -> int:
     """Return the number of tensor-core sums in loops, or 0 if loops have other sums too."""
-    dots = plan.layout.dots
+    dots, unformed = plan.layout.dots, plan.layout.unformed_products
     loops = [s for s in plan.tiling.block.stages if s.loop]
-    if not dots or not plan.tiling.is_looped or any(op.over for s in loops for op in s.body):
+    summed = [op for s in loops for op in s.body if op.over and op.out not in unformed]
+    if not dots or not plan.tiling.is_looped or summed:
         return 0
     return sum(a.out in dots for s in loops for a in s.accumulators)
 
@@ -442,7 +457,8 @@ def _element_work(plan: KernelPlan) -> float:
         if tiling.op.reads_packed_codes:
             return CODED
         return CODED_IN_WORDS if plan.layout.byte_words else CODED_IN_BYTES
-    contractions = [c for c in tiling.block.contractions.values() if c.out not in plan.layout.dots]
+    unformed = plan.layout.unformed_products
+    contractions = [c for c in tiling.block.contractions.values() if c.product not in unformed]
     by_multiply_adds = {c.out for c in contractions}
     # Scores of one row are products of two axes. One thread mostly holds them alone.
     has_several_rows = any(
@@ -497,7 +513,8 @@ def _registers_of_element(plan: KernelPlan, op: BlockOp) -> float:
     """Return the registers that an element of an op's result takes while it is formed."""
     if op.over is not None:
         return 0.0  # a sum is counted as what it adds up
-    return 0.5 if op.out in plan.layout.code_factors else 1.0  # a register holds two codes
+    halves = plan.layout.code_factors.keys() | plan.layout.scaled_factors
+    return 0.5 if op.out in halves else 1.0  # a register holds two codes
 
 
 def _accumulators(plan: KernelPlan, stage: Stage) -> int:

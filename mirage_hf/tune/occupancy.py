@@ -64,14 +64,29 @@ def shared_bytes(plan: KernelPlan, tiles: Footprint) -> int:
         exchanged = tiles.exchanged * plan.schedule.num_warps * 4
         # Inputs read twice move from registers into the layout of the product.
         again = sum(plan.tiling.input_bytes[i] for i in pipelining.loaded_twice)
+        # Factors in code order are moved, so no product reads what was copied.
+        is_read_later = pipelining.has_asynchronous
+        if tiles.scaled and not pipelining.read_asynchronously:
+            is_read_later = False
         return (
-            per_iteration * (stages if pipelining.has_asynchronous else stages - 1)
+            per_iteration * (stages if is_read_later else stages - 1)
             + again
-            + tiles.unstaged * itemsize
+            + (tiles.unstaged - _scaled_in_registers(plan)) * itemsize
             + exchanged
         )
     # A product held whole is fed through shared memory.
     return max(per_iteration, tiles.factors * itemsize)
+
+
+def _scaled_in_registers(plan: KernelPlan) -> int:
+    """Return the elements of scaled codes that tensor cores take from registers.
+
+    An asynchronous product takes only its left factor from there.
+    """
+    dots, scaled = plan.layout.dots.values(), plan.layout.scaled_factors
+    elements, is_asynchronous = plan.tiling.elements, plan.pipelining.is_asynchronous
+    in_registers = {d.left for d in dots} | {d.right for d in dots if not is_asynchronous(d)}
+    return sum(elements[x] for x in in_registers & scaled)
 
 
 def blocks_per_sm(plan: KernelPlan, registers: float, shared: int, device: Device) -> int:

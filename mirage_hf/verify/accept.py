@@ -14,6 +14,7 @@ from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.regroup import regrouped
+from mirage_hf.search.scaled_codes import sums_groups_of_codes, with_scaled_codes
 from mirage_hf.search.search_journal import RankedUGraph
 from mirage_hf.search.search_report import RejectedCandidate
 from mirage_hf.verify.divisors import new_divisor
@@ -144,6 +145,8 @@ def accept(
                     selection.candidates += _other_grouping(r, checks, seed)
                 if any(candidate.allows(mma) for mma in room):
                     selection.candidates.append(candidate)
+                    if True in room and not selection.sums_groups_of_codes():
+                        selection.candidates += _with_scaled_codes(r, checks, seed)
                     if first_seconds < 0:
                         first_seconds = time.perf_counter() - start
         if isinstance(verdict, Rejected):
@@ -180,6 +183,11 @@ class _Selection:
             if len(allowed) < self.keep or is_new_kind:
                 room.add(mma)
         return room
+
+
+    def sums_groups_of_codes(self) -> bool:
+        """Return True if a kept candidate may sum several groups of codes in one product."""
+        return any(c.allows(mma=True) and sums_groups_of_codes(c.ugraph) for c in self.candidates)
 
 
 def suits_tensor_cores(ugraph: UGraph) -> bool:
@@ -219,7 +227,27 @@ def _other_grouping(
 
     It serves a µGraph whose factors leave their range when they are rounded.
     """
-    other = regrouped(ranked.ugraph)
+    return _for_tensor_cores(regrouped(ranked.ugraph), ranked, checks, seed)
+
+
+def _with_scaled_codes(
+    ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
+) -> list[Candidate]:
+    """Return the µGraph with scales in the factors that tensor cores multiply, if there is one."""
+    return _for_tensor_cores(with_scaled_codes(ranked.ugraph), ranked, checks, seed)
+
+
+def _for_tensor_cores(
+    other: UGraph | None, ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
+) -> list[Candidate]:
+    """Return another form of a µGraph as a candidate if it is proven and tensor cores may run it.
+
+    Args:
+        other: The other form, or None.
+        ranked: The µGraph.
+        checks: Keeps references of numeric checks.
+        seed: Seed of the proof's random inputs.
+    """
     if other is None or new_divisor(other):
         return []
     proof = prove(other, seed=seed)

@@ -28,7 +28,7 @@ YES, NO = Accepted(detail="close"), Rejected("far off")
 def stub(number: int, num_kernels: int = 1, kind: str = "a", **more: Any) -> Any:
     """Stand for a µGraph with given verdicts, number of kernels and kind."""
     given = dict(proof=Accepted(number * 1e-12), scalar=YES, tensor_cores=YES, other=None)
-    given |= dict(suits=True)
+    given |= dict(suits=True, sums_groups=False, scaled=None)
     facts = dict(number=number, num_kernels=num_kernels, kind=(kind,))
     facts |= dict(program=SimpleNamespace(), kernels=SimpleNamespace())
     return SimpleNamespace(**(facts | given | more))
@@ -72,6 +72,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         "kind_of": lambda ugraph: ugraph.kind,
         "suits_tensor_cores": lambda ugraph: ugraph.suits,
         "regrouped": lambda ugraph: ugraph.other,
+        "sums_groups_of_codes": lambda ugraph: ugraph.sums_groups,
+        "with_scaled_codes": lambda ugraph: ugraph.scaled,
         "judge_on_cpu": lambda ugraph, checks, mma: ugraph.tensor_cores if mma else ugraph.scalar,
     }
     for name, answer in answers.items():
@@ -337,3 +339,21 @@ def test_hand_written_kernels_and_the_library_path_are_verified(
 def test_forms_for_multiply_adds_alone_do_not_count_as_forms_for_tensor_cores() -> None:
     alone = [stub(n, suits=False) for n in range(4)]
     assert numbers(accept(ranked(*alone, stub(4), stub(5)), keep=2)) == [0, 1, 4, 5]
+
+
+def test_a_form_with_scaled_codes_is_kept_once():
+    """It follows the form that it is made of. Later forms need none."""
+    scaled = [stub(10 + n, sums_groups=True) for n in range(3)]
+    acceptance = accept(ranked(*(stub(n, scaled=scaled[n]) for n in range(3))))
+    assert numbers(acceptance) == [0, 10, 1, 2]
+
+
+def test_no_form_with_scaled_codes_is_made_if_the_search_found_one_before():
+    acceptance = accept(ranked(stub(0, sums_groups=True), stub(1, scaled=stub(11))))
+    assert numbers(acceptance) == [0, 1]
+
+
+@pytest.mark.parametrize("why", [dict(proof=NO), dict(tensor_cores=NO)])
+def test_a_form_with_scaled_codes_must_be_proven_and_fit_for_tensor_cores(why):
+    acceptance = accept(ranked(stub(0, scaled=stub(10, sums_groups=True, **why))))
+    assert numbers(acceptance) == [0]

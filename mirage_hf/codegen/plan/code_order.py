@@ -5,6 +5,10 @@ elements of the summed axis in each register. So a thread takes two neighbouring
 code number e of both at once. A tile then holds code 0 of all its words, code 1 of all its words,
 and so on. This is its *code order*. A sum may take its elements in any order, so the kernel holds
 all tiles along such an axis in code order.
+
+A scale that all codes of a group share may be part of the factor. A decoded code times its scale
+is rounded to 16 bits, as libraries decode weights. Then one product sums over several groups, and
+over the codes of each group, in one accumulator.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction
 from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.graph.grouped_products import GroupedProduct, grouped_products
 from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD
 
 #: The float of a 16-bit dtype whose lowest mantissa bits count 1. A code added to it is exact.
@@ -49,6 +54,21 @@ def holds_codes(tiling: Tiling, value: str) -> bool:
     )
 
 
+def groups_in_products(tiling: Tiling) -> dict[str, GroupedProduct]:
+    """Return the products that tensor cores sum over all groups of codes, by their names.
+
+    One factor is codes times the scale of their group. A tile holds one group or several.
+    """
+    return {
+        p.contraction.product: p
+        for p in grouped_products(tiling.block)
+        if tiling.block.split_size(p.groups) % tiling.tile(p.groups) == 0
+        and holds_codes(tiling, p.value)
+        and tiling.dtype(tiling.inputs[p.scale]) in OFFSETS
+        and tiling.inputs[p.scale].bounds is None
+    }
+
+
 def code_factors(
     tiling: Tiling,
     products: Iterable[tuple[Contraction, torch.dtype]],
@@ -64,10 +84,17 @@ def code_factors(
         zero_points: The number that decoding subtracts, by input.
     """
     found: dict[str, torch.dtype] = {}
-    products = list(products)
+    products, grouped = list(products), groups_in_products(tiling)
     formed = {c.product for c, _ in products}
     for c, dtype in products:
-        for factor in (c.a, c.b):
+        for x in (c.a, c.b):
+            scaled = grouped.get(c.product)
+            is_scaled = scaled is not None and scaled.factor == x
+            factor = x
+            if scaled is not None and is_scaled:
+                factor = scaled.value
+                if tiling.dtype(tiling.inputs[scaled.scale]) is not dtype:
+                    continue
             if dtype not in OFFSETS or not holds_codes(tiling, factor):
                 continue
             name = factor if factor in tiling.inputs else str(tiling.ops[factor].args[0])
@@ -77,9 +104,12 @@ def code_factors(
             exact = zero <= _LARGEST_ZERO and (
                 subtracted or is_code_difference(tiling, tiling.ops[factor])
             )
-            only_read_here = _readers(tiling, factor) <= formed and (
+            readers = {x} if is_scaled else formed
+            only_read_here = _readers(tiling, factor) <= readers and (
                 is_input or _readers(tiling, name) == {factor}
             )
+            if is_scaled:
+                only_read_here &= _readers(tiling, x) <= formed
             if exact and only_read_here and _may_be_reordered(tiling, tiling.inputs[name], c.over):
                 found |= {name: dtype, factor: dtype}
     return found

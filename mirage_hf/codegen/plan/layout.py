@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction, Role
 from mirage_hf.graph.coded import is_packed
+from mirage_hf.graph.grouped_products import GroupedProduct
 from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, COMPUTE_DTYPES
 
 #: Fewest rows of a product on tensor cores, and fewest elements that each of its sums adds.
@@ -59,6 +60,14 @@ class Dot:
     #: of one column has only the dim `over`.
     right_transposed: bool
     dtype: torch.dtype
+    #: The axis of groups, if the product sums over several in a tile. See code_order.py.
+    groups: str | None = None
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes that the product sums over."""
+        over = self.contraction.over
+        return (over,) if self.groups is None else (self.groups, over)
 
 
 @dataclass(frozen=True)
@@ -259,9 +268,10 @@ class TensorLayout:
         """Yield pairs (earlier, later) of axes for a product: as scheduled, then transposed."""
         left, right = self._sides(c)
         for x, y in ((left, right), (right, left)):
-            rows_first = [(a, c.over) for a in self._free(x, c.over)]
-            columns_last = [(c.over, a) for a in self._free(y, c.over)]
-            yield rows_first + columns_last
+            summed = self._summed(c)
+            rows_first = [(a, s) for a in self._free(x, c) for s in summed]
+            columns_last = [(s, a) for a in self._free(y, c) for s in summed]
+            yield rows_first + columns_last + list(itertools.pairwise(summed))
 
     def _becomes_tf32(self, order: Sequence[str]) -> bool:
         """Return True if Triton would move a sum of float32 products to TF32 tensor cores.
@@ -271,11 +281,11 @@ class TensorLayout:
         the summed axis is first or last.
         """
         block, tiling = self.tiling.block, self.tiling
-        on_tensor_cores = {c.out for c in self._mma_contractions}
+        on_tensor_cores = {c.product for c in self._mma_contractions}
         for c in block.contractions.values():
             carried = {*block.carried[c.a], *block.carried[c.b]} - {self.unrolled}
             dims = [a for a in order if a in carried and tiling.tile(a) > 1]
-            if c.out not in on_tensor_cores and c.over in dims[1:-1]:
+            if c.product not in on_tensor_cores and c.over in dims[1:-1]:
                 return True
         return False
 
@@ -294,15 +304,18 @@ class TensorLayout:
     def _dot(self, c: Contraction) -> Dot | None:
         """Return a product as `tl.dot` takes it, if its rows and its columns are adjacent dims."""
         place = {a: n for n, a in enumerate(self.order)}
-        free = {x: sorted(place[a] for a in self._free(x, c.over)) for x in (c.a, c.b)}
+        free = {x: sorted(place[a] for a in self._free(x, c)) for x in (c.a, c.b)}
         # A factor without rows of its own is one column.
         left, right = sorted((c.a, c.b), key=lambda x: (not free[x], free[x]))
+        summed = self._summed(c)
         over = place[c.over]
-        if any(p and p[0] < over < p[-1] for p in free.values()):
+        if any(p and p[0] < place[a] < p[-1] for p in free.values() for a in summed):
+            return None
+        if not _are_adjacent([place[a] for a in summed], free.values()):
             return None
         if free[right] and free[left][-1] > free[right][0]:
             return None
-        if self.tiling.numel(self._free(left, c.over)) < MMA_MIN:
+        if self.tiling.numel(self._free(left, c)) < MMA_MIN:
             return None  # too few rows: they would have to be the columns
         inputs = [self.tiling.inputs[x] for x in (left, right) if x in self.tiling.inputs]
         stored = {d for i in inputs if (d := self.tiling.dtype(i)) not in CODE_DTYPES}
@@ -311,7 +324,11 @@ class TensorLayout:
         else:
             dtype = stored.pop() if len(stored) == 1 else torch.float32
         is_column_last = not free[right] or over < free[right][0]
-        return Dot(c, left, right, free[left][0] > over, not is_column_last, dtype)
+        grouped = self._grouped.get(c.product)
+        groups = None
+        if grouped is not None and self.tiling.tile(grouped.groups) > 1:
+            groups = grouped.groups
+        return Dot(c, left, right, free[left][0] > over, not is_column_last, dtype, groups)
 
     def rows(self, dot: Dot) -> int:
         """Return the rows of a product's left tile."""
@@ -326,7 +343,7 @@ class TensorLayout:
         """The rows and the columns of each product on tensor cores, by the name of the sum."""
         sizes = {}
         for out, dot in self.dots.items():
-            rows, columns = (self._free(x, dot.contraction.over) for x in (dot.left, dot.right))
+            rows, columns = (self._free(x, dot.contraction) for x in (dot.left, dot.right))
             sizes[out] = self.tiling.numel(rows), self.tiling.numel(columns)
         return sizes
 
@@ -334,17 +351,32 @@ class TensorLayout:
     def _mma_contractions(self) -> tuple[Contraction, ...]:
         if not self.mma:
             return ()
-        return tuple(c for c in self.tiling.block.contractions.values() if self._fits_mma(c))
+        contractions = self.tiling.block.contractions.values()
+        totals = {name: p.total for name, p in self._grouped.items()}
+        products = (replace(c, out=totals.get(c.product, c.out)) for c in contractions)
+        return tuple(c for c in products if self._fits_mma(c))
+
+    @cached_property
+    def _grouped(self) -> Mapping[str, GroupedProduct]:
+        """The products that tensor cores sum over all groups of codes, by their names."""
+        if not self.mma or not self.tiling.op.reads_packed_codes:
+            return {}
+        return code_order.groups_in_products(self.tiling)
+
+    def _summed(self, c: Contraction) -> tuple[str, ...]:
+        """Return the axes that a product on tensor cores sums over."""
+        grouped = self._grouped.get(c.product)
+        return (c.over,) if grouped is None else (grouped.groups, c.over)
 
     def _fits_mma(self, c: Contraction) -> bool:
         tiling = self.tiling
-        a, b = (self._free(x, c.over) for x in (c.a, c.b))
+        a, b = (self._free(x, c) for x in (c.a, c.b))
         sizes = tiling.numel(a), tiling.numel(b)
         inputs = [tiling.inputs[x] for x in (c.a, c.b) if x in tiling.inputs]
         return (
             tiling.mma_dtype is not torch.float32
             and not set(a) & set(b)
-            and tiling.tile(c.over) >= MMA_MIN
+            and tiling.numel(self._summed(c)) >= MMA_MIN
             and min(sizes) >= (1 if self._is_vector_of_codes(c) else MMA_COLUMNS)
             and max(sizes) >= MMA_MIN
             and all(tiling.dtype(i) in (*COMPUTE_DTYPES, *CODE_DTYPES) for i in inputs)
@@ -356,12 +388,12 @@ class TensorLayout:
         On tensor cores the codes of a vector take half as many instructions as with multiply-adds.
         """
         factors = [x for x in (c.a, c.b) if code_order.holds_codes(self.tiling, x)]
-        return len(factors) == 1 and not all(self._free(x, c.over) for x in (c.a, c.b))
+        return len(factors) == 1 and not all(self._free(x, c) for x in (c.a, c.b))
 
-    def _free(self, value: str, over: str) -> tuple[str, ...]:
-        """Return the axes of a factor that are not summed over."""
-        carried = self.tiling.block.carried[value]
-        return tuple(a for a in carried if a != over and self.tiling.tile(a) > 1)
+    def _free(self, value: str, c: Contraction) -> tuple[str, ...]:
+        """Return the axes of a factor that a product does not sum over."""
+        carried, summed = self.tiling.block.carried[value], self._summed(c)
+        return tuple(a for a in carried if a not in summed and self.tiling.tile(a) > 1)
 
     def _sides(self, c: Contraction) -> tuple[str, str]:
         """Return the factors as (left, right), in the order that the schedule wants."""
@@ -459,10 +491,11 @@ class TensorLayout:
     def code_ordered(self) -> frozenset[str]:
         """The axes whose tiles are in code order."""
         factors = self.code_factors
+        scaled = {p.factor for p in self._grouped.values() if p.value in factors}
         return frozenset(
             d.contraction.over
             for d in self.dots.values()
-            if d.left in factors or d.right in factors
+            if not {d.left, d.right}.isdisjoint(factors.keys() | scaled)
         )
 
     @cached_property
@@ -481,15 +514,26 @@ class TensorLayout:
 
     @cached_property
     def unformed_products(self) -> frozenset[str]:
-        """Elementwise products that only feed tensor cores and are never formed."""
-        return frozenset(d.contraction.product for d in self.dots.values())
+        """Elementwise products that only feed tensor cores and are never formed.
+
+        Sums over one group are among them if tensor cores sum over several groups.
+        """
+        of_groups = {p.contraction.out for p in self._grouped.values() if p.total in self.dots}
+        return frozenset(d.contraction.product for d in self.dots.values()) | of_groups
+
+    @cached_property
+    def scaled_factors(self) -> frozenset[str]:
+        """The factors of tensor cores that are codes times the scale of their group."""
+        scaled = {p.factor for p in self._grouped.values() if p.value in self.code_factors}
+        return self.half_products & scaled
 
     @cached_property
     def half_products(self) -> frozenset[str]:
         """Products of two inputs that are computed in their 16-bit dtype.
 
         They are factors of tensor-core products only, all of that dtype. So they are rounded once,
-        as a float32 product would be when it becomes a factor.
+        as a float32 product would be when it becomes a factor. One input may hold codes, which are
+        exact in that dtype.
         """
         block = self.tiling.block
         kept = {o.value for o in block.outputs}
@@ -509,6 +553,8 @@ class TensorLayout:
         return only_feeds_dots and all(self._is_stored_in(a, dtype) for a in op.args)
 
     def _is_stored_in(self, x: str | float, dtype: torch.dtype) -> bool:
+        if self.code_factors.get(str(x)) is dtype:
+            return True
         i = self.tiling.inputs.get(str(x))
         return i is not None and i.bounds is None and self.tiling.dtype(i) is dtype
 
@@ -529,6 +575,12 @@ class TensorLayout:
         return frozenset(
             str(x) for x in read if x in inputs and not is_packed(self.tiling.dtype(inputs[str(x)]))
         )
+
+
+def _are_adjacent(summed: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
+    """Return True if the places of summed dims rise, and no other dims are between them."""
+    first, last = summed[0], summed[-1]
+    return first <= last and not any(first < place < last for x in others for place in x)
 
 
 def _subtracts_from(value: str, op: BlockOp) -> bool:
