@@ -166,7 +166,8 @@ def optimize(
                 optimization.undo()
                 optimization.nothing_done(on_unsupported, report)
                 return model
-            find_prompt_kernels(model, finder)
+            for text in find_prompt_kernels(model, finder):
+                handle.add_note(text)
             attach(model, handle)
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
             if drafts:

@@ -184,7 +184,6 @@ class _Selection:
                 room.add(mma)
         return room
 
-
     def sums_groups_of_codes(self) -> bool:
         """Return True if a kept candidate may sum several groups of codes in one product."""
         return any(c.allows(mma=True) and sums_groups_of_codes(c.ugraph) for c in self.candidates)

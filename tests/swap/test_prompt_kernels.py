@@ -21,6 +21,7 @@ from mirage_hf.formats.coding import CodedWeight
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.ops.dtypes import CODE_DTYPES
+from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap import prompt_kernels
 from mirage_hf.swap.coded_forward import ROWS, RowsProduct, decoding_program, product_program
 from mirage_hf.swap.own_forward import FORWARD_KEY
@@ -62,6 +63,12 @@ CONFIGS = {
 }
 
 
+class OnACpu(KernelFinder):
+    """Finds kernels on a CPU as if it were a GPU."""
+
+    gpu = torch.device("cpu")  # type: ignore[assignment]
+
+
 def model_of(name: str) -> Any:
     """Return a small mixture in bfloat16."""
     config = CONFIGS[name](**SIZES)
@@ -79,9 +86,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.append(len(x))
         return run(self, form, x, *args)
 
-    def on_a_cpu(model: nn.Module, finder: Any) -> None:
-        find(model, SimpleNamespace(gpu=torch.device("cpu")))  # type: ignore[arg-type]
+    def on_a_cpu(model: nn.Module, finder: Any) -> list[str]:
+        notes = find(model, OnACpu(torch.device("cpu")))
         found.clear()
+        return notes
 
     def kernel(program: Any, *_: Any) -> Any:
         return partial(run_kernel_graph, program)
@@ -116,6 +124,7 @@ def test_prompts_of_mixtures_run_kernels_until_they_are_restored(
     stock = [model(ids).logits for ids in prompts]
     tokens = model.generate(prompts[0], max_new_tokens=8, do_sample=False)
     mi.optimize(model, backend="cpu", tune="never")
+    assert "prompts of up to 128 tokens: experts run by kernels" in str(model.mirage.report)
     ours = [model(ids).logits for ids in prompts]
     assert {*calls} == {40}  # 200 tokens do not fit
     for x, y in zip(ours, stock, strict=True):
