@@ -40,7 +40,7 @@ _COMPARED_ROWS = 4
 
 #: The most rows of a prompt that one kernel multiplies. With more rows, products take much longer
 #: than to decode the weight into memory.
-ROWS = 128
+PRODUCT_ROWS = 128
 
 #: Runs a program on its inputs.
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -55,9 +55,9 @@ def decoding_program(coding: Coding) -> KernelGraph:
 
 
 def product_program(coding: Coding, dtype: torch.dtype, has_bias: bool) -> KernelGraph:
-    """Return the program of a linear in codes: rows (ROWS, columns), codes, and the bias."""
+    """Return the program of a linear in codes. Its inputs are rows, codes, and the bias."""
     graph = new_kernel_graph()
-    x = graph.new_input((ROWS, coding.columns), dtype)
+    x = graph.new_input((PRODUCT_ROWS, coding.columns), dtype)
     _, weight = coding.write(graph)
     y = graph.matmul(x, as_dtype(graph, weight, dtype))
     if has_bias:
@@ -68,7 +68,7 @@ def product_program(coding: Coding, dtype: torch.dtype, has_bias: bool) -> Kerne
 
 @dataclass(frozen=True)
 class RowsProduct:
-    """A kernel of linears of one coding, for up to ROWS rows.
+    """A kernel of linears of one coding, for up to PRODUCT_ROWS rows.
 
     Attributes:
         run: Runs `product_program`.
@@ -84,13 +84,17 @@ class RowsProduct:
         """Return whether the kernel may run for an input and a bias."""
         if x.dtype is not self.dtype or not x.is_cuda or (bias is not None) != self.has_bias:
             return False
-        return 0 < x.numel() <= ROWS * x.shape[-1] and is_plain_call(x)
+        return 0 < x.numel() <= PRODUCT_ROWS * x.shape[-1] and is_plain_call(x)
 
     def __call__(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
         """Return what the linear makes of an input."""
         given = x.reshape(-1, x.shape[-1])
         rows = len(given)
-        given = F.pad(given, (0, 0, 0, ROWS - rows)) if rows < ROWS else given.contiguous()
+        given = (
+            F.pad(given, (0, 0, 0, PRODUCT_ROWS - rows))
+            if rows < PRODUCT_ROWS
+            else given.contiguous()
+        )
         inputs = [given, *weight.tensors, *(() if bias is None else (bias[None],))]
         return self.run(inputs)[0][:rows].view(*x.shape[:-1], weight.coding.rows)
 

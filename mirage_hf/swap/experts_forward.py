@@ -8,7 +8,7 @@ experts at a time, and multiply with torch's grouped product.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,18 @@ class BlocksOfModule:
     """The kernels of blocks of rows of one module.
 
     Attributes:
-        blocks: The kernels. Modules with the same programs share them.
-        most_tokens: The most tokens for which they are faster than what runs without them.
+        blocks: Kernels, with the most tokens for which each is faster than what runs without them,
+            in rising order. Modules with the same programs share them.
         made_for: What they were made for, as `facts_of`.
     """
 
-    blocks: RowBlocks
-    most_tokens: int
+    blocks: Sequence[tuple[RowBlocks, int]]
     made_for: tuple[Any, ...]
+
+    def for_tokens(self, tokens: int, chosen: int) -> RowBlocks | None:
+        """Return the kernels for a number of tokens that choose so many experts, if there are."""
+        fitting = (b for b, most in self.blocks if tokens <= most and b.sizes.chosen == chosen)
+        return next(fitting, None)
 
 
 def facts_of(module: nn.Module, form: ExpertsForm) -> tuple[Any, ...]:
@@ -65,30 +69,30 @@ class ExpertsBinding(Binding):
         is_known = len(args) == 3 and not kwargs and not torch.compiler.is_compiling()
         if is_known and args[0].dim() == args[1].dim() == 2:
             self.called_with = args[1].shape[1], args[2].dtype
-            form = self._form_for_kernels(module, *args)
-            if self.kernels is not None and form is not None:
-                return self.kernels.blocks.run(form, *args)
+            if (given := self._kernels_for(module, *args)) is not None:
+                blocks, form = given
+                return blocks.run(form, *args)
         return self.run_otherwise(module, *args, **kwargs)
 
     @abstractmethod
     def run_otherwise(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the same without kernels of blocks of rows."""
 
-    def _form_for_kernels(
+    def _kernels_for(
         self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor
-    ) -> ExpertsForm | None:
-        """Return what the experts compute, if the kernels may compute it."""
-        kernels = self.kernels
-        if kernels is None or not 0 < len(x) <= kernels.most_tokens:
+    ) -> tuple[RowBlocks, ExpertsForm] | None:
+        """Return kernels that may run a call, and what the experts compute."""
+        if self.kernels is None or not len(x):
             return None
-        dtypes = x.dtype, weights.dtype
-        if dtypes != (kernels.blocks.dtype, kernels.blocks.weights_dtype):
+        blocks = self.kernels.for_tokens(len(x), index.shape[1])
+        if blocks is None or (x.dtype, weights.dtype) != (blocks.dtype, blocks.weights_dtype):
             return None
         if not is_plain_call(x) or index.shape != weights.shape:
             return None
         form = form_of(module, x.dtype)
-        is_same = isinstance(form, ExpertsForm) and facts_of(module, form) == kernels.made_for
-        return form if is_same else None  # type: ignore[return-value]
+        if not isinstance(form, ExpertsForm) or facts_of(module, form) != self.kernels.made_for:
+            return None
+        return blocks, form
 
 
 @dataclass(eq=False, kw_only=True)

@@ -15,7 +15,7 @@ from mirage_hf.errors import CodegenError, GraphError, SearchError, Verification
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.coded_forward import (
-    ROWS,
+    PRODUCT_ROWS,
     CodedBinding,
     RowsProduct,
     Run,
@@ -32,11 +32,7 @@ from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.own_forward import FORWARD_KEY, bind_forward
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.op import MOST_TOKENS
-from mirage_hf.trace.experts.row_blocks import (
-    RowBlocks,
-    blocks_programs,
-    most_tokens,
-)
+from mirage_hf.trace.experts.row_blocks import ROWS, BlockSizes, RowBlocks, blocks_programs
 from mirage_hf.trace.record import TraceError
 from mirage_hf.tune.measure import GLANCE, time_run
 
@@ -86,7 +82,7 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     if finder.tune != "full":
         finder = replace(finder, tune="never", noting=None)
     of_linears: dict[Any, RowsProduct | None] = {}
-    of_experts: dict[Any, tuple[RowBlocks, int] | None] = {}
+    of_experts: dict[Any, Sequence[tuple[RowBlocks, int]]] = {}
     for module in model.modules():
         binding = module.__dict__.get(FORWARD_KEY)
         if isinstance(binding, CodedBinding):
@@ -99,11 +95,11 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
 def _notes_of_linears(found: Sequence[RowsProduct | None]) -> list[str]:
     used = sum(product is not None for product in found)
     what = f"{used} of {len(found)} kinds of linears in codes"
-    return [f"prompts of up to {ROWS} tokens: {what} run by kernels"] if found else []
+    return [f"prompts of up to {PRODUCT_ROWS} tokens: {what} run by kernels"] if found else []
 
 
-def _notes_of_experts(found: Sequence[tuple[RowBlocks, int] | None]) -> list[str]:
-    most = sorted({tokens for blocks in found if blocks is not None for tokens in blocks[1:]})
+def _notes_of_experts(found: Sequence[Sequence[tuple[RowBlocks, int]]]) -> list[str]:
+    most = sorted({blocks[-1][1] for blocks in found if blocks})
     if not most:
         why = "their kernels are slower than the library here, or there are none"
         return [f"prompts: experts run without kernels: {why}"] if found else []
@@ -128,10 +124,10 @@ def _give_product(
         kernel = _kernel(product_program(coding, dtype, has_bias), "linear", finder)
         if kernel is not None:
             device = binding.weight.tensors[0].device
-            x = torch.randn(ROWS, coding.columns, device=device).to(dtype)
+            x = torch.randn(PRODUCT_ROWS, coding.columns, device=device).to(dtype)
             product = RowsProduct(kernel, dtype, has_bias)
             stock = partial(binding.run, module)
-            what = f"a linear {coding.columns}→{coding.rows} of {ROWS} rows"
+            what = f"a linear {coding.columns}→{coding.rows} of {PRODUCT_ROWS} rows"
             bias = None if binding.weight.bias is None else binding.weight.bias.to(dtype)
             ours = partial(product, weight=binding.weight, bias=bias)
             if _is_better(what, ours, stock, (x,)):
@@ -147,43 +143,49 @@ def _give_blocks(
     binding: ExpertsBinding,
     dtype: torch.dtype,
     finder: KernelFinder,
-    found: dict[Any, tuple[RowBlocks, int] | None],
+    found: dict[Any, Sequence[tuple[RowBlocks, int]]],
 ) -> None:
     """Give experts kernels of blocks of rows. Experts with equal programs share them."""
     assert binding.called_with is not None
     form, (chosen, weights_dtype) = form_of(module, dtype), binding.called_with
     if not isinstance(form, ExpertsForm):
         return
+    sizes = [BlockSizes(len(form.first.tensors[0]), chosen, rows) for rows in ROWS]
     try:
-        programs = blocks_programs(form, dtype, weights_dtype)
+        programs = [blocks_programs(form, size, dtype, weights_dtype) for size in sizes]
     except (GraphError, TraceError):
         return
-    key = chosen, *(str(program.graph) for program in programs)
+    key = tuple(str(program.graph) for pair in programs for program in pair)
     if key not in found:
-        first, second = (_kernel(program.graph, "experts", finder) for program in programs)
-        found[key] = None
-        if first is not None and second is not None:
-            blocks = RowBlocks(programs, (first, second), dtype, weights_dtype, skips_blocks=True)
-            most = faster_up_to(blocks, form, chosen, partial(binding.run_otherwise, module))
-            found[key] = (blocks, most) if most else None
-    if (given := found[key]) is not None:
-        binding.kernels = BlocksOfModule(*given, facts_of(module, form))
+        faster: list[tuple[RowBlocks, int]] = []
+        stock, above = partial(binding.run_otherwise, module), MOST_TOKENS
+        for size, pair in zip(sizes, programs, strict=True):
+            first, second = (_kernel(program.graph, "experts", finder) for program in pair)
+            if first is None or second is None:
+                continue
+            blocks = RowBlocks(size, pair, (first, second), dtype, weights_dtype, skips_blocks=True)
+            if most := faster_up_to(blocks, form, stock, above):
+                faster.append((blocks, most))
+                above = most
+        found[key] = faster
+    if found[key]:
+        binding.kernels = BlocksOfModule(found[key], facts_of(module, form))
 
 
-def faster_up_to(blocks: RowBlocks, form: ExpertsForm, chosen: int, stock: Forward) -> int:
+def faster_up_to(blocks: RowBlocks, form: ExpertsForm, stock: Forward, above: int) -> int:
     """Return up to how many tokens kernels are faster than what runs without them.
 
-    0 if they are never faster for more tokens than a step has, or if they give other results.
+    0 if they are not faster for more than `above` tokens, or if they give other results.
 
     Args:
         blocks: The kernels.
         form: The experts.
-        chosen: How many experts a token chooses.
         stock: What runs without kernels.
+        above: The least number of tokens, less one.
     """
-    tokens = most_tokens(form, chosen)
-    while tokens > MOST_TOKENS:
-        given = _random_tokens(blocks, form, chosen, tokens)
+    tokens = blocks.sizes.tokens
+    while tokens > above:
+        given = _random_tokens(blocks, tokens, form.first.tensors[0].device)
         if _is_better(f"experts of {tokens} tokens", partial(blocks.run, form), stock, given):
             return tokens
         tokens //= 2
@@ -191,19 +193,15 @@ def faster_up_to(blocks: RowBlocks, form: ExpertsForm, chosen: int, stock: Forwa
 
 
 def _random_tokens(
-    blocks: RowBlocks, form: ExpertsForm, chosen: int, tokens: int
+    blocks: RowBlocks, tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return random tokens, their experts and routing weights."""
-    device, experts = form.first.tensors[0].device, len(form.first.tensors[0])
+    width = blocks.programs[0].graph.inputs[1].dims[-1]
     draw = torch.Generator(device).manual_seed(0)
-    x = torch.randn(tokens, form.first.columns, generator=draw, device=device)
-    scores = torch.rand(tokens, experts, generator=draw, device=device)
-    weights, index = scores.topk(chosen)
-    return (
-        x.to(blocks.dtype),
-        index,
-        (weights / weights.sum(-1, keepdim=True)).to(blocks.weights_dtype),
-    )
+    x = torch.randn(tokens, width, generator=draw, device=device).to(blocks.dtype)
+    scores = torch.rand(tokens, blocks.sizes.experts, generator=draw, device=device)
+    weights, index = scores.topk(blocks.sizes.chosen)
+    return x, index, (weights / weights.sum(-1, keepdim=True)).to(blocks.weights_dtype)
 
 
 # -- both

@@ -23,13 +23,18 @@ from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap import prompt_kernels
-from mirage_hf.swap.coded_forward import ROWS, RowsProduct, decoding_program, product_program
+from mirage_hf.swap.coded_forward import (
+    PRODUCT_ROWS,
+    RowsProduct,
+    decoding_program,
+    product_program,
+)
 from mirage_hf.swap.own_forward import FORWARD_KEY
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.row_blocks import RowBlocks
 from mirage_hf.tune.measure import random_inputs
 from scripts.bench_codes import CODINGS
-from tests.trace.test_experts import CHOSEN, built
+from tests.trace.test_experts import built
 from tests.trace.test_row_blocks import blocks_of
 
 SIZES: dict[str, Any] = dict(
@@ -120,13 +125,13 @@ def test_prompts_of_mixtures_run_kernels_until_they_are_restored(
 ) -> None:
     model = model_of(name)
     classes, held = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
-    prompts = [torch.randint(0, 128, (1, tokens)) for tokens in (40, 200)]
+    prompts = [torch.randint(0, 128, (1, tokens)) for tokens in (40, 200, 600)]
     stock = [model(ids).logits for ids in prompts]
     tokens = model.generate(prompts[0], max_new_tokens=8, do_sample=False)
     mi.optimize(model, backend="cpu", tune="never")
-    assert "prompts of up to 128 tokens: experts run by kernels" in str(model.mirage.report)
+    assert "prompts of up to 512 tokens: experts run by kernels" in str(model.mirage.report)
     ours = [model(ids).logits for ids in prompts]
-    assert {*calls} == {40}  # 200 tokens do not fit
+    assert {*calls} == {40, 200}  # 600 tokens do not fit
     for x, y in zip(ours, stock, strict=True):
         assert (x - y).abs().max() <= 2e-2 * y.abs().max()
     assert torch.equal(model.generate(prompts[0], max_new_tokens=8, do_sample=False), tokens)
@@ -185,7 +190,7 @@ def test_a_product_is_that_of_the_decoded_weight(name: str, has_bias: bool) -> N
     program = product_program(coding, torch.bfloat16, has_bias)
     product = RowsProduct(partial(run_kernel_graph, program), torch.bfloat16, has_bias)
     decoded = run_kernel_graph(decoding_program(coding), tensors)[0]
-    for shape in ((1, 256), (2, 30, 256), (ROWS, 256)):
+    for shape in ((1, 256), (2, 30, 256), (PRODUCT_ROWS, 256)):
         x = torch.randn(shape).bfloat16()
         assert not product.takes(x, bias)  # on a CPU
         ours, wanted = product(x, weight, bias).double(), F.linear(x, decoded, bias).double()
@@ -193,29 +198,34 @@ def test_a_product_is_that_of_the_decoded_weight(name: str, has_bias: bool) -> N
         assert (ours - wanted).norm() <= 2e-2 * wanted.norm()
 
 
-def test_kernels_serve_the_most_tokens_for_which_they_are_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def some_blocks(rows: int = 16) -> tuple[RowBlocks, ExpertsForm]:
+    """Return blocks of experts of which torch runs the programs."""
     form = form_of(built("gate and up"), torch.float32)
     assert isinstance(form, ExpertsForm)
-    blocks = blocks_of(form, torch.float32, torch.float32)
+    return blocks_of(form, torch.float32, torch.float32, rows), form
+
+
+@pytest.mark.parametrize(
+    "rows, above, slower_from, most",
+    [(16, 16, 1000, 48), (16, 16, 40, 24), (16, 16, 1, 0), (64, 48, 1000, 192), (64, 48, 97, 96)],
+)
+def test_kernels_serve_the_most_tokens_for_which_they_are_faster(
+    rows: int, above: int, slower_from: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, form = some_blocks(rows)
     stock = partial(blocks.run, form)
-    for slower_from, most in ((1000, 48), (40, 24), (1, 0)):
 
-        def time(run: Any, sets: Any, slower_from: int = slower_from, **_: Any) -> Any:
-            is_ours = run.args[0] is not stock
-            tokens = len(sets[0][0])
-            return SimpleNamespace(us=float(tokens >= slower_from) if is_ours else 0.5)
+    def time(run: Any, sets: Any, **_: Any) -> Any:
+        is_ours = run.args[0] is not stock
+        return SimpleNamespace(us=float(len(sets[0][0]) >= slower_from) if is_ours else 0.5)
 
-        monkeypatch.setattr(prompt_kernels, "time_run", time)
-        assert prompt_kernels.faster_up_to(blocks, form, CHOSEN, stock) == most
+    monkeypatch.setattr(prompt_kernels, "time_run", time)
+    assert prompt_kernels.faster_up_to(blocks, form, stock, above) == most
 
 
 def test_kernels_that_give_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    form = form_of(built("gate and up"), torch.float32)
-    assert isinstance(form, ExpertsForm)
-    blocks = blocks_of(form, torch.float32, torch.float32)
+    blocks, form = some_blocks()
     monkeypatch.setattr(prompt_kernels, "time_run", lambda *_, **__: pytest.fail("was timed"))
     for wrong in (1.1, float("nan")):
         stock = lambda *given, wrong=wrong: wrong * blocks.run(form, *given)  # noqa: E731
-        assert prompt_kernels.faster_up_to(blocks, form, CHOSEN, stock) == 0
+        assert prompt_kernels.faster_up_to(blocks, form, stock, 16) == 0

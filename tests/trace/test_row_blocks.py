@@ -14,8 +14,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.trace.experts import row_layout as row_layout_module
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from mirage_hf.trace.experts.row_blocks import RowBlocks, blocks_programs, most_tokens
-from mirage_hf.trace.experts.row_layout import ROWS, row_layout
+from mirage_hf.trace.experts.row_blocks import ROWS, BlockSizes, RowBlocks, blocks_programs
+from mirage_hf.trace.experts.row_layout import row_layout
 from tests.helpers import coded_experts, triton_interpreter
 from tests.helpers.coded_experts import CODED
 from tests.helpers.decode_states import assert_compiles_and_waits
@@ -40,11 +40,14 @@ def routed(tokens: int, routing: str, seed: int = 0) -> Tensor:
     return index
 
 
-def blocks_of(form: ExpertsForm, dtype: torch.dtype, weights: torch.dtype) -> RowBlocks:
+def blocks_of(
+    form: ExpertsForm, dtype: torch.dtype, weights: torch.dtype, rows: int = 16
+) -> RowBlocks:
     """Return blocks of rows whose programs torch runs."""
-    programs = blocks_programs(form, dtype, weights)
+    sizes = BlockSizes(EXPERTS, CHOSEN, rows)
+    programs = blocks_programs(form, sizes, dtype, weights)
     first, second = (partial(run_kernel_graph, program.graph) for program in programs)
-    return RowBlocks(programs, (first, second), dtype, weights, skips_blocks=False)
+    return RowBlocks(sizes, programs, (first, second), dtype, weights, skips_blocks=False)
 
 
 def exact(plain: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -61,10 +64,11 @@ def check(
     """Compare blocks of rows with float64, for all routings and several numbers of tokens."""
     form = form_of(module, dtype)
     assert isinstance(form, ExpertsForm)
-    blocks = blocks_of(form, dtype, weights_dtype)
-    most = most_tokens(form, CHOSEN)
-    assert most == ROWS * EXPERTS // CHOSEN
-    for tokens, routing in zip((1, most, 17, most - 1), ROUTINGS, strict=True):
+    cases = [(rows, *case) for rows in ROWS for case in zip((1, 48, 17, 47), ROUTINGS, strict=True)]
+    cases.append((64, 192, "one expert"))
+    for rows, tokens, routing in cases:
+        blocks = blocks_of(form, dtype, weights_dtype, rows)
+        assert blocks.sizes.tokens == 3 * rows >= tokens
         draw = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, width, generator=draw).to(dtype)
         weights = torch.rand(tokens, CHOSEN, generator=draw).to(weights_dtype)
@@ -94,22 +98,22 @@ def wrong_layouts(seeds: range, device: str, by_kernel: bool) -> list[str]:
     """Return what is wrong with the layouts of random rows."""
     wrong = []
     for seed in seeds:
-        for routing, tokens in itertools.product(ROUTINGS, (1, 5, 40, ROWS * EXPERTS // CHOSEN)):
+        for routing, tokens, size in itertools.product(ROUTINGS, (1, 5, 40, 48), ROWS):
             index = routed(tokens, routing, seed=seed).to(device)
             weights = torch.rand(index.shape, device=device)
             make = row_layout_module.by_kernel if by_kernel else row_layout
-            rows = make(index, weights, EXPERTS)
+            rows = make(index, weights, EXPERTS, size)
             is_kept = (index >= 0) & (index < EXPERTS)
             kept = rows.places[is_kept]
-            used = (kept // ROWS).unique()
+            used = (kept // size).unique()
             numbers = torch.arange(tokens, device=device)[:, None].expand(index.shape)
             facts = {
-                "shape": rows.experts.shape == (2 * EXPERTS, 1),
+                "shape": rows.tokens.shape == rows.weights.shape == (2 * EXPERTS, size),
                 "places are shared": kept.unique().numel() == kept.numel(),
-                "experts": torch.equal(rows.experts[kept // ROWS, 0], index[is_kept]),
-                "tokens": torch.equal(rows.tokens[kept], numbers[is_kept]),
-                "all tokens exist": ((rows.tokens >= 0) & (rows.tokens < tokens)).all(),
-                "weights": torch.equal(rows.weights[kept], weights[is_kept]),
+                "experts": torch.equal(rows.experts[kept // size], index[is_kept]),
+                "tokens": torch.equal(rows.tokens.view(-1)[kept], numbers[is_kept]),
+                "other places": (rows.tokens == -1).sum() == rows.tokens.numel() - kept.numel(),
+                "weights": torch.equal(rows.weights.view(-1)[kept], weights[is_kept]),
                 "kept": torch.equal(rows.is_kept, is_kept),
                 "first blocks": torch.equal(used, torch.arange(len(used), device=device)),
                 "others": (rows.experts[len(used) :] == EXPERTS).all(),
@@ -134,8 +138,8 @@ def test_the_kernel_lays_rows_out_too() -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", [(1024, 8, 128), (37, 3, 5)])
-def test_the_kernel_compiles_and_waits_before_it_reads(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(1024, 8, 128, 16), (8192, 8, 128, 64), (37, 3, 5, 16)])
+def test_the_kernel_compiles_and_waits_before_it_reads(sizes: tuple[int, int, int, int]) -> None:
     pytest.importorskip("triton")
     integers = [torch.int64] * 3
     dtypes = [torch.int64, torch.bfloat16, torch.int32, *integers[:2], torch.bfloat16, integers[0]]
@@ -169,7 +173,8 @@ def wrong_kernels() -> list[str]:
         module = built(name, dtype)
         form = form_of(module, dtype)
         assert isinstance(form, ExpertsForm)
-        programs = blocks_programs(form, dtype, dtype)
+        sizes = BlockSizes(EXPERTS, CHOSEN, 16)
+        programs = blocks_programs(form, sizes, dtype, dtype)
         index = routed(21, "random")
         x, weights = torch.randn(21, 16).to(dtype), torch.rand(21, CHOSEN).to(dtype)
         wanted = blocks_of(form, dtype, dtype).run(form, x, index, weights)
@@ -179,7 +184,7 @@ def wrong_kernels() -> list[str]:
             kernels = [schedules(op)[0] for op in place_kernels(ugraph)]
             made = triton.generate(ugraph, kernels)
             runs.append(compiler.load(made.source, made.digest).run)
-        blocks = RowBlocks(programs, (runs[0], runs[1]), dtype, dtype, skips_blocks=True)
+        blocks = RowBlocks(sizes, programs, (runs[0], runs[1]), dtype, dtype, skips_blocks=True)
         ours = blocks.run(form, x, index, weights)
         if not (ours.float() - wanted.float()).norm() <= 1e-2 * wanted.float().norm():
             found.append(name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mirage_hf.formats.coding import as_dtype
@@ -20,7 +21,7 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.settings import settings
 from mirage_hf.trace.experts.form import ExpertsForm
 from mirage_hf.trace.experts.gate import gate
-from mirage_hf.trace.experts.row_layout import ROWS, row_layout
+from mirage_hf.trace.experts.row_layout import row_layout
 from mirage_hf.trace.experts.writer import ExpertsWriter, ParameterPart
 from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.program import alike
@@ -29,9 +30,39 @@ from mirage_hf.trace.program import alike
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 
-def most_tokens(form: ExpertsForm, chosen: int) -> int:
-    """Return the most tokens that the blocks of experts have room for."""
-    return ROWS * len(form.first.tensors[0]) // chosen
+#: Rows of a block. Tensor cores multiply 16 at once. Longer blocks read a weight less often if an
+#: expert has more rows.
+ROWS = (16, 64)
+
+#: Inputs of programs: the experts of blocks (blocks, 1), tokens (tokens, width), the tokens of rows
+#: (blocks, 1, rows), results of the first program (blocks, 1, rows, width), and the routing weights
+#: of rows (blocks, 1, rows, 1).
+EXPERTS, GIVEN, TOKENS, BETWEEN, WEIGHTS = "experts", "given", "tokens", "between", "weights"
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The sizes of blocks of rows.
+
+    Attributes:
+        experts: How many experts there are. There are two blocks for each.
+        chosen: How many experts a token chooses.
+        rows: The rows of a block.
+    """
+
+    experts: int
+    chosen: int
+    rows: int
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are: each expert may have one that is not full."""
+        return 2 * self.experts
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens for which the blocks suffice, whatever they choose."""
+        return self.rows * self.experts // self.chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,26 +71,22 @@ class BlocksProgram:
 
     Attributes:
         graph: The program.
-        inputs: What its inputs are: EXPERTS, GIVEN, WEIGHTS, or a part of a parameter, which is
-            known by its number among those of the experts.
+        inputs: What its inputs are: EXPERTS and others, or a part of a parameter, which is known by
+            its number among those of the experts.
     """
 
     graph: KernelGraph
     inputs: Sequence[str | tuple[int, ParameterPart]]
 
 
-#: Inputs of programs: the experts of blocks (blocks, 1), rows (blocks, 1, ROWS, width), and the
-#: routing weights of rows (blocks, 1, ROWS, 1).
-EXPERTS, GIVEN, WEIGHTS = "experts", "given", "weights"
-
-
 def blocks_programs(
-    form: ExpertsForm, dtype: torch.dtype, weights_dtype: torch.dtype
+    form: ExpertsForm, sizes: BlockSizes, dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> tuple[BlocksProgram, BlocksProgram]:
     """Return the programs of blocks: up to the second linear of an expert, and from it on.
 
     Args:
         form: The experts.
+        sizes: The sizes of blocks.
         dtype: The dtype of the activations.
         weights_dtype: The dtype of the routing weights.
 
@@ -67,39 +94,45 @@ def blocks_programs(
         GraphError: Its shapes or dtypes do not fit.
         TraceError: The function between the two linears is of another form.
     """
-    first = _Program(form, form.first.columns, dtype, weights_dtype)
-    x = as_dtype(first.graph, first.weighed(first.x), dtype) if form.scales_inputs else first.x
+    first = _Program(form, sizes)
+    given = first.input(GIVEN, (sizes.tokens, form.first.columns), dtype)
+    tokens = first.input(TOKENS, (sizes.blocks, 1, sizes.rows), torch.int64)
+    x = first.graph.take(given, tokens)
+    if form.scales_inputs:
+        x = as_dtype(first.graph, first.weighed(x, weights_dtype), dtype)
     with closing(FakeOnceMode()) as mode:
         h = gate(form, dtype, first.graph, partial(first.writer.linear, x, form.first), mode)
-    second = _Program(form, form.second.columns, dtype, weights_dtype)
-    y = second.writer.linear(second.x, form.second)
+    second = _Program(form, sizes)
+    shape = (sizes.blocks, 1, sizes.rows, form.second.columns)
+    y = second.writer.linear(second.input(BETWEEN, shape, dtype), form.second)
     if form.scales_inputs:
         return first.ending_with(h, dtype), second.ending_with(y, dtype)
     # stock rounds no product of a float32 weight before the sum
     kept = torch.promote_types(dtype, weights_dtype)
-    return first.ending_with(h, dtype), second.ending_with(second.weighed(y), kept)
+    y = second.weighed(y, weights_dtype)
+    return first.ending_with(h, dtype), second.ending_with(y, kept)
 
 
 class _Program:
     """A program that is being written."""
 
-    def __init__(
-        self, form: ExpertsForm, width: int, dtype: torch.dtype, weights_dtype: torch.dtype
-    ):
-        self.graph, self.weights_dtype = new_kernel_graph(), weights_dtype
-        self.blocks = 2 * len(form.first.tensors[0])  # each expert may have one that is not full
-        experts = self.graph.new_input((self.blocks, 1), torch.int64)
-        self.x = self.graph.new_input((self.blocks, 1, ROWS, width), dtype)
-        self.inputs: list[str | tuple[int, ParameterPart]] = [EXPERTS, GIVEN]
+    def __init__(self, form: ExpertsForm, sizes: BlockSizes):
+        self.graph, self.sizes = new_kernel_graph(), sizes
+        self.inputs: list[str | tuple[int, ParameterPart]] = []
         numbers = {id(x): number for number, x in enumerate(form.parameters)}
+        experts = self.input(EXPERTS, (sizes.blocks, 1), torch.int64)
         self.writer = ExpertsWriter(
             self.graph, experts, lambda x, part: self.inputs.append((numbers[id(x)], part))
         )
 
-    def weighed(self, x: DTensor) -> DTensor:
-        """Return rows times their routing weights."""
-        weights = self.graph.new_input((self.blocks, 1, ROWS, 1), self.weights_dtype)
-        self.inputs.append(WEIGHTS)
+    def input(self, name: str, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+        """Add an input that is no parameter."""
+        self.inputs.append(name)
+        return self.graph.new_input(dims, dtype)
+
+    def weighed(self, x: DTensor, dtype: torch.dtype) -> DTensor:
+        """Return rows times their routing weights, which have a dtype."""
+        weights = self.input(WEIGHTS, (self.sizes.blocks, 1, self.sizes.rows, 1), dtype)
         return self.graph.mul(*alike(self.graph, [x, weights]))
 
     def ending_with(self, y: DTensor, dtype: torch.dtype) -> BlocksProgram:
@@ -113,14 +146,16 @@ class RowBlocks:
     """Kernels of the blocks of some experts.
 
     Attributes:
+        sizes: The sizes of the blocks.
         programs: The two programs.
         runs: What runs each.
         dtype: The dtype of the activations.
         weights_dtype: The dtype of the routing weights.
-        skips_blocks: Whether `runs` read nothing for an expert that does not exist. Otherwise, and
-            where indices are checked, blocks without an expert read the last one.
+        skips_blocks: Whether `runs` read nothing for an expert or a token that does not exist.
+            Otherwise, and where indices are checked, they read another one.
     """
 
+    sizes: BlockSizes
     programs: tuple[BlocksProgram, BlocksProgram]
     runs: tuple[Run, Run]
     dtype: torch.dtype
@@ -134,22 +169,23 @@ class RowBlocks:
 
         Args:
             form: The experts, which have parameters as those of the programs.
-            x: (tokens, width), at most `most_tokens`.
+            x: (tokens, width), at most `sizes.tokens`.
             index: (tokens, chosen). Others than experts choose none.
             weights: (tokens, chosen).
         """
-        experts = len(form.first.tensors[0])
-        rows = row_layout(index, weights, experts)
-        shape = 2 * experts, 1, ROWS, -1
-        skips_blocks = self.skips_blocks and not settings().check_indices
+        sizes = self.sizes
+        rows = row_layout(index, weights, sizes.experts, sizes.rows)
+        experts, tokens = rows.experts, rows.tokens
+        if not self.skips_blocks or settings().check_indices:
+            experts, tokens = experts.clamp(max=sizes.experts - 1), tokens.clamp(min=0)
         given = {
-            EXPERTS: rows.experts if skips_blocks else rows.experts.clamp(max=experts - 1),
-            GIVEN: x[rows.tokens].view(shape),
-            WEIGHTS: rows.weights.view(shape),
+            EXPERTS: experts[:, None],
+            GIVEN: F.pad(x, (0, 0, 0, sizes.tokens - len(x))),
+            TOKENS: tokens[:, None],
+            WEIGHTS: rows.weights[:, None, :, None],
         }
-        for number in range(2):
-            given[GIVEN] = self._run(number, form, given)
-        y = given[GIVEN].view(-1, x.shape[-1])[rows.places]
+        given[BETWEEN] = self._run(0, form, given)
+        y = self._run(1, form, given).view(-1, x.shape[-1])[rows.places]
         return y.masked_fill(~rows.is_kept[..., None], 0).sum(1).to(x.dtype)
 
     def _run(self, number: int, form: ExpertsForm, given: Mapping[str, Tensor]) -> Tensor:

@@ -17,17 +17,14 @@ from mirage_hf.codegen.kernel_launch import KernelLaunch, launch
 from mirage_hf.codegen.optional_triton import HAS_TRITON, tl, triton
 from mirage_hf.codegen.schedule import next_power_of_two
 
-#: Rows of a block: the fewest that tensor cores multiply at once.
-ROWS = 16
-
 
 class RowLayout(NamedTuple):
     """Where rows lie in blocks. A row is an expert's work on a token.
 
     Attributes:
-        experts: (blocks, 1): the expert of each block. Their number stands for none.
-        tokens: (blocks · ROWS): the token of the row in each place. Places without a row have any.
-        weights: (blocks · ROWS): the routing weight of each row, any in places without a row.
+        experts: (blocks): the expert of each block. Their number stands for none.
+        tokens: (blocks, rows): the token of the row in each place, -1 in places without a row.
+        weights: (blocks, rows): the routing weight of each row, any in places without a row.
         places: (tokens, chosen): where each row lies, 0 for rows without an expert.
         is_kept: (tokens, chosen): whether a row has an expert.
     """
@@ -39,36 +36,37 @@ class RowLayout(NamedTuple):
     is_kept: Tensor
 
 
-def row_layout(index: Tensor, weights: Tensor, experts: int) -> RowLayout:
+def row_layout(index: Tensor, weights: Tensor, experts: int, rows: int) -> RowLayout:
     """Lay rows out in blocks. The host reads nothing.
 
-    Each expert has as many blocks as its rows need, one after the other. There are as many blocks
-    as any routing of ROWS · experts rows needs.
+    Each expert has as many blocks as its rows need, one after the other. There are two blocks for
+    each expert, which is enough for any routing of rows · experts rows.
 
     Args:
-        index: (tokens, chosen): the expert of each row, at most ROWS · experts rows. Other numbers
-            than those of experts choose none.
+        index: (tokens, chosen): the expert of each row, at most rows · experts of them. Other
+            numbers than those of experts choose none.
         weights: (tokens, chosen): routing weights.
         experts: How many experts there are.
+        rows: The rows of a block.
     """
     if HAS_TRITON and index.is_cuda:
-        return by_kernel(index.contiguous(), weights.contiguous(), experts)
+        return by_kernel(index.contiguous(), weights.contiguous(), experts, rows)
     is_kept = (index >= 0) & (index < experts)
     owner, order = index.masked_fill(~is_kept, experts).view(-1).sort(stable=True)
     starts = torch.searchsorted(owner, torch.arange(experts + 1, dtype=owner.dtype))
-    needed = (starts[1:] - starts[:-1] + (ROWS - 1)) // ROWS
+    needed = (starts[1:] - starts[:-1] + (rows - 1)) // rows
     ends = needed.cumsum(0)
     of_blocks = torch.searchsorted(ends, torch.arange(2 * experts), right=True)
-    begins = (ends - needed) * ROWS - starts[:-1]
-    spare = 2 * experts * ROWS  # the place of rows without an expert
+    begins = (ends - needed) * rows - starts[:-1]
+    spare = 2 * experts * rows  # the place of rows without an expert
     in_order = F.pad(begins, (0, 1))[owner] + torch.arange(len(owner))
     in_order = in_order.masked_fill(owner == experts, spare)
-    source = order.new_zeros(spare + 1).index_copy_(0, in_order, order)[:-1]
+    source = order.new_full((spare + 1,), -1).index_copy_(0, in_order, order)[:-1]
     places = torch.empty_like(order).index_copy_(0, order, in_order).view(index.shape)
     return RowLayout(
-        of_blocks[:, None],
-        source // index.shape[1],
-        weights.reshape(-1)[source],
+        of_blocks,
+        source.div(index.shape[1], rounding_mode="floor").view(-1, rows),
+        weights.reshape(-1)[source].view(-1, rows),
         places.masked_fill(~is_kept, 0),
         is_kept,
     )
@@ -115,7 +113,7 @@ def row_layout_kernel(
     tl.store(scratch_ptr + e, tl.zeros_like(e))
     tl.store(experts_ptr + b, tl.full(b.shape, EXPERTS, tl.int64), mask=b < 2 * EXPERTS)
     is_place = in_blocks < 2 * EXPERTS * ROWS
-    tl.store(tokens_ptr + in_blocks, tl.zeros(in_blocks.shape, tl.int64), mask=is_place)
+    tl.store(tokens_ptr + in_blocks, tl.full(in_blocks.shape, -1, tl.int64), mask=is_place)
     tl.debug_barrier()
 
     number = tl.atomic_add(scratch_ptr + expert, 1, mask=is_kept)  # among the rows of its expert
@@ -136,7 +134,7 @@ def row_layout_kernel(
 
 
 @cache
-def layout_launch(count: int, chosen: int, experts: int) -> KernelLaunch:
+def layout_launch(count: int, chosen: int, experts: int, rows: int) -> KernelLaunch:
     """Return the kernel that lays out so many rows, of tokens that choose so many experts each."""
     sizes = {
         "COUNT": count,
@@ -145,20 +143,19 @@ def layout_launch(count: int, chosen: int, experts: int) -> KernelLaunch:
         "EXPERTS": experts,
         "EXPERTS_TILE": next_power_of_two(experts),
         "BLOCKS_TILE": next_power_of_two(2 * experts),
-        "ROWS": ROWS,
+        "ROWS": rows,
     }
     return KernelLaunch(row_layout_kernel, 1, sizes, num_warps=16)
 
 
-def by_kernel(index: Tensor, weights: Tensor, experts: int) -> RowLayout:
+def by_kernel(index: Tensor, weights: Tensor, experts: int, rows: int) -> RowLayout:
     """Lay rows out by one kernel. The tensors are contiguous."""
-    what = layout_launch(index.numel(), index.shape[1], experts)
-    places = 2 * experts * ROWS
+    what = layout_launch(index.numel(), index.shape[1], experts, rows)
     scratch = index.new_empty(2 * what.constants["EXPERTS_TILE"], dtype=torch.int32)
     out = RowLayout(
-        index.new_empty((2 * experts, 1), dtype=torch.int64),
-        index.new_empty(places, dtype=torch.int64),
-        weights.new_empty(places),
+        index.new_empty(2 * experts, dtype=torch.int64),
+        index.new_empty((2 * experts, rows), dtype=torch.int64),
+        weights.new_empty((2 * experts, rows)),
         torch.empty_like(index, dtype=torch.int64),
         torch.empty_like(index, dtype=torch.bool),
     )
