@@ -63,7 +63,8 @@ def _moved(block: BlockGraph, c: Contraction, codes: str, other: str) -> BlockGr
     if not is_of_codes or c.over in carried[scale] or total is None:
         return block
     _, groups = total
-    kept = {o.value for o in block.outputs} | {a.arg for s in block.stages for a in s.accumulators}
+    accumulators = [a for s in block.stages for a in s.accumulators]
+    kept = {o.value for o in block.outputs} | {x for a in accumulators for x in (a.arg, a.shift)}
     if groups not in carried[scale] or c.out in kept:
         return block
     factor = BlockOp(f"{codes}_scaled", "mul", (codes, scale), tuple(carried[codes]))

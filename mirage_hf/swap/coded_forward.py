@@ -80,11 +80,15 @@ class RowsProduct:
     dtype: torch.dtype
     has_bias: bool
 
-    def takes(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the kernel may run for an input and a bias."""
+    def takes(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> bool:
+        """Return whether the kernel may run for an input, a weight and a bias."""
+        columns = weight.coding.columns
         if x.dtype is not self.dtype or not x.is_cuda or (bias is not None) != self.has_bias:
             return False
-        return 0 < x.numel() <= PRODUCT_ROWS * x.shape[-1] and is_plain_call(x)
+        is_shaped = (
+            x.dim() > 0 and x.shape[-1] == columns and 0 < x.numel() <= PRODUCT_ROWS * columns
+        )
+        return is_shaped and x.device == weight.tensors[0].device and is_plain_call(x)
 
     def __call__(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
         """Return what the linear makes of an input."""
@@ -131,7 +135,7 @@ class CodedBinding(Binding):
             self.weight, self._facts = now, facts
         bias = None if self.weight.bias is None else self.weight.bias.to(x.dtype)
         is_as_made = _reading(self.weight) == self._made_for  # not if the model was cast or moved
-        if self.product is not None and is_as_made and self.product.takes(x, bias):
+        if self.product is not None and is_as_made and self.product.takes(x, self.weight, bias):
             return self.product(x, self.weight, bias)
         decode = self.decode
         if not is_as_made:

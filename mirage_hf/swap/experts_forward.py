@@ -29,26 +29,31 @@ class BlocksOfModule:
     """The kernels of blocks of rows of one module.
 
     Attributes:
-        blocks: Kernels, with the most tokens for which each is faster than what runs without them,
-            in rising order. Modules with the same programs share them.
+        blocks: Kernels, with the numbers of tokens for which they are faster than what runs without
+            them. Modules with the same programs share them.
         made_for: What they were made for, as `facts_of`.
     """
 
-    blocks: Sequence[tuple[RowBlocks, int]]
+    blocks: Sequence[tuple[RowBlocks, range]]
     made_for: tuple[Any, ...]
-
-    def for_tokens(self, tokens: int, chosen: int) -> RowBlocks | None:
-        """Return the kernels for a number of tokens that choose so many experts, if there are."""
-        fitting = (b for b, most in self.blocks if tokens <= most and b.sizes.chosen == chosen)
-        return next(fitting, None)
 
 
 def facts_of(module: nn.Module, form: ExpertsForm) -> tuple[Any, ...]:
     """Return what kernels of experts depend on, besides the contents of parameters."""
     parameters = ((x.shape, x.stride(), x.dtype, x.device) for x in form.parameters)
-    plain = (int, float, str, type(None))
-    numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, plain))
-    return (*parameters, *numbers, id(getattr(module, "act_fn", None)))
+    act, gate = getattr(module, "act_fn", None), getattr(module, "_apply_gate", None)
+    functions = act, getattr(gate, "__func__", gate), form.first.coding, form.second.coding
+    return (*parameters, *_plain_values(module), *_plain_values(act), *functions)
+
+
+def _plain_values(x: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that are numbers, texts or None."""
+    kinds = (int, float, str, type(None))
+    return [
+        (name, value)
+        for name, value in getattr(x, "__dict__", {}).items()
+        if isinstance(value, kinds)
+    ]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -82,12 +87,11 @@ class ExpertsBinding(Binding):
         self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor
     ) -> tuple[RowBlocks, ExpertsForm] | None:
         """Return kernels that may run a call, and what the experts compute."""
-        if self.kernels is None or not len(x):
+        if self.kernels is None or not is_plain_call(x):
             return None
-        blocks = self.kernels.for_tokens(len(x), index.shape[1])
-        if blocks is None or (x.dtype, weights.dtype) != (blocks.dtype, blocks.weights_dtype):
-            return None
-        if not is_plain_call(x) or index.shape != weights.shape:
+        faster = (b for b, tokens in self.kernels.blocks if len(x) in tokens)
+        blocks = next(faster, None)
+        if blocks is None or not blocks.takes(x, index, weights):
             return None
         form = form_of(module, x.dtype)
         if not isinstance(form, ExpertsForm) or facts_of(module, form) != self.kernels.made_for:

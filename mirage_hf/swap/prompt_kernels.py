@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirage_hf.errors import CodegenError, GraphError, SearchError, VerificationError
+from mirage_hf.errors import (
+    CodegenError,
+    GraphError,
+    SearchError,
+    VerificationError,
+    described,
+)
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.coded_forward import (
@@ -54,7 +60,7 @@ def bind_plain_experts(model: nn.Module, ledger: Ledger) -> None:
     """
     dtype = dtype_of(model)
     for module in model.modules():
-        if "forward" in module.__dict__ or FORWARD_KEY in module.__dict__:
+        if "forward" in module.__dict__:
             continue
         form = form_of(module, dtype)
         if isinstance(form, ExpertsForm) and not form.is_coded:
@@ -82,7 +88,7 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     if finder.tune != "full":
         finder = replace(finder, tune="never", noting=None)
     of_linears: dict[Any, RowsProduct | None] = {}
-    of_experts: dict[Any, Sequence[tuple[RowBlocks, int]]] = {}
+    of_experts: dict[Any, Sequence[tuple[RowBlocks, range]]] = {}
     for module in model.modules():
         binding = module.__dict__.get(FORWARD_KEY)
         if isinstance(binding, CodedBinding):
@@ -98,12 +104,12 @@ def _notes_of_linears(found: Sequence[RowsProduct | None]) -> list[str]:
     return [f"prompts of up to {PRODUCT_ROWS} tokens: {what} run by kernels"] if found else []
 
 
-def _notes_of_experts(found: Sequence[Sequence[tuple[RowBlocks, int]]]) -> list[str]:
-    most = sorted({blocks[-1][1] for blocks in found if blocks})
-    if not most:
+def _notes_of_experts(found: Sequence[Sequence[tuple[RowBlocks, range]]]) -> list[str]:
+    if found and not any(found):
         why = "their kernels are slower than the library here, or there are none"
-        return [f"prompts: experts run without kernels: {why}"] if found else []
-    return [f"prompts of up to {tokens} tokens: experts run by kernels" for tokens in most]
+        return [f"prompts: experts run without kernels: {why}"]
+    ranges = {(tokens.start, tokens.stop - 1) for blocks in found for _, tokens in blocks}
+    return [f"prompts of {a} to {b} tokens: experts run by kernels" for a, b in sorted(ranges)]
 
 
 # -- linears in codes
@@ -143,7 +149,7 @@ def _give_blocks(
     binding: ExpertsBinding,
     dtype: torch.dtype,
     finder: KernelFinder,
-    found: dict[Any, Sequence[tuple[RowBlocks, int]]],
+    found: dict[Any, Sequence[tuple[RowBlocks, range]]],
 ) -> None:
     """Give experts kernels of blocks of rows. Experts with equal programs share them."""
     assert binding.called_with is not None
@@ -155,41 +161,43 @@ def _give_blocks(
         programs = [blocks_programs(form, size, dtype, weights_dtype) for size in sizes]
     except (GraphError, TraceError):
         return
-    key = tuple(str(program.graph) for pair in programs for program in pair)
+    key = tuple((str(p.graph), str(p.inputs)) for pair in programs for p in pair)
     if key not in found:
-        faster: list[tuple[RowBlocks, int]] = []
+        faster: list[tuple[RowBlocks, range]] = []
         stock, above = partial(binding.run_otherwise, module), MOST_TOKENS
         for size, pair in zip(sizes, programs, strict=True):
             first, second = (_kernel(program.graph, "experts", finder) for program in pair)
             if first is None or second is None:
                 continue
             blocks = RowBlocks(size, pair, (first, second), dtype, weights_dtype, skips_blocks=True)
-            if most := faster_up_to(blocks, form, stock, above):
-                faster.append((blocks, most))
-                above = most
+            if tokens := faster_for(blocks, form, stock, above):
+                faster.append((blocks, tokens))
+                above = tokens[-1]
         found[key] = faster
     if found[key]:
         binding.kernels = BlocksOfModule(found[key], facts_of(module, form))
 
 
-def faster_up_to(blocks: RowBlocks, form: ExpertsForm, stock: Forward, above: int) -> int:
-    """Return up to how many tokens kernels are faster than what runs without them.
+def faster_for(blocks: RowBlocks, form: ExpertsForm, stock: Forward, above: int) -> range:
+    """Return for which numbers of tokens kernels are faster than what runs without them.
 
-    0 if they are not faster for more than `above` tokens, or if they give other results.
+    The most tokens are timed, and halves of them down to the first that is slower again.
 
     Args:
         blocks: The kernels.
         form: The experts.
         stock: What runs without kernels.
-        above: The least number of tokens, less one.
+        above: Only more tokens count.
     """
-    tokens = blocks.sizes.tokens
+    tokens, found = blocks.sizes.tokens, range(0)
     while tokens > above:
         given = _random_tokens(blocks, tokens, form.first.tensors[0].device)
         if _is_better(f"experts of {tokens} tokens", partial(blocks.run, form), stock, given):
-            return tokens
+            found = range(max(above, tokens // 2) + 1, (found.stop or tokens + 1))
+        elif found:
+            break
         tokens //= 2
-    return 0
+    return found
 
 
 def _random_tokens(
@@ -225,19 +233,46 @@ def _is_better(what: str, ours: Forward, stock: Forward, given: Sequence[Tensor]
     Args:
         what: What they compute, for the log.
         ours: Runs the kernels.
-        stock: Runs without them.
+        stock: Runs without them. It may fail, for example for lack of memory.
         given: The inputs.
     """
-    mine, theirs = (run(*given).float() for run in (ours, stock))
-    difference = ((mine - theirs).norm() / theirs.norm().clamp_min(1e-9)).item()
-    if not difference <= _CLOSE:  # NaN is not close
-        _log.info("%s: kernels differ from stock by %.2g", what, difference)
+    try:
+        mine, theirs = (run(*given).float() for run in (ours, stock))
+        difference = ((mine - theirs).norm() / theirs.norm().clamp_min(1e-9)).item()
+        if not difference <= _CLOSE:  # NaN is not close
+            _log.info("%s: kernels differ from stock by %.2g", what, difference)
+            return False
+        ours_us, stock_us = _times((ours, stock), given)
+    except Exception as error:  # whatever failed, stock runs as before
+        _log.info("%s: no kernels, since a trial failed: %s", what, described(error))
         return False
-    ours_us, stock_us = (
-        time_run(partial(_called_on, run), [given], replays=GLANCE).us for run in (ours, stock)
-    )
     _log.info("%s: %.1f µs by kernels, %.1f without", what, ours_us, stock_us)
     return ours_us < stock_us
+
+
+def _times(runs: Sequence[Forward], given: Sequence[Tensor]) -> list[float]:
+    """Return the µs that functions take: in CUDA graphs, or called if one cannot be captured."""
+    try:
+        calls = [partial(_called_on, run) for run in runs]
+        return [time_run(call, [given], replays=GLANCE).us for call in calls]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # stock's experts may read numbers of tokens on the host
+        return [_us_called(run, given) for run in runs]
+
+
+def _us_called(run: Forward, given: Sequence[Tensor]) -> float:
+    """Return the µs between the begin and the end of a call, the host's work included."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples = []
+    for _ in range(2 + GLANCE):
+        torch.cuda.synchronize()
+        start.record()
+        run(*given)
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
+    return min(samples)
 
 
 def _called_on(run: Forward, given: Sequence[Tensor]) -> Tensor:

@@ -129,7 +129,7 @@ def test_prompts_of_mixtures_run_kernels_until_they_are_restored(
     stock = [model(ids).logits for ids in prompts]
     tokens = model.generate(prompts[0], max_new_tokens=8, do_sample=False)
     mi.optimize(model, backend="cpu", tune="never")
-    assert "prompts of up to 512 tokens: experts run by kernels" in str(model.mirage.report)
+    assert "prompts of 129 to 512 tokens: experts run by kernels" in str(model.mirage.report)
     ours = [model(ids).logits for ids in prompts]
     assert {*calls} == {40, 200}  # 600 tokens do not fit
     for x, y in zip(ours, stock, strict=True):
@@ -152,12 +152,13 @@ def test_calls_that_kernels_do_not_take_run_stock(calls: list[int]) -> None:
     ids = torch.randint(0, 128, (1, 40))
     mi.optimize(model, backend="cpu", tune="never")
     experts: Any = next(m for m in model.modules() if FORWARD_KEY in m.__dict__)
-    x, index = torch.randn(9, 64).bfloat16(), torch.randint(0, 16, (9, 2))
-    weights = torch.rand(9, 2).bfloat16()
+    x, index = torch.randn(20, 64).bfloat16(), torch.randint(0, 16, (20, 2))
+    weights = torch.rand(20, 2).bfloat16()
     with torch.no_grad():
         experts(x, index, weights)
-        assert calls == [9]
+        assert calls == [20]
         calls.clear()
+        experts(x[:16], index[:16], weights[:16])  # as few tokens as steps have
         experts(x, index, weights.float())  # another dtype
         with torch.autocast("cpu", torch.bfloat16):
             experts(x, index, weights)
@@ -165,6 +166,14 @@ def test_calls_that_kernels_do_not_take_run_stock(calls: list[int]) -> None:
         experts.limit = 1.0  # a number that the experts may read
         experts(x, index, weights)
         del experts.limit
+        own = type(experts)._apply_gate
+        experts._apply_gate = lambda h: own(experts, h)  # another function
+        experts(x, index, weights)
+        del experts._apply_gate
+        assert not calls
+        experts(x.T.contiguous().T, index, weights.T.contiguous().T)
+        assert calls == [20]
+        calls.clear()
     with torch.enable_grad():
         experts(x.requires_grad_(), index, weights).sum().backward()
     assert not calls
@@ -192,7 +201,7 @@ def test_a_product_is_that_of_the_decoded_weight(name: str, has_bias: bool) -> N
     decoded = run_kernel_graph(decoding_program(coding), tensors)[0]
     for shape in ((1, 256), (2, 30, 256), (PRODUCT_ROWS, 256)):
         x = torch.randn(shape).bfloat16()
-        assert not product.takes(x, bias)  # on a CPU
+        assert not product.takes(x, weight, bias)  # on a CPU
         ours, wanted = product(x, weight, bias).double(), F.linear(x, decoded, bias).double()
         assert ours.shape == wanted.shape
         assert (ours - wanted).norm() <= 2e-2 * wanted.norm()
@@ -206,21 +215,29 @@ def some_blocks(rows: int = 16) -> tuple[RowBlocks, ExpertsForm]:
 
 
 @pytest.mark.parametrize(
-    "rows, above, slower_from, most",
-    [(16, 16, 1000, 48), (16, 16, 40, 24), (16, 16, 1, 0), (64, 48, 1000, 192), (64, 48, 97, 96)],
+    "rows, above, faster, found",
+    [
+        (16, 16, range(100), range(17, 49)),
+        (16, 16, range(40), range(17, 25)),
+        (16, 16, range(30, 100), range(25, 49)),
+        (16, 16, range(0), range(0)),
+        (64, 48, range(1000), range(49, 193)),
+        (64, 48, range(97), range(49, 97)),
+        (64, 96, range(1000), range(97, 193)),
+    ],
 )
-def test_kernels_serve_the_most_tokens_for_which_they_are_faster(
-    rows: int, above: int, slower_from: int, most: int, monkeypatch: pytest.MonkeyPatch
+def test_kernels_serve_the_numbers_of_tokens_for_which_they_are_faster(
+    rows: int, above: int, faster: range, found: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, form = some_blocks(rows)
     stock = partial(blocks.run, form)
 
     def time(run: Any, sets: Any, **_: Any) -> Any:
         is_ours = run.args[0] is not stock
-        return SimpleNamespace(us=float(len(sets[0][0]) >= slower_from) if is_ours else 0.5)
+        return SimpleNamespace(us=float(len(sets[0][0]) not in faster) if is_ours else 0.5)
 
     monkeypatch.setattr(prompt_kernels, "time_run", time)
-    assert prompt_kernels.faster_up_to(blocks, form, stock, above) == most
+    assert prompt_kernels.faster_for(blocks, form, stock, above) == found
 
 
 def test_kernels_that_give_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,4 +245,46 @@ def test_kernels_that_give_other_results_are_not_used(monkeypatch: pytest.Monkey
     monkeypatch.setattr(prompt_kernels, "time_run", lambda *_, **__: pytest.fail("was timed"))
     for wrong in (1.1, float("nan")):
         stock = lambda *given, wrong=wrong: wrong * blocks.run(form, *given)  # noqa: E731
-        assert prompt_kernels.faster_up_to(blocks, form, stock, 16) == 0
+        assert not prompt_kernels.faster_for(blocks, form, stock, 16)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("of memory"), RuntimeError("other")])
+def test_if_stock_fails_no_kernels_are_used(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, form = some_blocks()
+
+    def stock(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(prompt_kernels, "time_run", lambda *_, **__: pytest.fail("was timed"))
+    assert not prompt_kernels.faster_for(blocks, form, stock, 16)
+
+
+def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, form = some_blocks()
+    stock = partial(blocks.run, form)
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(prompt_kernels, "time_run", refuses)
+    monkeypatch.setattr(prompt_kernels, "_us_called", lambda run, _: 2.0 if run is stock else 1.0)
+    assert prompt_kernels.faster_for(blocks, form, stock, 16) == range(17, 49)
+
+
+def test_tensors_of_other_sizes_are_not_taken() -> None:
+    blocks, _ = some_blocks()
+    x, index, weights = torch.randn(9, 16), torch.zeros(9, 2, dtype=torch.int64), torch.rand(9, 2)
+    assert blocks.takes(x, index, weights)
+    for given in (
+        (x[:, :8], index, weights),
+        (x[:5], index, weights),
+        (x.repeat(6, 1), index.repeat(6, 1), weights.repeat(6, 1)),
+        (x, index[:, :1], weights[:, :1]),
+        (x, index, weights[:5]),
+        (x, index.to(torch.int16), weights),
+        (x[None], index, weights),
+        (x[:0], index[:0], weights[:0]),
+    ):
+        assert not blocks.takes(*given)

@@ -141,14 +141,28 @@ def test_the_kernel_lays_rows_out_too() -> None:
 @pytest.mark.parametrize("sizes", [(1024, 8, 128, 16), (8192, 8, 128, 64), (37, 3, 5, 16)])
 def test_the_kernel_compiles_and_waits_before_it_reads(sizes: tuple[int, int, int, int]) -> None:
     pytest.importorskip("triton")
-    integers = [torch.int64] * 3
-    dtypes = [torch.int64, torch.bfloat16, torch.int32, *integers[:2], torch.bfloat16, integers[0]]
-    assert_compiles_and_waits(row_layout_module.layout_launch(*sizes), [*dtypes, torch.bool])
+    what, float_, long = row_layout_module.layout_launch(*sizes), torch.bfloat16, torch.int64
+    for index in (torch.int32, long):
+        dtypes = [index, float_, torch.int32, long, long, float_, long, torch.bool]
+        assert_compiles_and_waits(what, dtypes)
 
 
 @pytest.mark.gpu
 def test_the_kernel_lays_rows_out_on_a_gpu() -> None:
     assert not wrong_layouts(range(200), "cuda", by_kernel=True)
+
+
+def test_tokens_of_any_number_and_order_of_memory() -> None:
+    form = form_of(built("gate and up"), torch.float32)
+    assert isinstance(form, ExpertsForm)
+    blocks = blocks_of(form, torch.float32, torch.float32)
+    x, index, weights = torch.randn(48, 16), routed(48, "random"), torch.rand(48, CHOSEN)
+    wanted = blocks.run(form, x, index, weights)
+    turned = (x.T.contiguous().T, index.T.contiguous().T, weights.T.contiguous().T)
+    torch.testing.assert_close(blocks.run(form, *turned), wanted)
+    for tokens in (1, 7, 47):
+        some = (t[:tokens] for t in (x, index, weights))
+        torch.testing.assert_close(blocks.run(form, *some), wanted[:tokens])
 
 
 def test_kernels_of_blocks_skip_those_without_an_expert() -> None:

@@ -174,19 +174,34 @@ class RowBlocks:
             weights: (tokens, chosen).
         """
         sizes = self.sizes
+        missing = (0, 0, 0, sizes.tokens - len(x))  # one kernel serves all numbers of tokens
+        index, weights = F.pad(index, missing, value=sizes.experts), F.pad(weights, missing)
         rows = row_layout(index, weights, sizes.experts, sizes.rows)
         experts, tokens = rows.experts, rows.tokens
         if not self.skips_blocks or settings().check_indices:
             experts, tokens = experts.clamp(max=sizes.experts - 1), tokens.clamp(min=0)
         given = {
             EXPERTS: experts[:, None],
-            GIVEN: F.pad(x, (0, 0, 0, sizes.tokens - len(x))),
+            GIVEN: F.pad(x, missing).contiguous(),
             TOKENS: tokens[:, None],
             WEIGHTS: rows.weights[:, None, :, None],
         }
         given[BETWEEN] = self._run(0, form, given)
-        y = self._run(1, form, given).view(-1, x.shape[-1])[rows.places]
-        return y.masked_fill(~rows.is_kept[..., None], 0).sum(1).to(x.dtype)
+        y = self._run(1, form, given).view(-1, x.shape[-1])[rows.places[: len(x)]]
+        return y.masked_fill(~rows.is_kept[: len(x), :, None], 0).sum(1).to(x.dtype)
+
+    def takes(self, x: Tensor, index: Tensor, weights: Tensor) -> bool:
+        """Return whether tensors have the shapes and dtypes that the kernels were made for."""
+        sizes, width = self.sizes, self.programs[0].graph.inputs[1].dims[-1]
+        return (
+            x.dim() == 2
+            and x.shape[1] == width
+            and 0 < len(x) <= sizes.tokens
+            and index.shape == weights.shape == (len(x), sizes.chosen)
+            and (x.dtype, weights.dtype) == (self.dtype, self.weights_dtype)
+            and index.dtype in (torch.int32, torch.int64)
+            and x.device == index.device == weights.device
+        )
 
     def _run(self, number: int, form: ExpertsForm, given: Mapping[str, Tensor]) -> Tensor:
         """Return the result of one of the programs."""
