@@ -250,7 +250,7 @@ def two_small_floats(halves, second: tl.constexpr):
         pair = (halves & 0x00F000F0) * 0x0104
     else:
         pair = (halves & 0x000F000F) * 0x1040
-    pair = pair & -0x7E3F7E40  # 0x81C081C0
+    pair = pair & 0x81C081C0
     return pair.to(tl.int16), (pair >> 16).to(tl.int16)
 
 
@@ -262,6 +262,7 @@ def e2m1_pairs(words):
     2^-126 of its number, exactly: 0.5 is a subnormal in both formats. So the last product is exact.
     """
     low, high = halves_of_pairs(words)
+    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
     a0, b0 = two_small_floats(low, False)
     a1, b1 = two_small_floats(low, True)
     a2, b2 = two_small_floats(low >> 8, False)

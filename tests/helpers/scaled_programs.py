@@ -56,7 +56,8 @@ def scaled_schedules(ugraph: UGraph) -> Iterator[Schedule]:
         return
     rows = max(8, 1 << (block.axis("m").size - 1).bit_length())
     for groups in (1, 2, 4):
-        tiles = {a.name: {"k": groups, "m": rows, "n": 16}.get(a.name, a.size) for a in block.axes}
+        sizes = {"k": groups, "m": rows, "n": 16, "b": 1}
+        tiles = {a.name: sizes.get(a.name, a.size) for a in block.axes}
         for weights_first in (True, False):
             for stages, blocks in ((1, 1), (3, 1), (3, 2)):
                 shared = groups * blocks <= block.axis("k").size // 2

@@ -79,10 +79,20 @@ def groups_in_products(tiling: Tiling) -> dict[str, GroupedProduct]:
     return {
         p.contraction.product: p
         for p in grouped_products(tiling.block)
-        if (holds_codes(tiling, p.value) or is_small_float(tiling, p.value))
-        and any(scales_in(tiling, p.scale, d) for d in OFFSETS)
-        and tiling.inputs[p.scale].bounds is None
+        if tiling.inputs[p.scale].bounds is None and _may_be_scaled(tiling, p)
     }
+
+
+def _may_be_scaled(tiling: Tiling, p: GroupedProduct) -> bool:
+    """Return True if tensor cores may multiply a value times the scale of its group.
+
+    Only bfloat16 has all powers of two, and decodes 4-bit floats in pairs.
+    """
+    if holds_codes(tiling, p.value) and tiling.dtype(tiling.inputs[p.scale]) in OFFSETS:
+        return True
+    has_codes = holds_codes(tiling, p.value) or is_small_float(tiling, p.value)
+    dtype = tiling.mma_dtype
+    return has_codes and dtype is torch.bfloat16 and scales_in(tiling, p.scale, dtype)
 
 
 def code_factors(
