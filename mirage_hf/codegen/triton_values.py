@@ -395,8 +395,10 @@ class ValueWriter(PrefetchWriter):
         stored = dtype if is_half else torch.float32
         if value in self.layout.kept_as_stored:
             stored = self.tiling.dtype(self.tiling.inputs[value])
-        for axis in dot.summed:
-            text = self._inside(text, value, axis, "sum")
+        text = self._inside(text, value, over, "sum")
+        if dot.groups is not None and value not in self.layout.scaled_factors:
+            # Past the last group, codes or their scales are loaded as 0.
+            text = self._inside(text, value, dot.groups, "sum")
         if is_byte(stored):
             text, stored = as_float32(text, stored), torch.float32
         if stored is torch.float8_e4m3fn and dtype is torch.bfloat16:

@@ -23,6 +23,7 @@ PROGRAMS = {
     "16 rows, groups of 32": lambda: int4_linear(16, 32, 256, 32, dtype="bfloat16"),
     "16 rows, groups of 32, zero points": lambda: int4_linear(16, 32, 256, 32, zeros=True),
     "16 rows, groups of 64, norm": lambda: int4_linear(16, 32, 256, 64, norm=True),
+    "16 rows, five groups": lambda: int4_linear(16, 32, 160, 32, dtype="bfloat16"),
     "3 rows, groups of 32": lambda: int4_linear(3, 32, 256, 32),
     "64 rows, groups of 64, zero points": lambda: int4_linear(
         64, 64, 256, 64, zeros=True, dtype="bfloat16"

@@ -153,6 +153,19 @@ def mutant_errors() -> dict[str, tuple[float, float]]:
     return errors
 
 
+def instructions_of() -> tuple[UGraph, Schedule, int, int]:
+    """Return a kernel of experts, its schedule, its steps, and the codes of each thread."""
+    width, columns, groups, warps = 2880, 128, 4, 4
+    ugraph = scaled_form(mxfp4_experts(16, 2880, width))
+    (op,) = place_kernels(ugraph)
+    assert op.block is not None
+    sizes = {"b": 1, "k": groups, "m": 16, "n": columns}
+    tiles = {a.name: sizes.get(a.name, a.size) for a in op.block.axes}
+    schedule = Schedule(tiles, mma=True, num_warps=warps, num_stages=3)
+    steps = -(-width // (groups * GROUP))
+    return ugraph, schedule, steps, columns * width // (32 * warps)
+
+
 def main() -> None:
     """Print the errors of all programs and mutants as JSON."""
     errors: dict[str, object] = {name: errors_of(make()) for name, make in PROGRAMS.items()}
