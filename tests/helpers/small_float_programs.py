@@ -1,4 +1,7 @@
-"""Kernels whose 4-bit floats (e2m1) are scaled before tensor cores sum several groups."""
+"""Kernels that scale 4-bit floats (e2m1), or integers, by powers of two before they sum them.
+
+Tensor cores sum several groups in one product.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,18 @@ EXPERTS, TAKEN = 3, (2, 0, 1, 2)
 
 
 def mxfp4_linear(
-    rows: int, columns: int, width: int, *, norm: bool = False, dtype: str = "bfloat16"
+    rows: int,
+    columns: int,
+    width: int,
+    *,
+    norm: bool = False,
+    integers: bool = False,
+    dtype: str = "bfloat16",
 ) -> KernelGraph:
-    """Return x · Wᵀ for W = e2m1(code) · 2^(byte − 127), in groups of 32 columns."""
+    """Return x · Wᵀ for W = e2m1(code) · 2^(byte − 127), in groups of 32 columns.
+
+    With `integers`, W is (code − 8) · 2^(byte − 127).
+    """
     g = mi.new_graph()
     groups = width // GROUP
     x = g.new_input((rows, width), dtype, name="x")
@@ -38,7 +50,8 @@ def mxfp4_linear(
         x = g.rms_norm(x, g.new_input((1, width), dtype, name="weight", constant=True))
     codes = g.new_input((columns, groups, GROUP), "uint4", name="codes", constant=True)
     scales = g.new_input((columns, groups, 1), "float8_e8m0fnu", name="scales", constant=True)
-    numbers = g.lookup(g.cast(codes, "float32"), values=E2M1)
+    numbers = g.cast(codes, "float32")
+    numbers = g.sub(numbers, 8.0) if integers else g.lookup(numbers, values=E2M1)
     w = g.cast(g.mul(numbers, g.cast(scales, "float32")), dtype)
     g.mark_output(g.matmul(x, g.permute(g.reshape(w, (columns, width)), (1, 0))))
     return g
@@ -60,13 +73,14 @@ def mxfp4_experts(rows: int, columns: int, width: int) -> KernelGraph:
     return g
 
 
-#: Programs by name. Five groups are no multiple of a step of two or four.
+#: Programs by name. Five and eleven groups are no multiple of a step of two or four.
 PROGRAMS = {
     "16 rows": lambda: mxfp4_linear(16, 32, 256),
     "16 rows, norm": lambda: mxfp4_linear(16, 32, 256, norm=True),
     "3 rows": lambda: mxfp4_linear(3, 32, 256),
     "16 rows, five groups": lambda: mxfp4_linear(16, 32, 160),
-    "32 rows, seven groups": lambda: mxfp4_linear(32, 48, 224),
+    "32 rows, eleven groups": lambda: mxfp4_linear(32, 48, 352),
+    "16 rows, integers": lambda: mxfp4_linear(16, 32, 256, integers=True),
     "experts": lambda: mxfp4_experts(16, 32, 160),
 }
 
@@ -77,7 +91,7 @@ def errors_of(g: KernelGraph) -> list[tuple[int, bool, int, float, float]]:
     results = []
     for s in dict.fromkeys(scaled_schedules(ugraph)):
         program = triton.generate(ugraph, [s])
-        assert "e2m1_pairs(tl" in program.source
+        assert "_pairs(tl" in program.source and "e8m0_as_bfloat16(" in program.source
         error = exact.error_of(program)
         results.append((s.tiles["k"], s.weights_first, s.num_stages, error, exact.allowed))
     return results
