@@ -397,7 +397,8 @@ class ValueWriter(PrefetchWriter):
             stored = self.tiling.dtype(self.tiling.inputs[value])
         text = self._inside(text, value, over, "sum")
         if dot.groups is not None and value not in self.layout.scaled_factors:
-            # Past the last group, codes or their scales are loaded as 0.
+            # Past the last group this factor is 0. Codes times scales are finite there, so they
+            # need no mask.
             text = self._inside(text, value, dot.groups, "sum")
         if is_byte(stored):
             text, stored = as_float32(text, stored), torch.float32

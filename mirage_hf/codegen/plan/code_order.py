@@ -86,7 +86,7 @@ def groups_in_products(tiling: Tiling) -> dict[str, GroupedProduct]:
 def _may_be_scaled(tiling: Tiling, p: GroupedProduct) -> bool:
     """Return True if tensor cores may multiply a value times the scale of its group.
 
-    Only bfloat16 has all powers of two, and decodes 4-bit floats in pairs.
+    Powers of two in bytes need bfloat16. Only in bfloat16 are 4-bit floats decoded in pairs.
     """
     if holds_codes(tiling, p.value) and tiling.dtype(tiling.inputs[p.scale]) in OFFSETS:
         return True
