@@ -95,7 +95,8 @@ class CodeWriter(TileWriter):
             text = f"tl.reshape({self._decoded(i, words, zero)}, {shape})"
             text = self.in_code_order(text, words_last)
         else:  # its packed axis, the last one, is in code order already
-            text = _factor(words, shape, zero, dtype)
+            is_float = self.layout.tables.get(i.name) == E2M1
+            text = _factor(words, shape, None if is_float else zero, dtype)
             text = self.in_code_order(text, words_last, words_last[:-1])
         if list(dims) == words_last:
             return text
@@ -266,19 +267,22 @@ class CodeWriter(TileWriter):
         return f"{name}0" if self.tiling.trips(axis) > 1 else ""
 
 
-def _factor(words: str, shape: Sequence[int], zero: float, dtype: torch.dtype) -> str:
-    """Return words as codes in code order, in the 16-bit dtype of a factor, minus a zero point.
+def _factor(words: str, shape: Sequence[int], zero: float | None, dtype: torch.dtype) -> str:
+    """Return words as codes in code order, in the 16-bit dtype of a factor.
 
     Args:
         words: The words.
         shape: The shape of the codes. Words hold them along the last dim.
-        zero: The zero point.
+        zero: The zero point that is subtracted. None: the codes are 4-bit floats.
         dtype: The dtype.
     """
     *others, codes = shape
     pairs = [*others, codes // PAIR, 2]
     at = len(others)
     order = [*range(at), at + 1, at + 2, at + 3, at, at + 4]
-    offset = OFFSETS[dtype] + zero
-    decoded = f"uint4_pairs(tl.reshape({words}, {pairs}), {offset!r}, {triton_dtype(dtype)})"
+    by_pairs = f"tl.reshape({words}, {pairs})"
+    if zero is None:
+        decoded = f"e2m1_pairs({by_pairs})"
+    else:
+        decoded = f"uint4_pairs({by_pairs}, {OFFSETS[dtype] + zero!r}, {triton_dtype(dtype)})"
     return f"tl.reshape(tl.permute({decoded}, {order}), {[*shape]})"

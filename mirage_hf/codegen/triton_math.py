@@ -237,6 +237,68 @@ def uint4_pairs(words, offset: tl.constexpr, dtype: tl.constexpr):
     codes = tl.join(firsts, tl.join(even, odd))
     return codes.to(dtype, bitcast=True) - offset
 ''',
+    "e2m1_pairs": '''
+@triton.jit
+def two_small_floats(halves, second: tl.constexpr):
+    """Return a 4-bit float of each half of these words times 2^-126, the low half first.
+
+    The code is the first or the second nibble of a half. A product with two powers of two moves
+    its sign to the sign of a bfloat16, and the other bits to the lowest bits of the exponent and
+    the highest one of the mantissa.
+    """
+    if second:
+        pair = (halves & 0x00F000F0) * 0x0104
+    else:
+        pair = (halves & 0x000F000F) * 0x1040
+    pair = pair & 0x81C081C0
+    return pair.to(tl.int16), (pair >> 16).to(tl.int16)
+
+
+@triton.jit
+def e2m1_pairs(words):
+    """Return the eight 4-bit floats (e2m1) of pairs of int32 words as bfloat16.
+
+    The last dim holds two words. The result has the dims that `uint4_pairs` gives. A code becomes
+    2^-126 of its number, exactly: 0.5 is a subnormal in both formats. So the last product is exact.
+    """
+    low, high = halves_of_pairs(words)
+    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    a0, b0 = two_small_floats(low, False)
+    a1, b1 = two_small_floats(low, True)
+    a2, b2 = two_small_floats(low >> 8, False)
+    a3, b3 = two_small_floats(low >> 8, True)
+    a4, b4 = two_small_floats(high, False)
+    a5, b5 = two_small_floats(high, True)
+    a6, b6 = two_small_floats(high >> 8, False)
+    a7, b7 = two_small_floats(high >> 8, True)
+    even, odd = tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7))
+    firsts = tl.join(even, odd)
+    even, odd = tl.join(tl.join(b0, b4), tl.join(b2, b6)), tl.join(tl.join(b1, b5), tl.join(b3, b7))
+    codes = tl.join(firsts, tl.join(even, odd))
+    return codes.to(tl.bfloat16, bitcast=True) * 2.0**126
+''',
+    "halves_of_pairs": '''
+@triton.jit
+def halves_of_pairs(words):
+    """Return the low halves of two words as one word, and their high halves as another one.
+
+    The last dim holds the two words.
+    """
+    first, second = tl.split(words)
+    if INTERPRETED:
+        low = (first & 0xFFFF) | (second << 16)
+        high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    else:  # one instruction each instead of two
+        low, high = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            "=&r,=&r,r,r",
+            [first, second],
+            (tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    return low, high
+''',
     "table_of_lanes": '''
 @triton.jit
 def one_of_two(values: tl.constexpr, first: tl.constexpr, step: tl.constexpr, takes_second):
@@ -470,6 +532,17 @@ def e8m0_as_float32(x):
     """
     bits = tl.where(x == 0, 0x00400000, x.to(tl.int32) << 23)
     return tl.where(x == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+''',
+    "e8m0_as_bfloat16": '''
+@triton.jit
+def e8m0_as_bfloat16(x):
+    """Return 2^(x - 127) for bytes x, and NaN for 255. The byte becomes the exponent.
+
+    The next bit makes NaN of 255, and the subnormal 2^-127 of 0.
+    """
+    is_special = ((x + 1) & 254) == 0
+    bits = (x.to(tl.int16) << 7) | tl.where(is_special, 64, 0).to(tl.int16)
+    return bits.to(tl.bfloat16, bitcast=True)
 ''',
     "entry_of": '''
 @triton.jit

@@ -16,6 +16,7 @@ from mirage_hf.codegen.triton_math import Expr
 from mirage_hf.codegen.triton_prefetches import PrefetchWriter
 from mirage_hf.codegen.triton_tiles import triton_dtype
 from mirage_hf.graph.block import Accumulator, BlockOp, Stage
+from mirage_hf.graph.coded import is_exponent
 from mirage_hf.ops.dtypes import CODE_DTYPES
 
 #: The value that a reduction takes for elements that do not count.
@@ -61,8 +62,8 @@ class ValueWriter(PrefetchWriter):
         dims = self.layout.value_dims(op.out)
         if op.out in self.layout.code_factors:
             return self._code_difference(op)
-        is_stored = op.out in self.layout.half_products or op.fn == "bits"
-        read = self.stored if is_stored else self.wide
+        is_half = op.out in self.layout.half_products
+        read = self._half if is_half else self.stored if op.fn == "bits" else self.wide
         arguments = [
             Expr(self.spread(read(a), self.layout.value_dims(a), dims))
             if isinstance(a, str)
@@ -93,6 +94,13 @@ class ValueWriter(PrefetchWriter):
         if value in self.tiling.inputs:
             self.load(self.tiling.inputs[value])
         return self.value[value]
+
+    def _half(self, value: str) -> str:
+        """Return a value in the 16-bit dtype of a product of two inputs."""
+        name = self.stored(value)
+        i = self.tiling.inputs.get(value)
+        is_power = i is not None and is_exponent(self.tiling.dtype(i))
+        return f"e8m0_as_bfloat16({name})" if is_power else name
 
     def wide(self, value: str) -> str:
         """Return the name of a value in float32."""
@@ -388,6 +396,10 @@ class ValueWriter(PrefetchWriter):
         if value in self.layout.kept_as_stored:
             stored = self.tiling.dtype(self.tiling.inputs[value])
         text = self._inside(text, value, over, "sum")
+        if dot.groups is not None and value not in self.layout.scaled_factors:
+            # Past the last group this factor is 0. Codes times scales are finite there, so they
+            # need no mask.
+            text = self._inside(text, value, dot.groups, "sum")
         if is_byte(stored):
             text, stored = as_float32(text, stored), torch.float32
         if stored is torch.float8_e4m3fn and dtype is torch.bfloat16:

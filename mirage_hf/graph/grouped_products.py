@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mirage_hf.graph.block import BlockGraph, Contraction, Role, Stage
+from mirage_hf.graph.block import BlockGraph, BlockOp, Contraction, Role, Stage
+from mirage_hf.ops.dtypes import E2M1
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class GroupedProduct:
     factor: str
     value: str
     scale: str
+
+
+def looks_up_e2m1(op: BlockOp) -> bool:
+    """Return True if an op gives the numbers that the codes of 4-bit floats (e2m1) stand for."""
+    return op.fn == "lookup" and dict(op.attrs)["values"] == E2M1
 
 
 def grouped_products(block: BlockGraph) -> tuple[GroupedProduct, ...]:

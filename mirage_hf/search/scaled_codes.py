@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mirage_hf.graph.block import BlockGraph, BlockOp, Contraction, Stage
 from mirage_hf.graph.coded import is_packed
-from mirage_hf.graph.grouped_products import grouped_products, sum_of
+from mirage_hf.graph.grouped_products import grouped_products, looks_up_e2m1, sum_of
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 
@@ -96,11 +96,16 @@ def _rewritten(stage: Stage, c: Contraction, factor: BlockOp, other: str, scaled
 
 
 def _are_codes(op: KernelOp, value: str) -> bool:
-    """Return True if a value is packed codes, or what is left of them after a subtraction."""
+    """Return True if a value is packed codes, their difference from zero points, or small floats.
+
+    The last ones are the numbers that packed 4-bit floats (e2m1) stand for.
+    """
     block = op.block
     assert block is not None
     made = block.ops_by_name.get(value)
-    name = str(made.args[0]) if made is not None and made.fn == "sub" else value
+    name = value
+    if made is not None and (made.fn == "sub" or looks_up_e2m1(made)):
+        name = str(made.args[0])
     if name not in block.inputs_by_name:
         return False
     operands = [t for t in op.inputs if isinstance(t, DTensor)]

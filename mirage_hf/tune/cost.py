@@ -17,7 +17,6 @@ from mirage_hf.ops.dtypes import CODES_PER_WORD
 from mirage_hf.tune import correction, multiply_adds
 from mirage_hf.tune.footprint import (
     BESIDE_SCALED,
-    SCALED_CODE,
     SCALED_STEP,
     Footprint,
     adds_in_runs,
@@ -215,7 +214,7 @@ def uncorrected(
     if tiles.rescales:
         seconds = max(seconds, 1e-6 * RESCALED_US * trips * math.ceil(waves))
     elif tiles.accumulating:
-        work = tiles.step_work - SCALED_CODE * tiles.scaled / tiles.element_work
+        work = tiles.step_work - tiles.scaled / tiles.element_work
         step_us = STEP_US * tiles.accumulating + ELEMENT_US * work * _copies(plan)
         turns = max(1.0, grid / device.sms)
         ahead_us = AHEAD_US if plan.pipelining.loaded_twice or plan.pipelining.loaded_ahead else 0.0

@@ -50,6 +50,9 @@ CODE_FACTOR = 2.5
 #: one. Counted likewise, in kernels of 16 and 128 rows.
 SCALED_CODE, BESIDE_SCALED = 2.05, (1.1, 3.0)
 
+#: The same for a 4-bit float (e2m1) times a power of two. Counted likewise, in kernels of 16 rows.
+SCALED_FLOAT = 3.45
+
 #: Instructions of a thread in each step of such a loop, beside those of codes and other elements.
 SCALED_STEP = 62
 
@@ -101,8 +104,8 @@ class Footprint(NamedTuple):
             without a loop, by input.
         reduced: Elements that threads add for each other in one step of all loops, counted once for
             each exchange. 0 without packed codes.
-        scaled: Codes that one step multiplies by scales of their groups, as factors of tensor
-            cores.
+        scaled: Instructions of codes that one step multiplies by scales of their groups, as factors
+            of tensor cores.
     """
 
     moved: int
@@ -134,7 +137,7 @@ class Footprint(NamedTuple):
     byte_factors: int
     packed: tuple[int, ...]
     reduced: float
-    scaled: int
+    scaled: float
 
 
 def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
@@ -190,7 +193,7 @@ def footprint(plan: KernelPlan, known: Traffic | None = None) -> Footprint:
         byte_factors=sum(elements[i] for x in loads for i in x if _is_byte_factor(plan, i)),
         packed=_packed(plan),
         reduced=_reduced(plan),
-        scaled=sum(elements[x] for x in plan.layout.scaled_factors),
+        scaled=sum(elements[x] * _scaled_code(plan, x) for x in plan.layout.scaled_factors),
     )
 
 
@@ -384,13 +387,22 @@ def _conversion(plan: KernelPlan, name: str, element_work: float) -> float:
     """Return how many elements the conversion of a loaded element counts for."""
     layout = plan.layout
     if name in layout.code_factors:
-        return (SCALED_CODE if layout.scaled_factors else CODE_FACTOR) / element_work
+        if not layout.scaled_factors:
+            return CODE_FACTOR / element_work
+        return (SCALED_FLOAT if name in layout.tables else SCALED_CODE) / element_work
     if plan.tiling.op.reads_packed_codes and adds_in_runs(plan):
         is_small = name in layout.small_codes.inputs
         return SMALL_FLOAT if is_small else LOOKED_UP if name in layout.tables else 1
     if not layout.run_lengths or plan.tiling.dtype(plan.tiling.inputs[name]) in CODE_DTYPES:
         return 1
     return BESIDE_CODES
+
+
+def _scaled_code(plan: KernelPlan, factor: str) -> float:
+    """Return the instructions of a code in a factor that is codes times scales of their groups."""
+    ops = plan.tiling.ops
+    are_floats = any(a in ops and ops[a].fn == "lookup" for a in map(str, ops[factor].args))
+    return SCALED_FLOAT if are_floats else SCALED_CODE
 
 
 def _flops(plan: KernelPlan) -> tuple[float, float]:

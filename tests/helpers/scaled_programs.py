@@ -23,6 +23,7 @@ PROGRAMS = {
     "16 rows, groups of 32": lambda: int4_linear(16, 32, 256, 32, dtype="bfloat16"),
     "16 rows, groups of 32, zero points": lambda: int4_linear(16, 32, 256, 32, zeros=True),
     "16 rows, groups of 64, norm": lambda: int4_linear(16, 32, 256, 64, norm=True),
+    "16 rows, five groups": lambda: int4_linear(16, 32, 160, 32, dtype="bfloat16"),
     "3 rows, groups of 32": lambda: int4_linear(3, 32, 256, 32),
     "64 rows, groups of 64, zero points": lambda: int4_linear(
         64, 64, 256, 64, zeros=True, dtype="bfloat16"
@@ -56,7 +57,8 @@ def scaled_schedules(ugraph: UGraph) -> Iterator[Schedule]:
         return
     rows = max(8, 1 << (block.axis("m").size - 1).bit_length())
     for groups in (1, 2, 4):
-        tiles = {a.name: {"k": groups, "m": rows, "n": 16}.get(a.name, a.size) for a in block.axes}
+        sizes = {"k": groups, "m": rows, "n": 16, "b": 1}
+        tiles = {a.name: sizes.get(a.name, a.size) for a in block.axes}
         for weights_first in (True, False):
             for stages, blocks in ((1, 1), (3, 1), (3, 2)):
                 shared = groups * blocks <= block.axis("k").size // 2

@@ -173,6 +173,49 @@ def test_kernels_of_blocks_skip_those_without_an_expert() -> None:
     assert not wrong
 
 
+def test_kernels_of_blocks_sum_several_groups_of_small_floats() -> None:
+    errors = triton_interpreter.run(
+        "from tests.trace.test_row_blocks import errors_of_small_floats\n"
+        "import json\nprint(json.dumps(errors_of_small_floats()))"
+    )
+    assert len(errors) == 2 * 2 and max(errors.values()) <= 1e-2, errors
+
+
+def errors_of_small_floats() -> dict[str, float]:
+    """Return the relative errors of kernels of MXFP4 experts, by place and routing.
+
+    Biases and the clamped function of gate and up are parts of the first kernel.
+    """
+    from mirage_hf.codegen import compile as compiler
+    from mirage_hf.codegen import triton
+    from tests.helpers.scaled_programs import scaled_form, scaled_schedules
+
+    module, _ = CODED["Mxfp4GptOssExperts"]()
+    dtype, width = torch.bfloat16, coded_experts.width_of("Mxfp4GptOssExperts")
+    form = form_of(module, dtype)
+    assert isinstance(form, ExpertsForm)
+    programs = blocks_programs(form, dtype, dtype)
+    by_torch = blocks_of(form, dtype, dtype)
+    runs = []
+    for program in programs:
+        ugraph = scaled_form(program.graph)
+        staged = (s for s in scaled_schedules(ugraph) if s.num_stages > 1)
+        schedule = next(s for s in staged if s.tiles["k"] == 2)
+        made = triton.generate(ugraph, [schedule])
+        assert "e2m1_pairs(tl" in made.source
+        runs.append(compiler.load(made.source, made.digest).run)
+    found = {}
+    for number, routing in itertools.product((0, 1), ("random", "outside")):
+        chosen = [*by_torch.runs]
+        chosen[number] = runs[number]
+        blocks = RowBlocks(programs, (chosen[0], chosen[1]), dtype, dtype, skips_blocks=False)
+        x, weights = torch.randn(21, width).to(dtype), torch.rand(21, CHOSEN).to(dtype)
+        given = form, x, routed(21, routing), weights
+        ours, wanted = blocks.run(*given).float(), by_torch.run(*given).float()
+        found[f"linear {number}, {routing}"] = float((ours - wanted).norm() / wanted.norm())
+    return found
+
+
 def wrong_kernels() -> list[str]:
     """Return which kernels, run by Triton's interpreter, are wrong."""
     from mirage_hf.codegen import compile as compiler

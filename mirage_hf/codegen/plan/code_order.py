@@ -9,6 +9,9 @@ all tiles along such an axis in code order.
 A scale that all codes of a group share may be part of the factor. A decoded code times its scale
 is rounded to 16 bits, as libraries decode weights. Then one product sums over several groups, and
 over the codes of each group, in one accumulator.
+
+Codes may also be 4-bit floats (e2m1), which are exact in 16 bits. Their scale may be a power of two
+in a byte (e8m0). Only bfloat16 has all these powers.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import torch
 
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.graph.block import BlockInput, BlockOp, Contraction
-from mirage_hf.graph.coded import is_packed, word_dims
-from mirage_hf.graph.grouped_products import GroupedProduct, grouped_products
+from mirage_hf.graph.coded import is_exponent, is_packed, word_dims
+from mirage_hf.graph.grouped_products import GroupedProduct, grouped_products, looks_up_e2m1
 from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD
 
 #: The float of a 16-bit dtype whose lowest mantissa bits count 1. A code added to it is exact.
@@ -54,6 +57,20 @@ def holds_codes(tiling: Tiling, value: str) -> bool:
     )
 
 
+def is_small_float(tiling: Tiling, value: str) -> bool:
+    """Return True if a value is the number that a packed 4-bit float (e2m1) stands for."""
+    op = tiling.ops.get(value)
+    if op is None or op.args[0] not in tiling.inputs or not looks_up_e2m1(op):
+        return False
+    return tiling.dtype(tiling.inputs[str(op.args[0])]) is torch.uint4
+
+
+def scales_in(tiling: Tiling, scale: str, dtype: torch.dtype) -> bool:
+    """Return True if the scales in an input are exact in the 16-bit dtype of a factor."""
+    stored = tiling.dtype(tiling.inputs[scale])
+    return stored is dtype or (is_exponent(stored) and dtype is torch.bfloat16)
+
+
 def groups_in_products(tiling: Tiling) -> dict[str, GroupedProduct]:
     """Return the products that tensor cores sum over all groups of codes, by their names.
 
@@ -62,11 +79,20 @@ def groups_in_products(tiling: Tiling) -> dict[str, GroupedProduct]:
     return {
         p.contraction.product: p
         for p in grouped_products(tiling.block)
-        if tiling.block.split_size(p.groups) % tiling.tile(p.groups) == 0
-        and holds_codes(tiling, p.value)
-        and tiling.dtype(tiling.inputs[p.scale]) in OFFSETS
-        and tiling.inputs[p.scale].bounds is None
+        if tiling.inputs[p.scale].bounds is None and _may_be_scaled(tiling, p)
     }
+
+
+def _may_be_scaled(tiling: Tiling, p: GroupedProduct) -> bool:
+    """Return True if tensor cores may multiply a value times the scale of its group.
+
+    Powers of two in bytes need bfloat16. Only in bfloat16 are 4-bit floats decoded in pairs.
+    """
+    if holds_codes(tiling, p.value) and tiling.dtype(tiling.inputs[p.scale]) in OFFSETS:
+        return True
+    has_codes = holds_codes(tiling, p.value) or is_small_float(tiling, p.value)
+    dtype = tiling.mma_dtype
+    return has_codes and dtype is torch.bfloat16 and scales_in(tiling, p.scale, dtype)
 
 
 def code_factors(
@@ -93,14 +119,17 @@ def code_factors(
             factor = x
             if scaled is not None and is_scaled:
                 factor = scaled.value
-                if tiling.dtype(tiling.inputs[scaled.scale]) is not dtype:
+                if not scales_in(tiling, scaled.scale, dtype):
                     continue
-            if dtype not in OFFSETS or not holds_codes(tiling, factor):
+            is_float = is_scaled and is_small_float(tiling, factor)
+            if is_float and dtype is not torch.bfloat16:
+                continue
+            if dtype not in OFFSETS or not (is_float or holds_codes(tiling, factor)):
                 continue
             name = factor if factor in tiling.inputs else str(tiling.ops[factor].args[0])
             zero = zero_points.get(name, 0.0)
             is_input = factor == name
-            subtracted = is_input or name in zero_points
+            subtracted = is_input or is_float or name in zero_points
             exact = zero <= _LARGEST_ZERO and (
                 subtracted or is_code_difference(tiling, tiling.ops[factor])
             )

@@ -556,7 +556,12 @@ class TensorLayout:
         if self.code_factors.get(str(x)) is dtype:
             return True
         i = self.tiling.inputs.get(str(x))
-        return i is not None and i.bounds is None and self.tiling.dtype(i) is dtype
+        if i is None or i.bounds is not None:
+            return False
+        is_scale = any(p.scale == i.name for p in self._grouped.values())
+        if is_scale:
+            return code_order.scales_in(self.tiling, i.name, dtype)
+        return self.tiling.dtype(i) is dtype
 
     @cached_property
     def kept_as_stored(self) -> frozenset[str]:
