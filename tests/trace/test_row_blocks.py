@@ -194,8 +194,8 @@ def errors_of_small_floats() -> dict[str, float]:
     dtype, width = torch.bfloat16, coded_experts.width_of("Mxfp4GptOssExperts")
     form = form_of(module, dtype)
     assert isinstance(form, ExpertsForm)
-    programs = blocks_programs(form, dtype, dtype)
     by_torch = blocks_of(form, dtype, dtype)
+    sizes, programs = by_torch.sizes, by_torch.programs
     runs = []
     for program in programs:
         ugraph = scaled_form(program.graph)
@@ -208,7 +208,8 @@ def errors_of_small_floats() -> dict[str, float]:
     for number, routing in itertools.product((0, 1), ("random", "outside")):
         chosen = [*by_torch.runs]
         chosen[number] = runs[number]
-        blocks = RowBlocks(programs, (chosen[0], chosen[1]), dtype, dtype, skips_blocks=False)
+        runs_of_both = chosen[0], chosen[1]
+        blocks = RowBlocks(sizes, programs, runs_of_both, dtype, dtype, skips_blocks=False)
         x, weights = torch.randn(21, width).to(dtype), torch.rand(21, CHOSEN).to(dtype)
         given = form, x, routed(21, routing), weights
         ours, wanted = blocks.run(*given).float(), by_torch.run(*given).float()
