@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class TracedSteps:
         """Whether the model's own forward over our cache need not be stock's."""
         return self.form != FORMS[0]
 
-    @property
+    @cached_property
     def most_slots(self) -> float:
         """The greatest capacity of a cache whose slots have a row in all tables of the model."""
         return min(most_slots(plan.recording) for plan in self.all_plans)

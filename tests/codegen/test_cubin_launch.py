@@ -13,12 +13,12 @@ import torch
 
 from mirage_hf import files
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import cubin_launch, cubins, early, loaded_cubin, triton
+from mirage_hf.codegen import cubin_launch, cubins, early, kernel_launch, loaded_cubin, triton
 from mirage_hf.codegen.cubin_launch import CubinLauncher
 from mirage_hf.codegen.cubins import Cubin, CubinError
 from mirage_hf.codegen.generated_program import POINTER_TYPES
 from mirage_hf.codegen.loaded_cubin import LoadedCubin
-from mirage_hf.decode.kernels import kernel_launch, sampling
+from mirage_hf.decode.kernels import sampling
 from mirage_hf.zoo.store import Store, packaged_store
 from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.ugraphs import rms_norm_linear

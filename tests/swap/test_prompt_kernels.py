@@ -107,6 +107,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(prompt_kernels, "_kernel", kernel)
     monkeypatch.setattr(prompt_kernels, "RowBlocks", unskipped)
     monkeypatch.setattr(prompt_kernels, "time_run", _faster_by_kernels)
+    monkeypatch.setattr(prompt_kernels, "_us_called", lambda *_: 1.0)
     yield found
 
 
@@ -237,7 +238,16 @@ def test_kernels_serve_the_numbers_of_tokens_for_which_they_are_faster(
         return SimpleNamespace(us=float(len(sets[0][0]) not in faster) if is_ours else 0.5)
 
     monkeypatch.setattr(prompt_kernels, "time_run", time)
+    monkeypatch.setattr(prompt_kernels, "_us_called", lambda *_: 1.0)
     assert prompt_kernels.faster_for(blocks, form, stock, above) == found
+
+
+def test_kernels_that_are_much_slower_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, form = some_blocks()
+    stock = partial(blocks.run, form)
+    monkeypatch.setattr(prompt_kernels, "time_run", lambda *_, **__: pytest.fail("was captured"))
+    monkeypatch.setattr(prompt_kernels, "_us_called", lambda run, _: 1.0 if run is stock else 3.0)
+    assert not prompt_kernels.faster_for(blocks, form, stock, 16)
 
 
 def test_kernels_that_give_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
