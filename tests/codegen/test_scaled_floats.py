@@ -15,6 +15,7 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.tune import cost, space
 from tests.helpers import small_float_programs
 from tests.helpers.machine_code import instructions_of_a_thread
+from tests.helpers.scaled_programs import check_errors, check_mutants
 from tests.helpers.small_float_programs import mxfp4_experts, mxfp4_linear
 from tests.helpers.triton_interpreter import run
 
@@ -29,11 +30,7 @@ def interpreted() -> dict:
 
 @pytest.mark.parametrize("name", small_float_programs.PROGRAMS)
 def test_kernels_are_as_close_to_float64_as_torch(interpreted, name):
-    results = interpreted[name]
-    for groups, weights_first, stages, error, eager in results:
-        assert error <= 1.25 * eager + 1e-4, (groups, weights_first, stages, error, eager)
-    assert {groups for groups, *_ in results} == {1, 2, 4}
-    assert {stages for _, _, stages, *_ in results} == {1, 3}
+    check_errors(interpreted[name])
 
 
 def test_every_code_times_every_scale_is_exact(interpreted):
@@ -41,11 +38,7 @@ def test_every_code_times_every_scale_is_exact(interpreted):
 
 
 def test_wrong_kernels_are_far_from_float64(interpreted):
-    error, eager = interpreted["mutants"].pop("the kernel itself")
-    assert error <= 1.25 * eager + 1e-4
-    assert interpreted["mutants"].keys() == small_float_programs.CHANGES.keys()
-    for name, (error, eager) in interpreted["mutants"].items():
-        assert error > 10 * eager, name
+    check_mutants(interpreted["mutants"], small_float_programs.CHANGES)
 
 
 def test_codes_take_few_instructions(tmp_path):

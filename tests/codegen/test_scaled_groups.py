@@ -24,6 +24,7 @@ from mirage_hf.verify.field_proof import prove
 from tests.helpers import scaled_programs
 from tests.helpers.coded_programs import int4_linear, int4_rows
 from tests.helpers.machine_code import instructions_of_a_thread
+from tests.helpers.scaled_programs import check_errors, check_mutants
 from tests.helpers.triton_interpreter import run
 
 pytest.importorskip("triton")
@@ -37,19 +38,11 @@ def interpreted() -> dict:
 
 @pytest.mark.parametrize("name", scaled_programs.PROGRAMS)
 def test_kernels_are_as_close_to_float64_as_torch(interpreted, name):
-    results = interpreted[name]
-    for groups, weights_first, stages, error, eager in results:
-        assert error <= 1.25 * eager + 1e-4, (groups, weights_first, stages, error, eager)
-    assert {groups for groups, *_ in results} == {1, 2, 4}
-    assert {stages for _, _, stages, *_ in results} == {1, 3}
+    check_errors(interpreted[name])
 
 
 def test_wrong_kernels_are_far_from_float64(interpreted):
-    error, eager = interpreted["mutants"].pop("the kernel itself")
-    assert error <= 1.25 * eager + 1e-4
-    assert interpreted["mutants"].keys() == scaled_programs.CHANGES.keys()
-    for name, (error, eager) in interpreted["mutants"].items():
-        assert error > 10 * eager, name
+    check_mutants(interpreted["mutants"], scaled_programs.CHANGES)
 
 
 def scaled_ugraph(rows: int = 16, group: int = 32, **options) -> UGraph:

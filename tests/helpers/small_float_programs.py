@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -21,7 +20,7 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import E2M1
 from tests.helpers.coded_programs import _Exact
-from tests.helpers.scaled_programs import scaled_form, scaled_schedules
+from tests.helpers.scaled_programs import mutant_errors, scaled_form, scaled_schedules
 
 #: Codes of a group.
 GROUP = 32
@@ -152,21 +151,6 @@ CHANGES = {
 }
 
 
-def mutant_errors() -> dict[str, tuple[float, float]]:
-    """Return (error, eager's error) of a kernel, and of wrong ones, by the name of the change."""
-    g = PROGRAMS["16 rows"]()
-    exact, ugraph = _Exact(g), scaled_form(g)
-    staged = (s for s in scaled_schedules(ugraph) if s.num_stages > 1 and s.weights_first)
-    schedule = next(s for s in staged if s.tiles["k"] == 4)
-    program = triton.generate(ugraph, [schedule])
-    errors = {"the kernel itself": (exact.error_of(program), exact.allowed)}
-    for name, (old, new) in CHANGES.items():
-        assert old in program.source, (name, program.source)
-        changed = replace(program, source=program.source.replace(old, new))
-        errors[name] = exact.error_of(changed), exact.allowed
-    return errors
-
-
 def instructions_of() -> tuple[UGraph, Schedule, int, int]:
     """Return a kernel of experts, its schedule, its steps, and the codes of each thread."""
     width, columns, groups, warps = 2880, 128, 4, 4
@@ -184,4 +168,4 @@ def main() -> None:
     """Print the errors of all programs and mutants as JSON."""
     errors: dict[str, object] = {name: errors_of(make()) for name, make in PROGRAMS.items()}
     errors["wrong weights"] = wrong_weights()
-    print(json.dumps(errors | {"mutants": mutant_errors()}))
+    print(json.dumps(errors | {"mutants": mutant_errors(PROGRAMS["16 rows"](), CHANGES)}))
