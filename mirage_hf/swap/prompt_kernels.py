@@ -80,8 +80,9 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
 
     Args:
         model: The model. Its modules are bound.
-        finder: Finds kernels. They are tuned only if it measures anew: tuning the experts of
-            gpt-oss takes 90 s, and for those of Qwen3-30B-A3B it finds the tiles of the estimate.
+        finder: Finds kernels. Only with tune="full" are they tuned. Otherwise the estimate chooses:
+            tuning the experts of gpt-oss takes 90 s, and for those of Qwen3-30B-A3B it chooses the
+            same tiles.
 
     Returns:
         Notes for the report.
@@ -226,7 +227,7 @@ def _kernel(program: KernelGraph, pattern: str, finder: KernelFinder) -> Run | N
     """
     try:
         kernel = finder.resolve(program, pattern=pattern)
-    except (SearchError, VerificationError, CodegenError):
+    except (SearchError, VerificationError, CodegenError, torch.OutOfMemoryError):
         return None
     return kernel.run if kernel.runs_kernel else None
 
