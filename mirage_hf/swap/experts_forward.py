@@ -8,7 +8,7 @@ experts at a time, and multiply with torch's grouped product.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,13 @@ class BlocksOfModule:
     """The kernels of blocks of rows of one module.
 
     Attributes:
-        blocks: Kernels, with the numbers of tokens for which they are faster than what runs without
-            them. Modules with the same programs share them.
+        blocks: The kernels. Modules with the same programs share them.
+        tokens: The numbers of tokens for which they are faster than what runs without them.
         made_for: What they were made for, as `facts_of`.
     """
 
-    blocks: Sequence[tuple[RowBlocks, range]]
+    blocks: RowBlocks
+    tokens: range
     made_for: tuple[Any, ...]
 
 
@@ -74,29 +75,27 @@ class ExpertsBinding(Binding):
         is_known = len(args) == 3 and not kwargs and not torch.compiler.is_compiling()
         if is_known and args[0].dim() == args[1].dim() == 2:
             self.called_with = args[1].shape[1], args[2].dtype
-            if (given := self._kernels_for(module, *args)) is not None:
-                blocks, form = given
-                return blocks.run(form, *args)
+            form = self._form_for_kernels(module, *args)
+            if self.kernels is not None and form is not None:
+                return self.kernels.blocks.run(form, *args)
         return self.run_otherwise(module, *args, **kwargs)
 
     @abstractmethod
     def run_otherwise(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the same without kernels of blocks of rows."""
 
-    def _kernels_for(
+    def _form_for_kernels(
         self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor
-    ) -> tuple[RowBlocks, ExpertsForm] | None:
-        """Return kernels that may run a call, and what the experts compute."""
-        if self.kernels is None or not is_plain_call(x):
+    ) -> ExpertsForm | None:
+        """Return what the experts compute, if the kernels may run a call."""
+        kernels = self.kernels
+        if kernels is None or len(x) not in kernels.tokens or not is_plain_call(x):
             return None
-        faster = (b for b, tokens in self.kernels.blocks if len(x) in tokens)
-        blocks = next(faster, None)
-        if blocks is None or not blocks.takes(x, index, weights):
+        if not kernels.blocks.takes(x, index, weights):
             return None
         form = form_of(module, x.dtype)
-        if not isinstance(form, ExpertsForm) or facts_of(module, form) != self.kernels.made_for:
-            return None
-        return blocks, form
+        is_same = isinstance(form, ExpertsForm) and facts_of(module, form) == kernels.made_for
+        return form if is_same else None  # type: ignore[return-value]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -38,7 +38,7 @@ from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.own_forward import FORWARD_KEY, bind_forward
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.op import MOST_TOKENS
-from mirage_hf.trace.experts.row_blocks import ROWS, BlockSizes, RowBlocks, blocks_programs
+from mirage_hf.trace.experts.row_blocks import BlockSizes, RowBlocks, blocks_programs
 from mirage_hf.trace.record import TraceError
 from mirage_hf.tune.measure import GLANCE, time_run
 
@@ -93,7 +93,7 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     if finder.tune != "full":
         finder = replace(finder, tune="never", noting=None)
     of_linears: dict[Any, RowsProduct | None] = {}
-    of_experts: dict[Any, Sequence[tuple[RowBlocks, range]]] = {}
+    of_experts: dict[Any, tuple[RowBlocks, range] | None] = {}
     for module in model.modules():
         binding = module.__dict__.get(FORWARD_KEY)
         if isinstance(binding, CodedBinding):
@@ -109,11 +109,11 @@ def _notes_of_linears(found: Sequence[RowsProduct | None]) -> list[str]:
     return [f"prompts of up to {PRODUCT_ROWS} tokens: {what} run by kernels"] if found else []
 
 
-def _notes_of_experts(found: Sequence[Sequence[tuple[RowBlocks, range]]]) -> list[str]:
+def _notes_of_experts(found: Sequence[tuple[RowBlocks, range] | None]) -> list[str]:
     if found and not any(found):
         why = "their kernels are slower than the library here, or there are none"
         return [f"prompts: experts run without kernels: {why}"]
-    ranges = {(tokens.start, tokens.stop - 1) for blocks in found for _, tokens in blocks}
+    ranges = {(kernels[1][0], kernels[1][-1]) for kernels in found if kernels is not None}
     return [f"prompts of {a} to {b} tokens: experts run by kernels" for a, b in sorted(ranges)]
 
 
@@ -154,51 +154,47 @@ def _give_blocks(
     binding: ExpertsBinding,
     dtype: torch.dtype,
     finder: KernelFinder,
-    found: dict[Any, Sequence[tuple[RowBlocks, range]]],
+    found: dict[Any, tuple[RowBlocks, range] | None],
 ) -> None:
     """Give experts kernels of blocks of rows. Experts with equal programs share them."""
     assert binding.called_with is not None
     form, (chosen, weights_dtype) = form_of(module, dtype), binding.called_with
     if not isinstance(form, ExpertsForm):
         return
-    sizes = [BlockSizes(len(form.first.tensors[0]), chosen, rows) for rows in ROWS]
+    sizes = BlockSizes(len(form.first.tensors[0]), chosen)
     try:
-        programs = [blocks_programs(form, size, dtype, weights_dtype) for size in sizes]
+        programs = blocks_programs(form, sizes, dtype, weights_dtype)
     except (GraphError, TraceError):
         return
-    key = tuple((str(p.graph), str(p.inputs)) for pair in programs for p in pair)
+    key = tuple((str(p.graph), str(p.inputs)) for p in programs)
     if key not in found:
-        faster: list[tuple[RowBlocks, range]] = []
-        stock, above = partial(binding.run_otherwise, module), MOST_TOKENS
-        for size, pair in zip(sizes, programs, strict=True):
-            first, second = (_kernel(program.graph, "experts", finder) for program in pair)
-            if first is None or second is None:
-                continue
-            blocks = RowBlocks(size, pair, (first, second), dtype, weights_dtype, skips_blocks=True)
-            if tokens := faster_for(blocks, form, stock, above):
-                faster.append((blocks, tokens))
-                above = tokens[-1]
-        found[key] = faster
-    if found[key]:
-        binding.kernels = BlocksOfModule(found[key], facts_of(module, form))
+        found[key] = None
+        first, second = (_kernel(program.graph, "experts", finder) for program in programs)
+        if first is not None and second is not None:
+            runs = first, second
+            blocks = RowBlocks(sizes, programs, runs, dtype, weights_dtype, skips_blocks=True)
+            tokens = faster_for(blocks, form, partial(binding.run_otherwise, module))
+            found[key] = (blocks, tokens) if tokens else None
+    if (kernels := found[key]) is not None:
+        binding.kernels = BlocksOfModule(*kernels, facts_of(module, form))
 
 
-def faster_for(blocks: RowBlocks, form: ExpertsForm, stock: Forward, above: int) -> range:
+def faster_for(blocks: RowBlocks, form: ExpertsForm, stock: Forward) -> range:
     """Return for which numbers of tokens kernels are faster than what runs without them.
 
-    The most tokens are timed, and halves of them down to the first that is slower again.
+    Only more tokens than a step has count. The most tokens are timed, and halves of them down to
+    the first that is slower again.
 
     Args:
         blocks: The kernels.
         form: The experts.
         stock: What runs without kernels.
-        above: Only more tokens count.
     """
     tokens, found = blocks.sizes.tokens, range(0)
-    while tokens > above:
+    while tokens > MOST_TOKENS:
         given = _random_tokens(blocks, tokens, form.first.tensors[0].device)
         if _is_better(f"experts of {tokens} tokens", partial(blocks.run, form), stock, given):
-            found = range(max(above, tokens // 2) + 1, (found.stop or tokens + 1))
+            found = range(max(MOST_TOKENS, tokens // 2) + 1, (found.stop or tokens + 1))
         elif found:
             break
         tokens //= 2

@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.trace.experts import row_layout as row_layout_module
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from mirage_hf.trace.experts.row_blocks import ROWS, BlockSizes, RowBlocks, blocks_programs
+from mirage_hf.trace.experts.row_blocks import BlockSizes, RowBlocks, blocks_programs
 from mirage_hf.trace.experts.row_layout import row_layout
 from tests.helpers import coded_experts, triton_interpreter
 from tests.helpers.coded_experts import CODED
@@ -22,6 +22,8 @@ from tests.helpers.decode_states import assert_compiles_and_waits
 from tests.trace.test_experts import CASES, built
 
 EXPERTS, CHOSEN = 6, 2
+#: Rows of a block: as in models, and others.
+ROWS = (16, 64)
 ROUTINGS = ("random", "one expert", "different experts", "outside")
 
 

@@ -30,9 +30,9 @@ from mirage_hf.trace.program import alike
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 
-#: Rows of a block. Tensor cores multiply 16 at once. Longer blocks read a weight less often if an
-#: expert has more rows.
-ROWS = (16, 64)
+#: Rows of a block: the fewest that tensor cores multiply at once. Blocks of 64 rows were slower
+#: than the library for all numbers of tokens (decision 027).
+ROWS = 16
 
 #: Inputs of programs: the experts of blocks (blocks, 1), tokens (tokens, width), the tokens of rows
 #: (blocks, 1, rows), results of the first program (blocks, 1, rows, width), and the routing weights
@@ -52,7 +52,7 @@ class BlockSizes:
 
     experts: int
     chosen: int
-    rows: int
+    rows: int = ROWS
 
     @property
     def blocks(self) -> int:
