@@ -30,7 +30,7 @@ class BlocksOfModule:
 
     Attributes:
         blocks: The kernels. Modules with the same programs share them.
-        tokens: The numbers of tokens for which they are faster than what runs without them.
+        tokens: The numbers of tokens for which they are faster than stock.
         made_for: What they were made for, as `facts_of`.
     """
 

@@ -111,7 +111,7 @@ def _notes_of_linears(found: Sequence[RowsProduct | None]) -> list[str]:
 
 def _notes_of_experts(found: Sequence[tuple[RowBlocks, range] | None]) -> list[str]:
     if found and not any(found):
-        why = "their kernels are slower than the library here, or there are none"
+        why = "their kernels are slower than the library here, or failed, or there are none"
         return [f"prompts: experts run without kernels: {why}"]
     ranges = {(kernels[1][0], kernels[1][-1]) for kernels in found if kernels is not None}
     return [f"prompts of {a} to {b} tokens: experts run by kernels" for a, b in sorted(ranges)]
@@ -180,7 +180,7 @@ def _give_blocks(
 
 
 def faster_for(blocks: RowBlocks, form: ExpertsForm, stock: Forward) -> range:
-    """Return for which numbers of tokens kernels are faster than what runs without them.
+    """Return the numbers of tokens for which kernels are faster than stock.
 
     Only more tokens than a step has count. The most tokens are timed, and halves of them down to
     the first that is slower again.

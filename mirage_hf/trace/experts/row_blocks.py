@@ -1,8 +1,8 @@
-"""Run the experts of a prompt by kernels: blocks of rows, each of which belongs to one expert.
+"""Run the experts of a prompt by kernels that take blocks of rows.
 
-The rows that tokens give to experts are sorted into blocks (row_layout.py). So blocks choose
-experts as single tokens do, and the programs are the same but for the rows of a block. A block
-without an expert reads no weight.
+The rows that tokens give to experts are sorted into blocks, each for one expert (row_layout.py). A
+block chooses its expert as a token does. So the programs are those of a step, with several rows for
+each choice. A block without an expert reads no weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 #: Rows of a block: the fewest that tensor cores multiply at once. Blocks of 64 rows were slower
-#: than the library for all numbers of tokens (decision 027).
+#: than the library for the two mixtures that were measured (decision 027).
 ROWS = 16
 
 #: Inputs of programs: the experts of blocks (blocks, 1), tokens (tokens, width), the tokens of rows

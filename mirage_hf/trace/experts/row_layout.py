@@ -1,7 +1,7 @@
 """Sort the rows that tokens give to experts into blocks of one expert each.
 
-On a GPU one kernel does this. Sorting with torch takes about 25 launches, and 76 µs for 1,024 rows
-of 128 experts (H200).
+On a GPU one kernel does this. With torch it takes many launches, and 76 µs for 1,024 rows of 128
+experts (H200).
 """
 
 from __future__ import annotations

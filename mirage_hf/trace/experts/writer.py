@@ -43,7 +43,7 @@ class ExpertsWriter:
     Attributes:
         graph: The program.
         index: The chosen experts (rows, chosen), an input of the program.
-        note: Called with each parameter of which a part becomes an input of the program.
+        note: Called with a parameter, and with the part of it that becomes an input of the program.
     """
 
     graph: KernelGraph
