@@ -11,10 +11,11 @@ the block.
 
 There are four ways. A call takes the first one that is possible:
 
-1. Kernels, captured, if the weights lie where they did. They are replayed before the fingerprint of
-   the model is taken (`Prefills.captured` with `unseen_model`).
-2. Captured, by kernels or by HF's forward, from the second prompt of a bucket on. Long prompts are
-   not captured: for them the GPU takes longer than the host's launches.
+1. Captured already, by kernels or by HF's forward, if all that the graph reads lies where it did.
+   It is replayed before the fingerprint of the model is taken (`Prefills.captured` with
+   `unseen_model`).
+2. Captured, from the second prompt of a bucket on. Long prompts are not captured: for them the GPU
+   takes longer than the host's launches.
 3. Kernels, called (`Prefills.run_kernels`), except for the first prompt of a batch size.
 4. HF's forward, called.
 
@@ -35,6 +36,7 @@ from torch import Tensor
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.call_plan import CallInputs
 from mirage_hf.decode.graphs import capture
+from mirage_hf.decode.model_memory import ModelMemory
 from mirage_hf.decode.prefill_checks import (
     check_causal,
     check_kernels,
@@ -58,28 +60,18 @@ class PrefillGraph:
     Attributes:
         graph: The CUDA graph.
         prompts: The prompts that it reads.
-        addresses: The addresses of the weights that its kernels read. None for HF's forward.
+        memory: The memory of the model that it reads.
         held: Everything else that it reads.
         layers: Layers whose keys and values it writes.
+        by_kernels: Whether it runs our kernels, not HF's forward.
     """
 
     graph: Any
     prompts: BucketedPrompts
-    addresses: tuple[int, ...] | None
+    memory: ModelMemory
     held: Any
     layers: frozenset[int]
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether it runs our kernels."""
-        return self.addresses is not None
-
-    def may_run_on_unseen_model(self, model_kernels: ModelKernels | None) -> bool:
-        """Return whether all weights that it reads lie where they did.
-
-        Then it may be replayed whatever was done to the model, while its results are not used.
-        """
-        return model_kernels is not None and _addresses(model_kernels) == self.addresses
+    by_kernels: bool
 
     def run(self, input_ids: Tensor, block: CacheBlock) -> None:
         """Prefill a prompt (batch, length) into the block of the capture, logits included."""
@@ -214,7 +206,7 @@ class Prefills:
         if graph is not None and graph.by_kernels and _have_changed(model_kernels):
             del graphs[name]
             graph = None
-        if unseen_model and (graph is None or not graph.may_run_on_unseen_model(model_kernels)):
+        if unseen_model and (graph is None or not graph.memory.serves(request.model)):
             return None
         if graph is None:
             graph = self._capture_second(request, may_capture_forward and shape.is_plain)
@@ -346,15 +338,15 @@ def capture_prefill(request: PrefillRequest, model_kernels: ModelKernels | None)
     finally:
         block.logits.copy_(logits)
     if model_kernels is None:
-        return PrefillGraph(graph, prompts, None, prefill.held, frozenset(block.written))
-    layers = frozenset(range(len(model_kernels.layers)))
-    return PrefillGraph(graph, prompts, _addresses(model_kernels), prefill.held, layers)
+        memory, layers = ModelMemory.of_model(model), frozenset(block.written)
+    else:
+        memory = ModelMemory.of_kernels(model_kernels)
+        layers = frozenset(range(len(model_kernels.layers)))
+    return PrefillGraph(
+        graph, prompts, memory, prefill.held, layers, by_kernels=model_kernels is not None
+    )
 
 
 def _have_changed(model_kernels: ModelKernels | None) -> bool:
     """Return whether a model has lost its kernels, or a number that they were made for."""
     return model_kernels is None or bool(model_kernels.changed())
-
-
-def _addresses(model_kernels: ModelKernels) -> tuple[int, ...]:
-    return tuple([weight.data_ptr() for weight in model_kernels.weights])

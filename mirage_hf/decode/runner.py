@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_pool import CachePool
@@ -128,10 +127,11 @@ class DecodeRunner:
 
         A walk over a model takes milliseconds.
         """
-        model_kernels, last = self.model_kernels, self.last_fingerprint
-        if model_kernels is None or last is None or self.mode == "eager":
+        last = self.last_fingerprint
+        if last is None or self.mode == "eager" or why_no_capture(model.device):
             return None
-        if why_no_capture(model.device) or not _embeds_by(model, model_kernels.embedding):
+        # the traced steps would not serve a model that the last call found changed
+        if self.traced is not None and last.graph_facts != self.traced_for:
             return None
         return last if is_expected_to_hold(last, model) else None
 
@@ -388,18 +388,6 @@ class DecodeRunner:
 def kernels_pay(device: torch.device) -> bool:
     """Return whether the kernels of prompts are worth calling one by one."""
     return device.type == "cuda"
-
-
-def _embeds_by(model: Any, embedding: Tensor) -> bool:
-    """Return whether the model's tokens are rows of that table, and nothing maps them before.
-
-    With a larger table some tokens would have no row here. Reading beyond a table ends the process.
-    """
-    table = model.get_input_embeddings()
-    if getattr(table, "_parameters", {}).get("weight") is not embedding:
-        return False
-    modules = (model, model.base_model, table)
-    return not any(m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
 
 
 def _key_of(chooser: Chooser | None) -> object:

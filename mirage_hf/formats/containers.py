@@ -58,12 +58,17 @@ def memory_of(t: Tensor) -> Any:
     return (id(t), t.dtype, None if t.is_inference() else t._version, *parts)
 
 
-def bytes_of(t: Tensor) -> int:
-    """Return the bytes of a tensor, or of the tensors that it consists of."""
+def plain_parts(t: Tensor) -> list[Tensor]:
+    """Return the tensors with memory of their own that a tensor consists of, itself if it has."""
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
-        return t.nbytes
-    return sum(bytes_of(getattr(t, name)) for name in flatten()[0])
+        return [t]
+    return [part for name in flatten()[0] for part in plain_parts(getattr(t, name))]
+
+
+def bytes_of(t: Tensor) -> int:
+    """Return the bytes of a tensor, or of the tensors that it consists of."""
+    return sum(part.nbytes for part in plain_parts(t))
 
 
 def text_of(x: Any) -> str:
