@@ -289,6 +289,8 @@ def _known_tokens(cache: Any) -> int:
 def decode(session: Session, streamer: Any) -> Tensor:
     """Choose tokens until every row has ended, and return the sequences."""
     runner, selection = session.runner, session.plan.selection
+    if runner.model_kernels is None:  # experts are about to get another form, as with stock
+        session.confirm_model()
     # as stock does: mixtures of experts have a form for few tokens
     model, rows = session.inputs.model, session.block.batch * session.plan.tokens
     with model._optimize_model_for_decode(), experts_by_kernels(model, rows):

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.models, pytest.mark.usefixtures("captures")]
 
 
 #: The families of the first test: how a captured prompt of theirs counts.
-FAMILIES = {"llama": "captured, by kernels", "louder": "captured"}
+FAMILIES = {"llama": "captured, by kernels", "louder": "captured", "mixtral": "captured"}
 
 #: By name: whether all that a captured prompt reads is still in its place, and the change.
 CHANGES: dict[str, tuple[bool, Any]] = {
@@ -76,8 +76,7 @@ def test_the_fingerprint_is_taken_while_the_prompt_runs(
     by_kernels, kind = family == "llama", FAMILIES[family]
     # kernels of prompts were made for this number; a captured forward of stock's looks at none
     early |= change == "a norm's number" and not by_kernels
-    # traced steps run only once the model is known
-    steps_before = ["step"] * (depth if by_kernels else min(depth, 1))
+    steps_before = ["step"] * depth * by_kernels  # traced steps run only once the model is known
     for model in (stock, ours):
         alter(model)
     events, before = [], dict(runner.prefills)
