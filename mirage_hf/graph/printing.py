@@ -29,7 +29,8 @@ def tensor_type(t: DTensor) -> str:
 
 def _input(t: DTensor) -> str:
     strides = "" if t.strides == row_major(t.dims) else f" strides {_value(t.strides)}"
-    return f"{t} = input {tensor_type(t)}{strides}{' constant' if t.constant else ''}"
+    flags = "".join(f" {name}" for name, holds in t.flags.items() if holds)
+    return f"{t} = input {tensor_type(t)}{strides}{flags}"
 
 
 def _op(op: KernelOp) -> str:
