@@ -50,8 +50,8 @@ class PlacedOp(KernelOp):
     caches: frozenset[int] = frozenset()
     #: Bounds, positions and indices that may be read before the grid dependency wait, while the
     #: previous kernel still runs. Bounds and positions: only in µGraphs that append to caches (see
-    #: `launching.launch`). Indices: settled inputs of the µGraph, and all inputs unless this is
-    #: its first kernel. An earlier kernel of the µGraph has waited then, so they were written.
+    #: `launching.launch`). Indices: inputs of the µGraph, unless this is its first kernel. An
+    #: earlier kernel of the µGraph has waited then, so they were written.
     readable_before_wait: frozenset[int] = frozenset()
     #: True if only generated kernels read the op's partial results, so their layout is free.
     has_private_partials: bool = False
@@ -98,7 +98,6 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
     # who writes bounds.
     integers = {t.index for t in kernels.inputs if t.dtype in (torch.int32, torch.int64) and caches}
     indices = {kernels.inputs[n].index for n in indices_of(kernels)}
-    settled = {t.index for t in kernels.inputs if t.settled} & indices
     read_elsewhere = _read_by_library(kernels)
     strided: dict[int, DTensor] = {}
     block_ops: list[PlacedOp] = []
@@ -116,7 +115,7 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
                     appends=appended,
                     caches=_positions(inputs, caches),
                     readable_before_wait=_positions(
-                        inputs, integers | (indices if block_ops else settled)
+                        inputs, integers | indices if block_ops else integers
                     ),
                     has_private_partials=read_elsewhere.isdisjoint(t.index for t in op.outputs),
                 )

@@ -56,7 +56,6 @@ A node with `op` "input" is an input:
 - `dims`: sizes. A symbolic dim is `{"dim": name, "max": size}`.
 - `strides`: a stride per dim, in elements. [1, 4096] reads the weight of an nn.Linear transposed.
 - `constant` (optional): true for weights, which nothing writes while kernels run.
-- `settled` (optional): true for what was written before the kernel launched right before these.
 
 Any other node is an op:
 

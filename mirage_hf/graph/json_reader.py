@@ -272,11 +272,10 @@ def _read_ugraph(place: _Place) -> UGraph:
         ours, theirs = ([(t.dims, t.dtype) for t in getattr(g, what)] for g in (program, kernels))
         if ours != theirs:
             raise place.error(f"program and kernels differ in their {what}")
-    ours, theirs = ([(t.strides, t.flags) for t in g.inputs] for g in (program, kernels))
+    ours, theirs = ([(t.strides, t.constant) for t in g.inputs] for g in (program, kernels))
     if ours != theirs:
         raise place.error(
-            "program and kernels differ in the strides of their inputs, or in which are constant "
-            "or settled"
+            "program and kernels differ in the strides of their inputs, or in which are constant"
         )
     return UGraph(program, kernels)
 
@@ -318,7 +317,6 @@ def _read_input(graph: KernelGraph, node: _Place) -> DTensor:
         strides,
         node.get("name", "text"),
         constant=bool(node.optional("constant", "flag")),
-        settled=bool(node.optional("settled", "flag")),
     )
     return made
 

@@ -65,8 +65,8 @@ def _graph_body(graph: GraphContents) -> Json:
 
 
 def _input(t: DTensor) -> Json:
-    flags = {name: True for name, holds in t.flags.items() if holds}
-    return {"op": "input", **tensor_to_dict(t), "strides": list(t.strides)} | flags
+    constant = {"constant": True} if t.constant else {}
+    return {"op": "input", **tensor_to_dict(t), "strides": list(t.strides)} | constant
 
 
 def tensor_to_dict(t: DTensor) -> Json:

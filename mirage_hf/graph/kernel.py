@@ -94,7 +94,6 @@ class KernelGraph:
         name: str | None = None,
         *,
         constant: bool = False,
-        settled: bool = False,
     ) -> DTensor:
         """Add an input.
 
@@ -110,9 +109,6 @@ class KernelGraph:
             name: An identifier that no other tensor of the graph has. None: t0, t1, …
             constant: True for a weight, which nothing writes while kernels run. So, if launches
                 overlap, a kernel may read it before the previous kernel is done.
-            settled: True for an input that was written before the kernel launched right before the
-                program. So, if launches overlap, the first kernel may read an index while that
-                kernel still runs, and prefetch what the index chooses.
         """
         if isinstance(dims, int):
             raise errors.GraphError(
@@ -135,8 +131,7 @@ class KernelGraph:
             )
         if is_packed(dtype):
             word_dims(dims, strides)
-        flags = {"constant": bool(constant), "settled": bool(settled)}
-        tensor = self._tensor(dims, dtype, name, strides, **flags)
+        tensor = self._tensor(dims, dtype, name, strides, bool(constant))
         self._inputs.append(tensor)
         return tensor
 
@@ -146,7 +141,7 @@ class KernelGraph:
             raise errors.GraphError(
                 f"input_like: expected a tensor of a graph, got {type(t).__name__}"
             )
-        return self.new_input(t.dims, t.dtype, t.strides, t.name, **t.flags)
+        return self.new_input(t.dims, t.dtype, t.strides, t.name, constant=t.constant)
 
     def mark_output(self, *tensors: DTensor) -> None:
         """Make tensors outputs, in this order."""
@@ -397,7 +392,7 @@ class KernelGraph:
         dtype: torch.dtype,
         name: str | None,
         strides: tuple[int, ...] | None = None,
-        **flags: bool,
+        constant: bool = False,
     ) -> DTensor:
         index = len(self._tensors)
         taken = self.names
@@ -413,7 +408,7 @@ class KernelGraph:
             raise errors.GraphError(
                 f"tensor {name} of {errors.shape(dims)} has 2^63 bytes or more; make its dims less"
             )
-        t = DTensor(index, dims, dtype, name, strides, self._uid, **flags)
+        t = DTensor(index, dims, dtype, name, strides, self._uid, constant)
         self._tensors.append(t)
         return t
 

@@ -29,8 +29,7 @@ def tensor_type(t: DTensor) -> str:
 
 def _input(t: DTensor) -> str:
     strides = "" if t.strides == row_major(t.dims) else f" strides {_value(t.strides)}"
-    flags = "".join(f" {name}" for name, holds in t.flags.items() if holds)
-    return f"{t} = input {tensor_type(t)}{strides}{flags}"
+    return f"{t} = input {tensor_type(t)}{strides}{' constant' if t.constant else ''}"
 
 
 def _op(op: KernelOp) -> str:

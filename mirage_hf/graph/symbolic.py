@@ -148,7 +148,7 @@ def at(graph: KernelGraph, sizes: Mapping[str, int]) -> KernelGraph:
             t.dtype,
             None if t.strides == row_major(t.dims) else t.strides,
             t.name,
-            **t.flags,
+            constant=t.constant,
         )
         for t in graph.inputs
     ]
@@ -190,7 +190,9 @@ def for_program(
     kernels, size = KernelGraph(), _giving(sizes or {})
     # The dims come from the program, because its symbolic dims have names.
     inputs = [
-        kernels.new_input(theirs.dims, theirs.dtype, theirs.strides, t.name, **theirs.flags)
+        kernels.new_input(
+            theirs.dims, theirs.dtype, theirs.strides, t.name, constant=theirs.constant
+        )
         for t, theirs in zip(ugraph.kernels.inputs, program.inputs, strict=True)
     ]
 

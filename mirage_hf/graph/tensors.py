@@ -35,15 +35,6 @@ class DTensor:
     #: read them before the kernels launched earlier are done.
     constant: bool = False
 
-    #: True for inputs that were written before the kernel launched right before the program. The
-    #: first kernel may read an index among them while that kernel still runs.
-    settled: bool = False
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """What `KernelGraph.new_input` takes of an input besides its name and layout."""
-        return {"constant": self.constant, "settled": self.settled}
-
     def __str__(self) -> str:
         return f"%{self.name}"
 

@@ -218,8 +218,8 @@ class _Parser(_TokenReader):
         dtype, dims = self.type()
         strides = tuple(self.many(self.integer, "(", ")")) if self.takes("strides") else None
         name = self.single(names)
-        flags = {flag: self.takes(flag) for flag in ("constant", "settled")}
-        made: DTensor = self.build(graph.new_input, dims, dtype, strides, name, **flags)
+        constant = self.takes("constant")
+        made: DTensor = self.build(graph.new_input, dims, dtype, strides, name, constant=constant)
         return made
 
     def single(self, names: list[str]) -> str:

@@ -396,7 +396,9 @@ def _library_choice(window: Window, call_us: CallCost) -> Choice:
 def graph_key(graph: KernelGraph) -> str:
     """Return a digest that is the same for graphs that differ in names only."""
     plain = KernelGraph()
-    inputs = [plain.new_input(t.dims, t.dtype, t.strides, **t.flags) for t in graph.inputs]
+    inputs = [
+        plain.new_input(t.dims, t.dtype, t.strides, constant=t.constant) for t in graph.inputs
+    ]
     plain.mark_output(*inline(plain, graph, inputs))
     return json_format.digest(json_format.graph_to_dict(plain))
 

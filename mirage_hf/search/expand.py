@@ -11,7 +11,7 @@ def expand(graph: KernelGraph) -> KernelGraph:
     expanded = KernelGraph()
     new: dict[int, DTensor] = {}
     for t in graph.inputs:
-        new[t.index] = expanded.new_input(t.dims, t.dtype, t.strides, **t.flags)
+        new[t.index] = expanded.new_input(t.dims, t.dtype, t.strides, constant=t.constant)
     for op in graph.ops:
         args = [new[x.index] if isinstance(x, DTensor) else x for x in op.inputs]
         if op.block is not None:

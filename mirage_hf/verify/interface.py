@@ -34,11 +34,11 @@ def interface_differs(
 
 
 def _interface(t: DTensor, with_strides: bool) -> tuple[object, ...]:
-    layout = (t.strides, t.constant, t.settled) if with_strides else ()
+    layout = (t.strides, t.constant) if with_strides else ()
     return (t.dims, t.dtype, *layout)
 
 
 def _text(t: DTensor) -> str:
-    flags = "".join(f", {name}" for name, holds in t.flags.items() if holds)
+    constant = ", constant" if t.constant else ""
     dims, strides = errors.shape(t.dims), errors.shape(t.strides)
-    return f"{table.dtype_name(t.dtype)} {dims} with strides {strides}{flags}"
+    return f"{table.dtype_name(t.dtype)} {dims} with strides {strides}{constant}"

@@ -200,7 +200,7 @@ def resized(
             t.dtype,
             t.strides if keep_strides else None,
             name=t.name,
-            **t.flags,
+            constant=t.constant,
         )
         for t in graph.inputs
     }

@@ -142,11 +142,8 @@ class Tiling:
 
     def is_constant(self, i: BlockInput) -> bool:
         """Return True if an input may be read while earlier launches still run."""
-        if i.taken is None:
-            return self.is_weight(i)
-        index = i.taken.index
-        is_early = index in self.op.readable_before_wait and not self.has_index_in_loop(i)
-        return self.is_weight(i) and (is_early or self.operands[index].constant)
+        has_constant_index = i.taken is None or self.operands[i.taken.index].constant
+        return self.is_weight(i) and has_constant_index
 
     def is_weight(self, i: BlockInput) -> bool:
         """Return True if the sources of an input are constant. An index may choose among them."""
@@ -167,6 +164,9 @@ class Tiling:
         Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
         read before the wait. If an index chooses what is read, it must be known before the wait.
         """
+        if i.taken is not None:
+            is_early = i.taken.index in self.op.readable_before_wait
+            return self.is_weight(i) and (is_early or self.is_constant(i))
         is_cache = i.bounds is None and self.op.caches.issuperset(i.sources)
         return self.is_constant(i) or is_cache
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mirage_hf.errors import GraphError, Rejected
 from mirage_hf.formats.coding import as_dtype
-from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph, row_major
+from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.trace.experts.form import ExpertsForm, Linear
 from mirage_hf.trace.experts.gate import gate
 from mirage_hf.trace.experts.op import EXPERTS, MOST_TOKENS, form_named
@@ -184,18 +184,15 @@ class _Writer:
         between = Value(self.number, 1)  # a result that the recorded node does not have
         return [self._first_program(between), self._second_program(between)]
 
-    def _begin(self, *, settled: bool) -> None:
-        """Begin a program. The index is settled if another kernel has read it before."""
+    def _begin(self) -> None:
+        """Begin a program."""
         self.graph: KernelGraph = new_kernel_graph()
         self.inputs: list[Operand] = []
-        dims = self.rows, self.chosen
-        # a copy would be made right before the program
-        settled &= self.recording.meta(self.index).strides == row_major(dims)
-        e = self._given(self.index, dims, torch.int64, settled=settled)
+        e = self._given(self.index, (self.rows, self.chosen), torch.int64)
         self.chosen_linears = ExpertsWriter(self.graph, e, self._note)
 
     def _first_program(self, between: Value) -> Region:
-        self._begin(settled=False)
+        self._begin()
         linear = self.form.first
         norm = self.terms.repeated_norm(self.x)
         if norm is not None and is_unmade(norm.operands[0], self.terms):
@@ -211,7 +208,7 @@ class _Writer:
         return self._region((self.number,), between, h.dims, h.dims, linear)
 
     def _second_program(self, between: Value) -> Region:
-        self._begin(settled=True)
+        self._begin()
         graph, rows, meta, linear = self.graph, self.rows, self.recording.meta, self.form.second
         h = self._given(between, (rows, self.chosen, 1, linear.columns), self.dtype)
         y = self.chosen_linears.linear(h, linear)
@@ -259,9 +256,7 @@ class _Writer:
     def _note(self, tensor: Tensor, part: ParameterPart) -> None:
         self.inputs.append(ParameterSlice(self.held[id(tensor)], (), (), (), part=part))
 
-    def _given(
-        self, source: Any, dims: tuple[int, ...], dtype: torch.dtype, *, settled: bool = False
-    ) -> DTensor:
+    def _given(self, source: Any, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
         is_between = source == Value(self.number, 1)
         self.inputs.append(Operand(source, dims, tuple(range(len(dims))), dims, is_between))
-        return self.graph.new_input(dims, dtype, settled=settled)
+        return self.graph.new_input(dims, dtype)

@@ -102,7 +102,7 @@ def blocks_programs(
         x = as_dtype(first.graph, first.weighed(x, weights_dtype), dtype)
     with closing(FakeOnceMode()) as mode:
         h = gate(form, dtype, first.graph, partial(first.writer.linear, x, form.first), mode)
-    second = _Program(form, sizes, settled=True)
+    second = _Program(form, sizes)
     shape = (sizes.blocks, 1, sizes.rows, form.second.columns)
     y = second.writer.linear(second.input(BETWEEN, shape, dtype), form.second)
     if form.scales_inputs:
@@ -114,23 +114,21 @@ def blocks_programs(
 
 
 class _Program:
-    """A program that is being written. Its index is settled if another program has read it."""
+    """A program that is being written."""
 
-    def __init__(self, form: ExpertsForm, sizes: BlockSizes, *, settled: bool = False):
+    def __init__(self, form: ExpertsForm, sizes: BlockSizes):
         self.graph, self.sizes = new_kernel_graph(), sizes
         self.inputs: list[str | tuple[int, ParameterPart]] = []
         numbers = {id(x): number for number, x in enumerate(form.parameters)}
-        experts = self.input(EXPERTS, (sizes.blocks, 1), torch.int64, settled=settled)
+        experts = self.input(EXPERTS, (sizes.blocks, 1), torch.int64)
         self.writer = ExpertsWriter(
             self.graph, experts, lambda x, part: self.inputs.append((numbers[id(x)], part))
         )
 
-    def input(
-        self, name: str, dims: tuple[int, ...], dtype: torch.dtype, *, settled: bool = False
-    ) -> DTensor:
+    def input(self, name: str, dims: tuple[int, ...], dtype: torch.dtype) -> DTensor:
         """Add an input that is no parameter."""
         self.inputs.append(name)
-        return self.graph.new_input(dims, dtype, settled=settled)
+        return self.graph.new_input(dims, dtype)
 
     def weighed(self, x: DTensor, dtype: torch.dtype) -> DTensor:
         """Return rows times their routing weights, which have a dtype."""
