@@ -21,6 +21,7 @@ __all__ = [
     "Resolve",
     "experts_by_kernels",
     "experts_report",
+    "parts_with_default_experts",
 ]
 
 _experts = Experts()
@@ -39,17 +40,23 @@ def experts_by_kernels(model: Any, tokens: int, resolve: Resolve | None = None) 
     Yields:
         Whether kernels may run.
     """
-    chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
-    own = [name for name, kind in chosen.items() if kind in ("grouped_mm", "batched_mm")]
+    own = parts_with_default_experts(model)
     if not own or tokens > MOST_TOKENS or model.device.type != _experts.device_type:
         yield False
         return
+    chosen: dict[str, str] = model.get_experts_implementation()
     model.set_experts_implementation({**chosen, **dict.fromkeys(own, NAME)})
     try:
         with _experts.resolved_by(resolve):
             yield True
     finally:
         model.set_experts_implementation(chosen)
+
+
+def parts_with_default_experts(model: Any) -> list[str]:
+    """Return the parts of a model, by name in its config, whose experts no user has chosen."""
+    chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
+    return [name for name, kind in chosen.items() if kind in ("grouped_mm", "batched_mm")]
 
 
 def experts_report() -> ExpertsReport:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from mirage_hf.decode import call_plan, generate, install, prefill, session
 from mirage_hf.decode import runner as decode_runner
+from mirage_hf.experts_interface import parts_with_default_experts
 from tests.helpers.generate_comparison import assert_same, prompt, tiny
 from tests.helpers.prompt_pairs import FULL, agree, optimized
 
@@ -76,7 +79,9 @@ def test_the_fingerprint_is_taken_while_the_prompt_runs(
     by_kernels, kind = family == "llama", FAMILIES[family]
     # kernels of prompts were made for this number; a captured forward of stock's looks at none
     early |= change == "a norm's number" and not by_kernels
-    steps_before = ["step"] * depth * by_kernels  # traced steps run only once the model is known
+    # traced steps run only once the model is known, and so do experts
+    most = {"llama": depth, "louder": 1, "mixtral": 0}[family]
+    steps_before = ["step"] * min(depth, most)
     for model in (stock, ours):
         alter(model)
     events, before = [], dict(runner.prefills)
@@ -278,6 +283,33 @@ def test_a_call_that_stock_serves_starts_early_only_once(
         and sum(n for what, n in ours.generate.runner.counts.items() if what.startswith("stock"))
         == 3
     )
+
+
+def test_experts_that_change_their_form_for_steps_are_no_other_model(
+    captures: list[str], resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers changes the form of experts during steps. On a CPU it does not."""
+    stock, ours = optimized("mixtral", {})
+    if not parts_with_default_experts(ours):
+        pytest.skip("this version of transformers has one form of experts")
+    for length in (7, 8, 9):
+        agree(stock, ours, 1, length)
+
+    @contextmanager
+    def another_form() -> Iterator[None]:
+        before = ours.config._experts_implementation
+        ours.config._experts_implementation_internal = "batched_mm"
+        try:
+            yield
+        finally:
+            ours.config._experts_implementation_internal = before
+
+    attempts, attempt = [], generate.attempt
+    monkeypatch.setattr(ours, "_optimize_model_for_decode", another_form)
+    monkeypatch.setattr(generate, "attempt", lambda *of: attempts.append(1) or attempt(*of))
+    for length in (10, 11):
+        agree(stock, ours, 1, length)
+    assert len(attempts) == 2
 
 
 def test_each_call_has_its_own_fingerprint() -> None:
