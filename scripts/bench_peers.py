@@ -271,7 +271,8 @@ def draft_options(
     assistant.generation_config.num_assistant_tokens_schedule = schedule
     assistant.generation_config.assistant_confidence_threshold = 0.0
     if is_ours:
-        made_fast(assistant, batch_sizes=(len(prompts.ids),), tune=args.tune)
+        sizes = (len(prompts.ids),)
+        made_fast(assistant, batch_sizes=sizes, draft_tokens=(1,), tune=args.tune)
     return {"assistant_model": assistant}
 
 

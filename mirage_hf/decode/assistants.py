@@ -35,6 +35,9 @@ _KWARGS = (
     "use_cache",
 )
 
+#: An assistant's step.
+_Step = StepProgram | TracedStep
+
 #: Fills a block with the keys, values and logits of an assistant's prompt.
 Prefill = Callable[[Any, CallInputs, CallPlan, CacheBlock], None]
 
@@ -59,6 +62,20 @@ class Assistant:
     def steps(self) -> ModelKernels | TracedSteps:
         """The assistant's steps."""
         return self.runner.model_kernels or self.runner.traced  # type: ignore[no-any-return]
+
+    @property
+    def pair(self) -> StepShape | None:
+        """The shape of a step of two tokens, if the assistant has one that may be fed again.
+
+        A recurrent state would take the first token twice.
+        """
+        batch = len(self.inputs.input_ids)
+        of_two = (shape for shape in self.steps.shapes if (shape.batch, shape.tokens) == (batch, 2))
+        return None if self.plan.masks.states else next(of_two, None)
+
+    def feeds(self, drafts: int) -> int:
+        """Return how many steps the assistant takes for so many drafts."""
+        return drafts if self.pair is not None else drafts + 1
 
     @classmethod
     def of(cls, model: Any, target: CallInputs) -> Assistant:
@@ -120,19 +137,17 @@ class Assistant:
                 block.batch, bucket(used), plan.windows, block.device, axes, plan.source_slots
             )
             block.assistant, block.assistant_key = own, graph_key
-            block.assistant_step = None
+            block.assistant_steps = ()
         prefill(runner, self.inputs, plan, own)
         own.dirty = used
-        cursor, shape = drafts_of(own, 1), StepShape(block.batch)
-        step = runner.step_by_kernels(plan, own, graph_key, shape, cursor)
-        if isinstance(step, str):
-            raise NotCoveredError(f"assisted decoding: {step}")
-        last: StepProgram | TracedStep | None = block.assistant_step
-        if last is not None and last.drafts is cursor and type(last) is type(step):
-            step = last
+        shapes = [StepShape(block.batch), *([] if self.pair is None else [self.pair])]
+        steps = [self._step_on(own, graph_key, shape) for shape in shapes]
+        if list(map(_identity, block.assistant_steps)) == list(map(_identity, steps)):
+            steps = [*block.assistant_steps]
         else:
             block.drop_graphs()
-            block.assistant_step = step
+            block.assistant_steps = tuple(steps)
+        step = steps[0]
         if isinstance(step, TracedStep) and own.states:
             if step.allocate_kept(tokens + 1):
                 block.drop_graphs()
@@ -140,7 +155,24 @@ class Assistant:
         # the choice of the target's first token moves its own state on likewise
         own.control.length.add_(1)
         own.control.position.add_(1)
-        return AssistantDrafts(step, cursor, self.most)
+        return AssistantDrafts(self.most, *steps)
+
+    def _step_on(self, block: CacheBlock, graph_key: Any, shape: StepShape) -> _Step:
+        """Return the assistant's step of a shape over its own block.
+
+        Raises:
+            NotCoveredError: It has none.
+        """
+        drafts = drafts_of(block, shape.tokens)
+        step = self.runner.step_by_kernels(self.plan, block, graph_key, shape, drafts)
+        if isinstance(step, str):
+            raise NotCoveredError(f"assisted decoding: {step}")
+        return step  # type: ignore[no-any-return]
+
+
+def _identity(step: _Step) -> tuple[Any, ...]:
+    """Return what two steps share if graphs of the first are right for the second."""
+    return type(step), id(step.drafts)
 
 
 def _kwargs_for(model: Any, target: CallInputs) -> dict[str, Any]:
@@ -202,24 +234,31 @@ class AssistantDrafts(DraftSource):
     It chooses by the same processors, and samples by the random numbers that the model takes at
     these places. If both have the same probabilities, they choose the same tokens.
 
-    Its cache follows the accepted text, because each step writes from the row's own length on. The
-    token drafted last is fed, too, so that its keys are there if it is taken. Recurrent states are
-    kept after each step, and those after the accepted tokens are put back.
+    Its cache follows the accepted text, because each step writes from the row's own length on. If
+    all drafts are taken, it lacks the keys of the last one. With a step of two tokens, the first
+    step is fed the last two tokens of the text. Without, the last draft is fed in one step more.
+    Recurrent states are kept after each step, and those after the accepted tokens are put back.
 
     Attributes:
-        step: A step of the assistant, for one token of each row.
-        cursor: What it is fed, and how far each row has got.
         most: The most tokens that are drafted.
+        step: A step of the assistant, for one token of each row.
+        pair: A step of two tokens, if it has one.
     """
 
-    step: StepProgram | TracedStep
-    cursor: Drafts
     most: int
+    step: _Step
+    pair: _Step | None = None
+
+    @property
+    def cursor(self) -> Drafts:
+        """What the step is fed, and how far each row has got."""
+        assert self.step.drafts is not None
+        return self.step.drafts
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What identifies the source."""
-        return "assistant", self.most
+        return "assistant", self.most, self.pair is not None
 
     @property
     def resumes(self) -> bool:
@@ -239,14 +278,18 @@ class AssistantDrafts(DraftSource):
             self.step.settle(drafts.report[:, -2] + 1)
             self.step.keep(0)
         for number in range(1, most + 1):
-            self._feed(number)
+            if number == 1 and self.pair is not None:
+                self._feed_pair(self.pair, drafts, history)
+            else:
+                self._feed(number)
             token = chooser.pick(control, cursor, history, cursor.logits).token[:, None]
             token = token.masked_fill(token == NOTHING, 0)
             history.ids.scatter_(1, cursor.text_length(history), token)
             cursor.tokens.copy_(token)
             cursor.ahead.add_(1)
             drafts.tokens[:, number : number + 1].copy_(token)
-        self._feed(most + 1)
+        if self.pair is None:
+            self._feed(most + 1)
         drafts.count.fill_(most)
 
     def _feed(self, number: int) -> None:
@@ -254,3 +297,13 @@ class AssistantDrafts(DraftSource):
         self.step.feed()
         if isinstance(self.step, TracedStep):
             self.step.keep(number)
+
+    def _feed_pair(self, step: _Step, drafts: Drafts, history: TokenHistory) -> None:
+        """Feed the last two tokens of the text, and leave the logits after the second one."""
+        given = step.drafts
+        assert given is not None
+        before = history.ids.gather(1, drafts.text_length(history) - 2)
+        given.tokens.copy_(torch.cat([before, drafts.tokens[:, :1]], dim=1))
+        given.ahead.copy_(drafts.ahead - 1)
+        step.feed()
+        self.cursor.logits.copy_(given.logits.unflatten(0, (-1, 2))[:, 1])

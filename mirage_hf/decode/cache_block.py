@@ -64,11 +64,11 @@ class CacheBlock:
     sampler: Any = None
     #: The state of drafts, by tokens of a step (drafts.py).
     drafts: dict[int, Any] = field(default_factory=dict)
-    #: Memory of an assistant that drafts for this call, what its graphs depend on, and its step
+    #: Memory of an assistant that drafts for this call, what its graphs depend on, and its steps
     #: (assistants.py).
     assistant: CacheBlock | None = None
     assistant_key: object = None
-    assistant_step: Any = None
+    assistant_steps: Any = ()
     #: How many prompts there were that a captured prefill could serve, by shape.
     prompts: Counter[Any] = field(default_factory=Counter)
     #: Layers that the last prompt wrote. A model may have lost some that its config still counts.
@@ -275,7 +275,7 @@ class CacheBlock:
             return
         self.drop_graphs()
         other.drop_graphs()
-        for name in ("assistant", "assistant_key", "assistant_step"):
+        for name in ("assistant", "assistant_key", "assistant_steps"):
             setattr(self, name, getattr(other, name))
             setattr(other, name, None)
 
@@ -300,7 +300,7 @@ class CacheBlock:
         self.choosers.clear()
         self.history = self.sampler = None
         self.drafts.clear()
-        self.assistant = self.assistant_step = None
+        self.assistant, self.assistant_steps = None, ()
         self.keys.clear()
         self.values.clear()
         self.indexer_keys.clear()

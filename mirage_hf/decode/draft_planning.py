@@ -77,7 +77,11 @@ def _by_assistant(runner: DecodeRunner, inputs: CallInputs, model: Any, schedule
     steps, shapes = _draft_shapes(runner, inputs, assistant.most, "assisted decoding")
     one = StepShape(len(inputs.input_ids))
     of_step = assistant.steps.bytes_read_in(one) / max(steps.bytes_read_in(one), 1)
-    costs = step_costs(steps, shapes, of_step, assistant.most)
+    costs = step_costs(steps, shapes)
+    for shape in shapes:
+        if shape.tokens > 1:
+            drafts = min(shape.tokens - 1, assistant.most)
+            costs[shape.tokens] += of_step * assistant.feeds(drafts)
     plan = DraftPlan(shapes, costs, assistant.most, None, assistant)
     of_assistant = model.generation_config.num_assistant_tokens_schedule
     if CONSTANT in (schedule, of_assistant):
@@ -115,12 +119,7 @@ def _draft_shapes(
     return steps, tuple(shape for shape in of_batch if shape.tokens <= largest.tokens)
 
 
-def step_costs(
-    steps: ModelKernels | TracedSteps,
-    shapes: Sequence[StepShape],
-    cost_of_assistant: float = 0.0,
-    most: int = 0,
-) -> dict[int, float]:
+def step_costs(steps: ModelKernels | TracedSteps, shapes: Sequence[StepShape]) -> dict[int, float]:
     """Return the time of steps as a multiple of the time of a step of one token, by tokens.
 
     If all kernels were measured when they were made, it comes from their times. Otherwise it is an
@@ -130,8 +129,6 @@ def step_costs(
     Args:
         steps: The steps of the model.
         shapes: The shapes of the steps, that of one token included.
-        cost_of_assistant: The time of an assistant's step, likewise.
-        most: The most tokens that it drafts.
     """
     plain = min(shapes)
     plain_us, plain_bytes = steps.products_us(plain), max(steps.bytes_read_in(plain), 1)
@@ -142,7 +139,5 @@ def step_costs(
         cost *= steps.bytes_read_in(shape) / plain_bytes
         if us is not None and plain_us:
             cost = max(1.0, us / plain_us)
-        if shape.tokens > 1:  # an assistant feeds the last draft, too
-            cost += cost_of_assistant * (min(shape.tokens - 1, most) + 1)
         costs[shape.tokens] = cost
     return costs

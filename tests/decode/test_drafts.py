@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from transformers.generation import configuration_utils
 
 from mirage_hf.api import optimize
 from mirage_hf.decode.draft_planning import COST_OF_ROW, step_costs
+from mirage_hf.decode.session import Session
+from mirage_hf.decode.step import Step
 from mirage_hf.errors import OptimizeError
 from scripts.scripted_drafts import drafting
 from tests.decode.test_sampling import bound, chi_square
@@ -51,8 +54,6 @@ def verified(model: Any) -> int:
 
 def counted_steps(model: Any, arguments: dict[str, Any]) -> tuple[Any, int]:
     """Return what a call gives, and how many steps it took."""
-    from mirage_hf.decode.session import Session
-
     steps, enqueue = [], Session.enqueue_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "enqueue_step", lambda self: steps.append(1) or enqueue(self))
@@ -345,10 +346,6 @@ def test_costs_of_steps_come_from_measured_kernels(monkeypatch: pytest.MonkeyPat
     assert step_costs(kernels, shapes) == pytest.approx(
         {1: 1.0, 4: 1 + 3 * COST_OF_ROW, 8: 1 + 7 * COST_OF_ROW}
     )
-    # an assistant makes a step for each draft, and one more
-    assert step_costs(kernels, shapes, 0.5, most=5) == pytest.approx(
-        {1: 1.0, 4: 3 + 3 * COST_OF_ROW, 8: 4 + 7 * COST_OF_ROW}
-    )
     for shape in shapes:
         monkeypatch.setattr(kernels.heads[shape.rows], "time_us", 10.0 * shape.rows)
         for found in (layer.found[shape] for layer in kernels.layers):
@@ -417,14 +414,19 @@ def test_captured_steps_run_ahead_of_the_host(what: str, captures: list[str]) ->
 
 
 def assistant(
-    family: str = "llama", seed: int = 1, vocab: int = VOCAB, schedule: str | None = "constant"
+    family: str = "llama",
+    seed: int = 1,
+    vocab: int = VOCAB,
+    schedule: str | None = "constant",
+    draft_tokens: tuple[int, ...] = (),
 ) -> Any:
     """Return an optimized model that drafts. With the seed 0 it drafts what the others choose.
 
     It is as large as the others, so its drafts do not pay. A constant schedule takes them anyway.
     """
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "vocab_size": vocab}
-    helper = optimize(tiny(family, seed, **sizes), batch_sizes=(1, 3), verify=False)
+    helper = tiny(family, seed, **sizes)
+    helper = optimize(helper, batch_sizes=(1, 3), draft_tokens=draft_tokens, verify=False)
     helper.generation_config.num_assistant_tokens_schedule = schedule
     return helper
 
@@ -433,9 +435,17 @@ def assistant(
     "family", ["llama", "mistral", pytest.param("gemma2", marks=pytest.mark.thorough)]
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_assistant_drafts(family: str, seed: int) -> None:
+@pytest.mark.parametrize("feeds_pairs", [False, True])
+def test_an_assistant_drafts(
+    family: str, seed: int, feeds_pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a step for each draft, and one more if it has no step of two tokens."""
     stock, ours = pair(family)
-    helper = assistant(family, seed)
+    helper = assistant(family, seed, draft_tokens=(1,) * feeds_pairs)
+    fed, feed = Counter[int](), Step.feed
+    monkeypatch.setattr(
+        Step, "feed", lambda self: fed.update([self.drafts.tokens.shape[1]]) or feed(self)
+    )
     for given in ({"input_ids": prompt()}, left_padded((1, 2 * WINDOW + 1, WINDOW))):
         tokens = count(256, 64)
         given = {**given, "do_sample": False, "max_new_tokens": tokens, "pad_token_id": PAD}
@@ -444,10 +454,31 @@ def test_an_assistant_drafts(family: str, seed: int) -> None:
         assert got.tolist() == want.tolist()
         # a batch may contain a row that differs by rounding at a near tie
         assert steps == tokens // 8 if seed == 0 else steps > tokens // 8
+        rounds = steps + 1  # it drafts after the choice from the prompt, too
+        assert fed == ({2: rounds, 1: 6 * rounds} if feeds_pairs else {1: 8 * rounds})
+        fed.clear()
     counts = ours.mirage.report.decode
     assert verified(ours) == 2 and counts["drafts: drafted"] == 7 * counts["drafts: steps of a row"]
     if seed == 0:
         assert counts["drafts: taken"] >= counts["drafts: drafted"] - 4 * 7
+
+
+def test_costs_of_an_assistant_are_those_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as the model, so each of its steps costs as much as a plain step."""
+    _, ours = pair()
+    costs, draft_from = [], Session.draft_from
+    monkeypatch.setattr(
+        Session,
+        "draft_from",
+        lambda self, source: costs.append(self.plan.drafts.costs) or draft_from(self, source),
+    )
+    for draft_tokens in ((), (1,)):
+        helper = assistant(draft_tokens=draft_tokens)
+        helper.generation_config.num_assistant_tokens = 5
+        ours.generate(prompt(1, 9), assistant_model=helper, max_new_tokens=3, do_sample=False)
+    of_rows = {tokens: 1 + (tokens - 1) * COST_OF_ROW for tokens in (1, 4, 8)}
+    assert costs[0] == pytest.approx({8: of_rows[8] + 6})
+    assert costs[1] == pytest.approx({8: of_rows[8] + 5})
 
 
 def test_an_assistant_samples_by_the_same_numbers() -> None:
@@ -467,12 +498,13 @@ def test_an_assistant_samples_by_the_same_numbers() -> None:
     assert verified(ours) == 5
 
 
+@pytest.mark.parametrize("feeds_pairs", [False, True])
 def test_an_assistant_of_another_family_follows_the_accepted_text(
-    monkeypatch: pytest.MonkeyPatch,
+    feeds_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirage_hf.decode.call_plan.FIRST_REACH", 3)
     stock, ours = pair("llama")
-    helper = assistant("qwen3")
+    helper = assistant("qwen3", draft_tokens=(1,) * feeds_pairs)
     helper.generation_config.num_assistant_tokens = 3
     given = {**left_padded((240, 235, 9)), "do_sample": False, "max_new_tokens": 60}
     given |= {"pad_token_id": PAD, "eos_token_id": 98}
