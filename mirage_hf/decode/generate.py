@@ -324,14 +324,14 @@ def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tenso
     tokens = RowsOfTokens(len(input_ids), session.inputs.config._pad_token_tensor)
 
     session.choose()
-    reader.post(session.report)
+    reader.post(session.report, 1)
     goes_on = True
     while goes_on:
-        # enqueue steps ahead of the tokens that are read next; each step gives a token or more
+        # enqueue steps ahead of the tokens that are read next, while those may not be all
         missing = plan.budget - tokens.complete
-        while len(reader.waiting) <= reader.depth and len(reader.waiting) < missing:
+        while len(reader.waiting) <= reader.depth and sum(reader.tokens) < missing:
             session.enqueue_step()
-            reader.post(session.report)
+            reader.post(session.report, session.tokens)
         session.confirm_model()  # while the GPU works on them
         new, rows_go_on = session.read(reader.take())
         known = tokens.complete

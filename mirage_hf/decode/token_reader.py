@@ -52,15 +52,23 @@ class TokenReader:
     Attributes:
         depth: Steps that may be ahead of the host.
         waiting: Reports that were posted and not taken.
+        tokens: For each of them, the most tokens that it may give a row.
     """
 
     depth: int
     waiting: deque[Any] = field(default_factory=deque)
+    tokens: deque[int] = field(default_factory=deque)
     #: Pinned copies of reports by their shape. The next one to use is first.
     _slots: dict[torch.Size, deque[tuple[Tensor, torch.cuda.Event]]] = field(default_factory=dict)
 
-    def post(self, report: Tensor) -> None:
-        """Enqueue a copy of a report as it is after the steps enqueued so far."""
+    def post(self, report: Tensor, tokens: int) -> None:
+        """Enqueue a copy of a report as it is after the steps enqueued so far.
+
+        Args:
+            report: The report.
+            tokens: The most tokens that it may give a row.
+        """
+        self.tokens.append(tokens)
         if report.device.type == "cpu":
             self.waiting.append(report.tolist())
             return
@@ -82,6 +90,7 @@ class TokenReader:
 
     def take(self) -> list[list[int]]:
         """Return the oldest report."""
+        self.tokens.popleft()
         first = self.waiting.popleft()
         if isinstance(first, list):
             return first

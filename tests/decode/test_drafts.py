@@ -463,6 +463,17 @@ def test_an_assistant_drafts(
         assert counts["drafts: taken"] >= counts["drafts: drafted"] - 4 * 7
 
 
+def test_no_step_runs_ahead_of_those_that_may_be_the_last() -> None:
+    """All drafts are taken here, so each step gives eight tokens."""
+    stock, ours = pair()
+    ours.generate.runner.depth = 2
+    for tokens in (41, 48):
+        given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": tokens}
+        want = stock.generate(**given).tolist()
+        got, steps = counted_steps(ours, {**given, "assistant_model": assistant(seed=0)})
+        assert got.tolist() == want and steps == -(-(tokens - 1) // 8)
+
+
 def test_costs_of_an_assistant_are_those_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as large as the model, so each of its steps costs as much as a plain step."""
     _, ours = pair()
