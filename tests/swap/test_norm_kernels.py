@@ -32,6 +32,7 @@ from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.norm_forward import NormBinding, NormKernels
 from mirage_hf.swap.norm_kernels import bind_norms
 from mirage_hf.swap.own_forward import FORWARD_KEY
+from scripts.coded_models import with_codes
 from tests.helpers.generate_features import fake_captures
 from tests.swap.test_prompt_kernels import CONFIGS, model_of
 
@@ -376,6 +377,12 @@ def _finder() -> OnACpu:
     return OnACpu(torch.device("cpu"), tune="never")
 
 
+def llama() -> Any:
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1, vocab_size=64)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    return Auto.from_config(config, dtype=torch.bfloat16).eval()
+
+
 def norms_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
 
@@ -439,6 +446,24 @@ def test_prompts_of_mixtures_run_norms_by_kernels_until_they_are_restored(
 
 
 @pytest.mark.models
+def test_norms_of_models_with_weights_in_codes_run_by_kernels(
+    rows: list[int], on_a_cpu: None
+) -> None:
+    model = with_codes(llama(), "fp8")
+    ids = torch.randint(0, 64, (1, 100))
+    mi.optimize(model, backend="cpu", tune="never")
+    assert model.generate.runner.traced is not None
+    assert all(FORWARD_KEY in vars(norm) for norm in norms_of(model))
+    rows.clear()
+    ours = model(ids).logits
+    assert rows == [100] * len(norms_of(model))
+    for norm in norms_of(model):
+        vars(norm)[FORWARD_KEY].put_back(norm)
+    stock = model(ids).logits
+    assert (ours - stock).abs().max() <= 3e-2 * stock.abs().max()
+
+
+@pytest.mark.models
 def test_layers_with_bound_norms_see_a_new_forward_of_their_class(
     on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,9 +481,7 @@ def test_layers_with_bound_norms_see_a_new_forward_of_their_class(
 
 @pytest.mark.models
 def test_norms_of_models_whose_prompts_run_by_kernels_are_not_bound(on_a_cpu: None) -> None:
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=64)
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = Auto.from_config(config, dtype=torch.bfloat16).eval()
+    model = llama()
     mi.optimize(model, backend="cpu", tune="never")
     assert model.generate.runner.model_kernels is not None
     assert not [m for m in model.modules() if FORWARD_KEY in vars(m)]
