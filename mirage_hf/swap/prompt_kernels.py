@@ -103,7 +103,7 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
 
 
 def finder_for_prompts(finder: KernelFinder) -> KernelFinder:
-    """Return what finds kernels of prompts. Only with tune="full" they are tuned."""
+    """Return what finds kernels of prompts. They are tuned only with tune="full"."""
     return finder if finder.tune == "full" else replace(finder, tune="never", noting=None)
 
 

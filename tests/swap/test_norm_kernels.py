@@ -510,13 +510,13 @@ def test_a_failure_after_norms_were_bound_puts_them_back(
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_captured_prompts_run_norms_by_kernels_and_are_as_stocks(
-    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.undo()  # real times
+    monkeypatch.undo()  # of the times of kernels
     model = model_of("traced").cuda()
     ids = torch.randint(0, 128, (1, 200), device="cuda")
     options = dict(
-        max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+        max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
     stock = model.generate(ids, **options).logits[0]
     mi.optimize(model, tune="never")
@@ -525,5 +525,3 @@ def test_captured_prompts_run_norms_by_kernels_and_are_as_stocks(
         ours = model.generate(ids, **options).logits[0]
         assert (ours - stock).abs().max() <= 3e-2 * stock.abs().max()
     assert model.generate.runner.prefills == {"captured": 2}
-    mi.restore(model)
-    assert torch.equal(model.generate(ids, **options).logits[0], stock)
