@@ -26,6 +26,7 @@ from mirage_hf.swap.coded_modules import bind_coded_modules
 from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import ModelBlocks, find_kernels
 from mirage_hf.swap.live_model import locked, release_cached_memory
+from mirage_hf.swap.norm_kernels import bind_norms
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.swap.prompt_kernels import bind_plain_experts, find_prompt_kernels
 from mirage_hf.zoo.store import zoo_path
@@ -159,6 +160,9 @@ def optimize(
                 optimization.traces_halves = True
                 bind_plain_experts(model, optimization.ledger)
             traced = _trace(inner, traces, optimization, finder, rows, drafts, note)
+            of_norms: list[str] = []
+            if _prompts_run_forward(optimization, traced):
+                of_norms = bind_norms(model, optimization.ledger, finder)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)
@@ -166,7 +170,7 @@ def optimize(
                 optimization.undo()
                 optimization.nothing_done(on_unsupported, report)
                 return model
-            for text in find_prompt_kernels(model, finder):
+            for text in (*find_prompt_kernels(model, finder), *of_norms):
                 handle.add_note(text)
             attach(model, handle)
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
@@ -204,6 +208,15 @@ def _trace(
         why = f"each mixture of experts is traced by itself: {why}"
     optimization.add_traced(rows, why)
     return traced
+
+
+def _prompts_run_forward(optimization: Optimization, traced: decoding.TracedSteps | None) -> bool:
+    """Return whether prompts run the model's own forward, although other calls run by kernels.
+
+    Kernels run no whole prompts of a model with traced steps, experts, or weights in codes.
+    Experts and such weights have left something to undo.
+    """
+    return traced is not None or bool(optimization.ledger.undos)
 
 
 def _step_shapes(

@@ -23,6 +23,7 @@ from mirage_hf.decode.model_obstacles import (
     why_no_graph,
 )
 from mirage_hf.formats import holds_codes, loose_facts, memory_of
+from mirage_hf.formats.containers import stock_forward
 from mirage_hf.layers.rope import LengthRope, length_rope
 from mirage_hf.match.adapters import scaling_of
 from mirage_hf.match.plain import foreign_hook
@@ -124,7 +125,7 @@ def _walk(model: nn.Module) -> ModelFingerprint:
     facts = (
         tuple(map(id, modules)),
         tuple(kinds),
-        tuple((kind, kind.forward) for kind in dict.fromkeys(kinds)),
+        tuple((kind, stock_forward(kind)) for kind in dict.fromkeys(kinds)),
         tuple(training),
         tuple((n, hook) for n in hooked if (hook := foreign_hook(modules[n]))),
         tuple([(n, _special(state)) for n, state in enumerate(states) if _is_special(state)]),

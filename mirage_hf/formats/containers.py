@@ -36,6 +36,12 @@ def stock_class(module: nn.Module) -> type:
     return kind
 
 
+def stock_forward(kind: type) -> Any:
+    """Return the forward of a class, or of the class that `optimize()` replaced by it."""
+    stock: Any = getattr(kind, STOCK_CLASS, kind)
+    return stock.forward
+
+
 def is_optimized(module: nn.Module) -> bool:
     """Return whether `optimize()` has given a module another class, which hides its forward."""
     return hasattr(type(module), STOCK_CLASS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class _ChunkKernel:
 
 @dataclass(eq=False)
 class RowChunks:
-    """Runs a block's program for any multiple of MIN_CHUNK_ROWS rows that it was prepared for."""
+    """Runs a block's program for many numbers of rows, with the kernels that were prepared."""
 
     block: PatternBlock
     device: torch.device
@@ -71,29 +72,49 @@ class RowChunks:
     made: dict[int, _ChunkKernel] = field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the program's outputs."""
+        """Return the program's outputs for a multiple of MIN_CHUNK_ROWS rows.
+
+        Chunks are of several sizes, which `prepare_row_chunks` has prepared.
+        """
+        sizes = row_chunk_sizes(inputs[0].shape[0])
+        return self._run(inputs, [*zip(accumulate(sizes, initial=0), sizes, strict=False)])
+
+    def with_overlap(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the program's outputs for any number of rows that fills a prepared chunk.
+
+        All chunks are of the largest size that fits. The last one ends with the last row. So it
+        may compute rows again, with the same results.
+        """
         rows = inputs[0].shape[0]
-        sizes = row_chunk_sizes(rows)
-        if len(sizes) == 1:
-            return self.made[rows].kernel.run(list(inputs))
-        tensors = self.made[sizes[0]].graph.outputs
+        size = max(size for size in self.made if size <= rows)
+        starts = (*range(0, rows - size, size), rows - size)
+        return self._run(inputs, [(start, size) for start in starts])
+
+    def _run(self, inputs: Sequence[Tensor], chunks: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return the program's outputs, computed in chunks of (first row, number of rows)."""
+        if len(chunks) == 1:
+            return self.made[chunks[0][1]].kernel.run(list(inputs))
+        rows = inputs[0].shape[0]
+        tensors = self.made[chunks[0][1]].graph.outputs
         outputs = [inputs[0].new_empty((rows, *t.dims[1:]), dtype=t.dtype) for t in tensors]
-        first = 0
-        for size in sizes:
+        for first, size in chunks:
             self.made[size].run(inputs, first, size, outputs)
-            first += size
         return outputs
 
 
 def prepare_row_chunks(programs: Iterable[RowChunks], rows: int) -> None:
-    """Make the kernels that `rows` rows take, if they are missing.
+    """Make the kernels that `rows` rows take, as `prepare_chunk_sizes` does."""
+    prepare_chunk_sizes(programs, dict.fromkeys(row_chunk_sizes(rows)))
+
+
+def prepare_chunk_sizes(programs: Iterable[RowChunks], sizes: Collection[int]) -> None:
+    """Make the kernels for chunks of some sizes, if they are missing.
 
     On a GPU they are compiled in parallel, and each is compared with torch.
 
     Raises:
         MirageError: If a kernel cannot be made, or gives other numbers than torch.
     """
-    sizes = dict.fromkeys(row_chunk_sizes(rows))
     missing = [(chunks, size) for chunks in programs for size in sizes if size not in chunks.made]
     graphs = [chunks.block.program(size) for chunks, size in missing]
     kernels = [chunks.resolve(graph) for (chunks, _), graph in zip(missing, graphs, strict=True)]

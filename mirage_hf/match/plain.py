@@ -124,6 +124,8 @@ ModuleRule = Callable[[nn.Module], "str | None"]
 CONTAINER: tuple[ModuleRule, ...] = (_own_forward, _hooked, _training)
 LINEAR: tuple[ModuleRule, ...] = (_coded, _exact_linear, *CONTAINER, _plain_weights)
 NORM: tuple[ModuleRule, ...] = (*CONTAINER, _norm_weights, _plain_weights)
+#: For a norm that is called. Its hooks run, and it computes the same in training mode.
+CALLED_NORM: tuple[ModuleRule, ...] = (_own_forward, _norm_weights, _plain_weights)
 HEAD_NORM: tuple[ModuleRule, ...] = (*CONTAINER, _head_norm_weights, _plain_weights)
 EMBEDDING: tuple[ModuleRule, ...] = (_one_embedding, _own_forward, _hooked, _plain_weights)
 ACTIVATION: tuple[ModuleRule, ...] = (*CONTAINER, _no_state)

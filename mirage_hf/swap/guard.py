@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers.utils.output_capturing import _active_collector
 
+from mirage_hf.formats.containers import stock_class
 from mirage_hf.layers.compose import Composition, Kernel
 from mirage_hf.layers.model_kernels import WatchedNumber
 from mirage_hf.match import plain
@@ -135,7 +136,8 @@ class Binding:
         self.containers: tuple[dict[str, Any], ...] = tuple(
             child.state for child in children if child.state["_modules"]
         )
-        kinds: dict[Any, None] = dict.fromkeys([self.stock, *(child.kind for child in children)])
+        stock = (stock_class(child.module) for child in children)
+        kinds: dict[Any, None] = dict.fromkeys([self.stock, *stock])
         self.classes: tuple[tuple[Any, Any], ...] = tuple((kind, kind.forward) for kind in kinds)
         self.numbers: tuple[WatchedNumber, ...] = tuple(watched_numbers(match, children))
         self.absences: tuple[WatchedAbsence, ...] = tuple(watched_absences(match, children))

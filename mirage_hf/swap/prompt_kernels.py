@@ -90,8 +90,7 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     dtype = dtype_of(model)
     if finder.gpu is None or dtype.itemsize != 2:
         return []
-    if finder.tune != "full":
-        finder = replace(finder, tune="never", noting=None)
+    finder = finder_for_prompts(finder)
     of_linears: dict[Any, RowsProduct | None] = {}
     of_experts: dict[Any, tuple[RowBlocks, range] | None] = {}
     for module in model.modules():
@@ -101,6 +100,11 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
         elif isinstance(binding, ExpertsBinding) and binding.called_with is not None:
             _give_blocks(module, binding, dtype, finder, of_experts)
     return [*_notes_of_linears([*of_linears.values()]), *_notes_of_experts([*of_experts.values()])]
+
+
+def finder_for_prompts(finder: KernelFinder) -> KernelFinder:
+    """Return what finds kernels of prompts. They are tuned only with tune="full"."""
+    return finder if finder.tune == "full" else replace(finder, tune="never", noting=None)
 
 
 def _notes_of_linears(found: Sequence[RowsProduct | None]) -> list[str]:
@@ -141,7 +145,7 @@ def _give_product(
             what = f"a linear {coding.columns}→{coding.rows} of {PRODUCT_ROWS} rows"
             bias = None if binding.weight.bias is None else binding.weight.bias.to(dtype)
             ours = partial(product, weight=binding.weight, bias=bias)
-            if _is_better(what, ours, stock, (x,)):
+            if is_better(what, ours, stock, (x,)):
                 found[key] = product
     binding.product = found[key]
 
@@ -193,7 +197,7 @@ def faster_for(blocks: RowBlocks, form: ExpertsForm, stock: Forward) -> range:
     tokens, found = blocks.sizes.tokens, range(0)
     while tokens > MOST_TOKENS:
         given = _random_tokens(blocks, tokens, form.first.tensors[0].device)
-        if _is_better(f"experts of {tokens} tokens", partial(blocks.run, form), stock, given):
+        if is_better(f"experts of {tokens} tokens", partial(blocks.run, form), stock, given):
             found = range(max(MOST_TOKENS, tokens // 2) + 1, (found.stop or tokens + 1))
         elif found:
             break
@@ -228,7 +232,7 @@ def _kernel(program: KernelGraph, pattern: str, finder: KernelFinder) -> Run | N
     return kernel.run if kernel.runs_kernel else None
 
 
-def _is_better(what: str, ours: Forward, stock: Forward, given: Sequence[Tensor]) -> bool:
+def is_better(what: str, ours: Forward, stock: Forward, given: Sequence[Tensor]) -> bool:
     """Return whether kernels give stock's results in less time, on some inputs.
 
     Args:
@@ -238,7 +242,11 @@ def _is_better(what: str, ours: Forward, stock: Forward, given: Sequence[Tensor]
         given: The inputs.
     """
     try:
-        mine, theirs = (run(*given).float() for run in (ours, stock))
+        mine, theirs = (run(*given) for run in (ours, stock))
+        if mine.dtype is not theirs.dtype:
+            _log.info("%s: kernels give %s, stock gives %s", what, mine.dtype, theirs.dtype)
+            return False
+        mine, theirs = mine.float(), theirs.float()
         difference = ((mine - theirs).norm() / theirs.norm().clamp_min(1e-9)).item()
         if not difference <= _CLOSE:  # NaN is not close
             _log.info("%s: kernels differ from stock by %.2g", what, difference)

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mirage_hf.formats.containers import stock_class
 from mirage_hf.layers.compose import Composition, Kernel
 from mirage_hf.layers.operands import LiveOperands, submodule
 from mirage_hf.match.matches import Match
@@ -214,8 +215,8 @@ def _bypassed(match: Match) -> tuple[Any, ...]:
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return facts about a bypassed module that must not change.
 
-    These are its class, that class's forward, its settings, and the parameters that are None. Its
-    sizes need no record, because its weights have them.
+    These are its class, its stock class and that class's forward, its settings, and the parameters
+    that are None. Its sizes need no record, because its weights have them.
     """
     settings = (
         {}
@@ -223,13 +224,15 @@ def _facts(module: nn.Module) -> tuple[Any, ...]:
         else {name: value for name, value in vars(module).items() if type(value) in (float, str)}
     )
     absent = tuple(name for name, p in module._parameters.items() if p is None)
-    return type(module), type(module).forward, tuple(settings.items()), absent
+    stock: Any = stock_class(module)
+    return type(module), stock, stock.forward, tuple(settings.items()), absent
 
 
 def _is_unchanged(
     root: nn.Module,
     path: str,
     kind: Any,
+    stock: Any,
     forward: Any,
     settings: Sequence[tuple[str, Any]],
     absent: Sequence[str],
@@ -240,7 +243,7 @@ def _is_unchanged(
         module = module._modules.get(name)
         if module is None:
             return False
-    if type(module) is not kind or kind.forward is not forward:
+    if type(module) is not kind or stock.forward is not forward:
         return False
     # Dynamo guards on the first of these only, and both change together.
     if not hasattr(module, "forward") or "forward" in module.__dict__:

@@ -30,6 +30,8 @@ OF_NORM: dict[str, Any] = dict(
 OF_HEADS: dict[str, Any] = dict(kv_heads=2, group=3, head_dim=32, eps=1e-6, dtype=DTYPE)
 BLOCKS = {
     "norm": PROMPT_NORM.block(**OF_NORM),
+    "norm, 1 + weight": PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16, "offset": 1.0}),
+    "norm, centred": PROMPT_NORM.block(**OF_NORM | {"centred": True, "norm_bias": True}),
     "added": PROMPT_ADDED.block(**OF_NORM, scale=0.5),
     "gate": PROMPT_GATE.block(n=24, activation="silu", dtype=DTYPE),
     **{
@@ -80,6 +82,24 @@ def test_row_chunks_give_the_same_as_the_whole(name: str, monkeypatch: pytest.Mo
         for y, x in zip(got, run_kernel_graph(whole, inputs), strict=True):
             assert y.shape == x.shape and torch.allclose(y, x, atol=16 * torch.finfo(x.dtype).eps)
     assert sorted(asked) == [64, 128]  # each is made once
+
+
+@pytest.mark.parametrize("rows, chunks", [(64, [64]), (100, [64] * 2), (300, [128] * 3)])
+def test_chunks_that_overlap_give_the_same_as_the_whole(rows: int, chunks: list[int]) -> None:
+    ran: list[int] = []
+
+    def counting(program: Any) -> Any:
+        size = program.inputs[0].dims[0]
+        run = lambda inputs: ran.append(size) or run_kernel_graph(program, inputs)  # noqa: E731
+        return SimpleNamespace(runs_kernel=True, run=run)
+
+    block = BLOCKS["norm"]
+    kernel = row_chunks.RowChunks(block, torch.device("cpu"), counting)
+    row_chunks.prepare_chunk_sizes([kernel], (64, 128))
+    whole = block.program(rows)
+    inputs = random_inputs(whole, "cpu")
+    assert torch.equal(kernel.with_overlap(inputs)[0], run_kernel_graph(whole, inputs)[0])
+    assert ran == chunks
 
 
 def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
