@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
 
@@ -29,10 +30,16 @@ def is_plain_call(x: Tensor) -> bool:
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled(x.device.type)
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_dispatch_stack() and not _all_modes_allow_kernels())
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def _all_modes_allow_kernels() -> bool:
+    """Return whether no dispatch mode records or changes what a call does to plain tensors."""
+    modes = _get_current_dispatch_mode_stack()
+    return all(getattr(mode, "allows_kernels", False) for mode in modes)
 
 
 @dataclass(eq=False, kw_only=True)

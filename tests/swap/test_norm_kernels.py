@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM as Auto
 from transformers import LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -24,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import mirage_hf as mi
 from mirage_hf import api
 from mirage_hf.decode.model_fingerprint import take_fingerprint
+from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.errors import SearchError
 from mirage_hf.layers.row_chunks import RowChunks
 from mirage_hf.pipeline.resolver import KernelFinder
@@ -175,6 +177,34 @@ def test_calls_that_kernels_do_not_take_run_stock(name: str, rows: list[int]) ->
         with contextlib.suppress(RuntimeError):  # LayerNorm takes one dtype
             assert torch.equal(norm(given), stock(given))
     assert not rows
+
+
+class Watching(TorchDispatchMode):
+    """Sees all torch ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_modes_of_others_stock_runs(rows: list[int]) -> None:
+    norm, stock = pair("RMSNorm")
+    x = torch.randn(100, WIDTH).bfloat16()
+    rows.clear()
+    with SummedProducts():
+        assert_close(norm(x), stock(x))
+    assert rows == [100]
+    with Watching() as ours:
+        norm(x)
+    with Watching() as theirs:
+        stock(x)
+    with SummedProducts(), Watching():
+        norm(x)
+    assert rows == [100] and ours.seen == theirs.seen
 
 
 def _arguments(norm: nn.Module) -> Sequence[str]:
