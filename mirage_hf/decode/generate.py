@@ -53,7 +53,6 @@ from mirage_hf.decode.step_inputs import first_step_position
 from mirage_hf.decode.token_reader import RowsOfTokens, TokenReader
 from mirage_hf.decode.uniform_numbers import UniformNumbers, draw_seed
 from mirage_hf.errors import DistributionError, SamplingError
-from mirage_hf.experts_interface import experts_by_kernels, parts_with_default_experts
 
 #: Attempts at a call for which the device's memory may not suffice.
 MEMORY_ATTEMPTS = 2
@@ -289,20 +288,15 @@ def _known_tokens(cache: Any) -> int:
 def decode(session: Session, streamer: Any) -> Tensor:
     """Choose tokens until every row has ended, and return the sequences."""
     runner, selection = session.runner, session.plan.selection
-    # as stock does: mixtures of experts have a form for few tokens
-    model, rows = session.inputs.model, session.block.batch * session.plan.tokens
-    if parts_with_default_experts(model):
-        session.confirm_model()  # while they still have the form that the plan expects
-    with model._optimize_model_for_decode(), experts_by_kernels(model, rows):
-        if session.inputs.config.do_sample:
-            session.seed = draw_seed()
-        if isinstance(selection, str):
-            session.confirm_model()
-            runner.count(f"by the host: {selection}", runner.selections)
-            return decode_with_host(session, streamer)
-        if not selection.is_plain:
-            runner.count("on the device", runner.selections)
-        return decode_ahead(session, streamer, selection)
+    if session.inputs.config.do_sample:
+        session.seed = draw_seed()
+    if isinstance(selection, str):
+        session.confirm_model()
+        runner.count(f"by the host: {selection}", runner.selections)
+        return decode_with_host(session, streamer)
+    if not selection.is_plain:
+        runner.count("on the device", runner.selections)
+    return decode_ahead(session, streamer, selection)
 
 
 def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tensor:

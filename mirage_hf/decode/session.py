@@ -23,6 +23,7 @@ from mirage_hf.decode.sampler import Greedy, sampler_of
 from mirage_hf.decode.selection import ProcessedChooser, Selection
 from mirage_hf.decode.step import Step
 from mirage_hf.decode.uniform_numbers import uniforms
+from mirage_hf.experts_interface import experts_by_kernels, parts_with_default_experts
 from mirage_hf.layers.part import StepShape
 
 #: Steps that a GPU may be ahead of the host. One step hides the host's work if that takes less time
@@ -136,6 +137,9 @@ class Session:
         self._has_read_first = False
         self._outgrown: list[CacheBlock] = []
         self._has_failed_capture = False
+        #: Gives the model's experts the form that they had before the call.
+        self._undo_forms = contextlib.ExitStack()
+        self._has_form_for_steps = False
         self.is_confirmed = not plan.expected
 
     def confirm_model(self) -> None:
@@ -247,6 +251,20 @@ class Session:
             )
             self._steps[shape.tokens] = SizedStep(step, chooser)
             is_counted = True
+        if any(each.step.runs_modules for each in self._steps.values()):
+            self._prepare_experts()
+
+    def _prepare_experts(self) -> None:
+        """Give a model's experts their form for few tokens until the end of the call.
+
+        Stock does so, too. Setting the form takes milliseconds.
+        """
+        model, rows = self.inputs.model, self.block.batch * self.plan.tokens
+        if not self._has_form_for_steps and parts_with_default_experts(model):
+            self.confirm_model()  # while they still have the form that the plan expects
+            self._undo_forms.enter_context(model._optimize_model_for_decode())
+            self._undo_forms.enter_context(experts_by_kernels(model, rows))
+        self._has_form_for_steps = True
 
     def depth(self, selection: Selection) -> int:
         """Return how many steps may be ahead of the host."""
@@ -359,6 +377,7 @@ class Session:
 
     def end(self) -> None:
         """Give the memory back. What is enqueued on it runs before its next use."""
+        self._undo_forms.close()
         for what, count in self.draft_counts.items():
             self.runner.count(what, self.runner.drafts, by=count)
         for block in self._outgrown:

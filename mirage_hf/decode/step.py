@@ -33,12 +33,14 @@ class Step(ABC):
     Attributes:
         by_kernels: Whether its graphs hold only our kernels, on weights that the step holds.
             Capturing them, and calling the step, may run modules (RoPE's).
+        runs_modules: Whether it runs modules of the model besides RoPE's.
         block: The memory it works on.
         graphs: Whether it is captured.
         graph_key: The state of the model that its graphs depend on.
     """
 
     by_kernels = False
+    runs_modules = True
 
     def __init__(self, block: CacheBlock, graphs: bool, graph_key: object):
         self.block, self.graphs, self.graph_key = block, graphs, graph_key

@@ -74,6 +74,8 @@ class StepProgram(Step):
         self.model_kernels, self.masks = model_kernels, masks
         #: The step feeds `drafts.tokens` if there are drafts, otherwise `control.ids`.
         self.shape, self.drafts = shape, drafts
+        steps = (layer.step for layer in model_kernels.layers)
+        self.runs_modules = any(step.runs_own_mlp(shape.rows) for step in steps)
         self._buffers: _Buffers | None = None
 
     @property

@@ -33,6 +33,8 @@ from mirage_hf.trace.successive import kept_name
 class TracedStep(Step):
     """A recorded forward, with kernels in place of some of its ops."""
 
+    runs_modules = False
+
     def __init__(
         self,
         plan: StepPlan,

@@ -117,6 +117,10 @@ class LayerStep(PartRunner):
         traced = self.traced_halves.get(len(h))
         return (self.own_half if traced is None else traced)(mlp_input, h)
 
+    def runs_own_mlp(self, rows: int) -> bool:
+        """Return whether the MLP's own forward runs in steps of so many tokens."""
+        return not self.first and rows not in self.traced_halves
+
     def own_half(self, x: Tensor, h: Tensor) -> Tensor:
         """Return the layer's output if its MLP is unknown, by the MLP's own forward.
 
