@@ -41,6 +41,11 @@ class Scripted(DraftSource):
         """Whether the other source can draft again after steps without drafts."""
         return self.inner.resumes
 
+    @property
+    def is_captured_alone(self) -> bool:
+        """Whether first drafts of the other source are captured."""
+        return self.inner.is_captured_alone
+
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
     ) -> None:

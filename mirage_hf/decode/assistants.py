@@ -265,6 +265,11 @@ class AssistantDrafts(DraftSource):
         """Whether it can draft again: its cache lacks tokens of steps that it did not see."""
         return False
 
+    @property
+    def is_captured_alone(self) -> bool:
+        """Whether first drafts are captured. In a warm-up, recurrent states would move on."""
+        return not (isinstance(self.step, TracedStep) and self.step.keeps_states)
+
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
     ) -> None:

@@ -40,6 +40,14 @@ class DraftSource(ABC):
         """Whether it can draft again after steps without drafts."""
         return True
 
+    @property
+    def is_captured_alone(self) -> bool:
+        """Whether the first drafts of a call, which no step makes, are worth a graph of their own.
+
+        A warm-up drafts, too. So drafting twice must draft the same.
+        """
+        return False
+
     @abstractmethod
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser
@@ -167,18 +175,21 @@ class Verifier(Chooser):
         return self.chooser.key, self.key
 
     def begin(self, control: Control, logits: Tensor) -> None:
-        """Choose each row's first token from the prompt's logits, and draft."""
+        """Choose each row's first token from the prompt's logits. Nothing is drafted yet."""
         self.chooser.choose(control, logits)
         if self.chooser.scores is not None:
             self.chooser.keep_scores(self.chooser.scores)
         self.drafts.start(control, self.history)
+
+    def draft(self, control: Control) -> None:
+        """Draft after the tokens chosen last."""
         self.source.draft(control, self.drafts, self.history, self.chooser)
 
     def continue_from(self, other: Verifier, control: Control) -> None:
         """Go on after steps of another shape, which end with another verifier."""
         self.drafts.continue_from(other.drafts)
         if isinstance(other.source, NoDrafts):
-            self.source.draft(control, self.drafts, self.history, self.chooser)
+            self.draft(control)
 
     def choose(self, control: Control, logits: Tensor) -> None:
         """Choose from (batch · tokens, vocabulary) logits and move the state on."""
@@ -192,7 +203,7 @@ class Verifier(Chooser):
             self._accept_by_kernel(control, picked, ended)
         else:
             accept(control, drafts, history, picked, ended)
-        self.source.draft(control, drafts, history, self.chooser)
+        self.draft(control)
 
     def _accept_by_kernel(self, control: Control, picked: Tensor, ended: Tensor | None) -> None:
         drafts, history = self.drafts, self.history

@@ -107,7 +107,7 @@ def generate(
         plan = plan_with(expected=expected, drafts=draft_plan, **traced.call_options)
     if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
         covered(why if plan.only_traced or draft_plan is not None else None)
-        plan = plan_with()
+        plan = plan_with(expected=expected)
     runner.forget_replaced_kernels(inputs.model, plan)
     random_state = torch.get_rng_state()
     attempts_left = MEMORY_ATTEMPTS

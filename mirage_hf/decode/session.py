@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -183,9 +184,25 @@ class Session:
             self.schedule = self.plan.drafts.schedule(source)
 
     def choose(self) -> None:
-        """Enqueue the choice from the prompt's logits."""
-        self._chooser.begin(self.block.control, self.block.logits)
+        """Enqueue the choice from the prompt's logits, and the first drafts."""
+        chooser = self._chooser
+        chooser.begin(self.block.control, self.block.logits)
         self._keep_outputs(self.block.logits)
+        if isinstance(chooser, Verifier):
+            self._first_drafts(chooser)()
+
+    def _first_drafts(self, verifier: Verifier) -> Callable[[], None]:
+        """Return what drafts for the first time, captured if that is worth it and steps are."""
+        draft = partial(verifier.draft, self.block.control)
+        if not verifier.source.is_captured_alone:
+            return draft
+        name = "first drafts", *verifier.keys
+        if not self.step.has_graph(name):
+            self.confirm_model()  # what is captured is kept for the model the plan expects
+        try:
+            return self.step.replay_of(name, draft)
+        except RuntimeError:  # then the step, which drafts likewise, says why
+            return draft
 
     @property
     def step(self) -> Step:

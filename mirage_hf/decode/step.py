@@ -72,7 +72,11 @@ class Step(ABC):
 
     def is_captured(self, chooser: Chooser | None) -> bool:
         """Return whether `prepare` would return the replay of a graph that is there already."""
-        return self.graphs and self._name(chooser) in self.block.graphs_for(self.graph_key)
+        return self.has_graph(self._name(chooser))
+
+    def has_graph(self, name: tuple[Any, ...]) -> bool:
+        """Return whether `replay_of` would return the replay of a graph that is there already."""
+        return self.graphs and name in self.block.graphs_for(self.graph_key)
 
     def _name(self, chooser: Chooser | None) -> tuple[Any, ...]:
         """Return the key of the step's graph among the block's."""
@@ -85,9 +89,18 @@ class Step(ABC):
             chooser: Chooses the next tokens. None ends the step with the logits.
         """
         run = self._to_logits if chooser is None else partial(self._to_token, chooser)
+        return self.replay_of(self._name(chooser), run)
+
+    def replay_of(self, name: tuple[Any, ...], run: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of a graph of the block, which is captured now if it is missing.
+
+        Args:
+            name: The name of the graph.
+            run: What is captured. It is returned itself if steps are called.
+        """
         if not self.graphs:
             return run
-        graphs, name = self.block.graphs_for(self.graph_key), self._name(chooser)
+        graphs = self.block.graphs_for(self.graph_key)
         if name not in graphs:
             graphs[name] = self._captured(run), self.held()
         return graphs[name][0].replay  # type: ignore[no-any-return]

@@ -99,6 +99,11 @@ class TracedStep(Step):
         for name, kept in self._kept.items():
             torch.index_select(kept.flatten(0, 1), 0, index, out=self._inputs[name])
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether it has memory that keeps states."""
+        return bool(self._kept)
+
     def allocate_kept(self, count: int) -> bool:
         """Make memory that keeps the states of a step of one token so many times.
 

@@ -407,9 +407,10 @@ def test_captured_steps_run_ahead_of_the_host(what: str, captures: list[str]) ->
         with our_numbers():
             want = generated(stock, given, seed)
         assert generated(ours, given, seed).tolist() == want.tolist()
-    # each number of tokens that was used has a graph of its own, and so have plain calls
+    # each number of tokens that was used has a graph of its own, and so have plain calls, and the
+    # first drafts of an assistant
     used = steps_by_tokens(ours)
-    assert captures.count("step") == len(used) + 1, (captures, used)
+    assert captures.count("step") == len(used) + 1 + (what == "assistant"), (captures, used)
     assert len(used) > 1 or what == "assistant"
 
 
