@@ -66,12 +66,6 @@ def one() -> Iterator[workers.Workers]:
     pool.close()
 
 
-@pytest.fixture
-def none_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all programs count as new. Other tests have loaded them."""
-    monkeypatch.setattr(compiler, "was_loaded", lambda digest: False)
-
-
 def process_of(pool: workers.Workers) -> workers.Worker:
     process = pool._idle.get()
     pool._idle.put(process)
@@ -121,7 +115,6 @@ def test_kernels_that_a_worker_compiled_are_found_here(
     assert process_of(one) is not first
 
 
-@pytest.mark.usefixtures("none_loaded")
 def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 3)
@@ -160,7 +153,6 @@ def test_programs_that_were_loaded_before_take_no_process(monkeypatch: pytest.Mo
     assert len(compiled) == 1
 
 
-@pytest.mark.usefixtures("none_loaded")
 def test_a_program_that_only_the_worker_refuses_is_compiled_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,7 +164,6 @@ def test_a_program_that_only_the_worker_refuses_is_compiled_here(
     assert "this process compiled: ImportError: no such module" in caplog.text
 
 
-@pytest.mark.usefixtures("none_loaded")
 def test_a_program_whose_process_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 1)
@@ -198,7 +189,6 @@ def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPa
     assert isinstance(result, list) and result[0].asm["cubin"]
 
 
-@pytest.mark.usefixtures("none_loaded")
 @pytest.mark.parametrize("executable", [None, "", sys.executable, "/bin/false"])
 def test_threads_compile_where_python_is_part_of_another_program(
     monkeypatch: pytest.MonkeyPatch, executable: str | None
