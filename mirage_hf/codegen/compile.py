@@ -262,8 +262,7 @@ def compiling(
     """Compile many programs in parallel and yield each result in order.
 
     A program that does not compile yields its error. Once the caller stops iterating, no further
-    one is started. Programs that this user has loaded before are in Triton's cache. They take no
-    worker processes, which take seconds to start.
+    one is started.
 
     Args:
         programs: The programs.
@@ -271,17 +270,16 @@ def compiling(
         threads: Threads to use; by default MIRAGE_HF_THREADS.
     """
     threads = threads or settings().threads
-    new = {p.digest for p in programs if p.launches and not was_loaded(p.digest)}
     with contextlib.ExitStack() as stack:
         processes: workers.Workers | None = None
-        if threads >= PROCESSES_FROM and len(new) >= FEW and not settings().interpret:
+        if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
             processes = stack.enter_context(workers.at_work(min(threads, MOST_PROCESSES)))
 
         def attempt(program: GeneratedProgram) -> list[Compiled] | errors.CodegenError:
             try:
                 worker_error = (
                     in_worker(processes, program, sm)
-                    if processes is not None and program.digest in new
+                    if processes is not None and program.launches
                     else None
                 )
                 compiled = ahead_of_time(program, sm)

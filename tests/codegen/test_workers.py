@@ -142,17 +142,6 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
     )  # too few
 
 
-def test_programs_that_were_loaded_before_take_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
-    monkeypatch.setattr(compiler, "FEW", 1)
-    compiled: list[str] = []
-    monkeypatch.setattr(workers.Workers, "compile", lambda self, path, *rest: compiled.append(path))
-    assert len(list(compiler.compiling([program(13)], 90, threads=2))) == 1 and len(compiled) == 1
-    monkeypatch.setattr(workers, "at_work", None)
-    assert isinstance(next(compiler.compiling([program(13)], 90, threads=2)), list)
-    assert len(compiled) == 1
-
-
 def test_a_program_that_only_the_worker_refuses_is_compiled_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
