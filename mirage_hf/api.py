@@ -211,10 +211,10 @@ def _trace(
 
 
 def _prompts_run_forward(optimization: Optimization, traced: decoding.TracedSteps | None) -> bool:
-    """Return whether prompts run the model's own forward, although other calls run by kernels.
+    """Return whether prompts run HF's forward because kernels cannot run them whole.
 
-    Kernels run no whole prompts of a model with traced steps, experts, or weights in codes.
-    Experts and such weights have left something to undo.
+    That is so for traced steps, experts, and weights in codes. The last two have entries in the
+    ledger.
     """
     return traced is not None or bool(optimization.ledger.undos)
 

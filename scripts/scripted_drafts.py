@@ -42,9 +42,9 @@ class Scripted(DraftSource):
         return self.inner.resumes
 
     @property
-    def is_captured_alone(self) -> bool:
-        """Whether first drafts of the other source are captured."""
-        return self.inner.is_captured_alone
+    def captures_first_drafts(self) -> bool:
+        """Whether first drafts of the other source get a graph."""
+        return self.inner.captures_first_drafts
 
     def draft(
         self, control: Control, drafts: Drafts, history: TokenHistory, chooser: Chooser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,9 @@ class Assistant:
 
     @property
     def pair(self) -> StepShape | None:
-        """The shape of a step of two tokens, if the assistant has one that may be fed again.
+        """The shape of the assistant's step of two tokens, None without one.
 
-        A recurrent state would take the first token twice.
+        It is None with recurrent states, too, which would take the first token twice.
         """
         batch = len(self.inputs.input_ids)
         of_two = (shape for shape in self.steps.shapes if (shape.batch, shape.tokens) == (batch, 2))
@@ -140,8 +141,10 @@ class Assistant:
             block.assistant_steps = ()
         prefill(runner, self.inputs, plan, own)
         own.dirty = used
-        shapes = [StepShape(block.batch), *([] if self.pair is None else [self.pair])]
-        steps = [self._step_on(own, graph_key, shape) for shape in shapes]
+        steps = [self._step_on(own, graph_key, StepShape(block.batch))]
+        if self.pair is not None:
+            with contextlib.suppress(NotCoveredError):
+                steps.append(self._step_on(own, graph_key, self.pair))
         if list(map(_identity, block.assistant_steps)) == list(map(_identity, steps)):
             steps = [*block.assistant_steps]
         else:
@@ -171,7 +174,7 @@ class Assistant:
 
 
 def _identity(step: _Step) -> tuple[Any, ...]:
-    """Return what two steps share if graphs of the first are right for the second."""
+    """Return a key. A graph of one step is right for another step with the same key."""
     return type(step), id(step.drafts)
 
 
@@ -236,7 +239,7 @@ class AssistantDrafts(DraftSource):
 
     Its cache follows the accepted text, because each step writes from the row's own length on. If
     all drafts are taken, it lacks the keys of the last one. With a step of two tokens, the first
-    step is fed the last two tokens of the text. Without, the last draft is fed in one step more.
+    step is fed the last two tokens of the text. Without such a step, one more feeds the last draft.
     Recurrent states are kept after each step, and those after the accepted tokens are put back.
 
     Attributes:
@@ -266,8 +269,8 @@ class AssistantDrafts(DraftSource):
         return False
 
     @property
-    def is_captured_alone(self) -> bool:
-        """Whether first drafts are captured. In a warm-up, recurrent states would move on."""
+    def captures_first_drafts(self) -> bool:
+        """Whether first drafts get a graph. In a warm-up, recurrent states would move on."""
         return not (isinstance(self.step, TracedStep) and self.step.keeps_states)
 
     def draft(

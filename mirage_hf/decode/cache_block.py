@@ -275,9 +275,9 @@ class CacheBlock:
             return
         self.drop_graphs()
         other.drop_graphs()
-        for name in ("assistant", "assistant_key", "assistant_steps"):
+        for name, empty in (("assistant", None), ("assistant_key", None), ("assistant_steps", ())):
             setattr(self, name, getattr(other, name))
-            setattr(other, name, None)
+            setattr(other, name, empty)
 
     def own_history(self) -> TokenHistory:
         """Return the block's token history, made when the first call needs it."""

@@ -41,10 +41,10 @@ class DraftSource(ABC):
         return True
 
     @property
-    def is_captured_alone(self) -> bool:
-        """Whether the first drafts of a call, which no step makes, are worth a graph of their own.
+    def captures_first_drafts(self) -> bool:
+        """Whether a call's first drafts, which no step makes, get a graph of their own.
 
-        A warm-up drafts, too. So drafting twice must draft the same.
+        Then the source must draft the same if it is called again: a capture runs it several times.
         """
         return False
 

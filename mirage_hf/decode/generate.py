@@ -40,7 +40,7 @@ from mirage_hf.decode.cache_layers import UpdatedTwiceError, prefill_cache
 from mirage_hf.decode.call_plan import CallInputs, CallPlan, plan_call
 from mirage_hf.decode.choosing import NOTHING
 from mirage_hf.decode.draft_planning import DraftRequest, plan_drafts
-from mirage_hf.decode.draft_sources import DraftSource
+from mirage_hf.decode.draft_sources import DraftPlan, DraftSource
 from mirage_hf.decode.model_fingerprint import ModelFingerprint
 from mirage_hf.decode.not_covered import NotCoveredError, covered
 from mirage_hf.decode.rings import bucket
@@ -96,19 +96,15 @@ def generate(
     Raises:
         NotCoveredError: Stock must serve the call. The caller has seen nothing of it yet.
     """
-    plan_with = partial(
-        plan_call, inputs, cache_is_users=cache_is_users, max_cache_len=runner.max_cache_len
+    plan_for = partial(
+        _plan_for,
+        runner,
+        inputs,
+        cache_is_users,
+        plan_drafts(runner, inputs, drafts or DraftRequest()),
     )
-    traced, draft_plan = runner.traced, plan_drafts(runner, inputs, drafts or DraftRequest())
-    expected = runner.expected_fingerprint(inputs.model)
-    if traced is None:
-        plan = plan_with(expected=expected, drafts=draft_plan)
-    else:
-        plan = plan_with(expected=expected, drafts=draft_plan, **traced.call_options)
-    if traced is not None and (why := runner.why_not_traced(plan, len(inputs.input_ids))):
-        covered(why if plan.only_traced or draft_plan is not None else None)
-        plan = plan_with(expected=expected)
-    runner.forget_replaced_kernels(inputs.model, plan)
+    plan = plan_for(runner.expected_fingerprint(inputs.model))
+    runner.forget_replaced_kernels(inputs.model, plan.fingerprint)
     random_state = torch.get_rng_state()
     attempts_left = MEMORY_ATTEMPTS
     while True:
@@ -120,9 +116,8 @@ def generate(
         torch.set_rng_state(random_state)  # a call takes one seed, however often it is tried
         if isinstance(outcome, ModelFingerprint):
             runner.last_fingerprint = None
-            covered(outcome.obstacle)
-            plan = replace(plan, fingerprint=outcome, expected=False)
-            runner.forget_replaced_kernels(inputs.model, plan)
+            runner.forget_replaced_kernels(inputs.model, outcome)
+            plan = replace(plan_for(outcome), expected=False)
         else:
             runner.pool.drop_idle()
             attempts_left -= 1
@@ -130,6 +125,42 @@ def generate(
                 raise NotCoveredError("out of memory")
     runner.last_fingerprint = plan.fingerprint
     return finish(outcome, plan, inputs, streamer)
+
+
+def _plan_for(
+    runner: DecodeRunner,
+    inputs: CallInputs,
+    cache_is_users: bool,
+    drafts: DraftPlan | None,
+    fingerprint: ModelFingerprint | None,
+) -> CallPlan:
+    """Plan a call: over traced steps if they serve it, otherwise without them.
+
+    Args:
+        runner: What the model keeps between calls.
+        inputs: What stock's decoding method would get.
+        cache_is_users: Whether the user passed the cache.
+        drafts: How the call drafts.
+        fingerprint: The fingerprint that the model probably has. None takes it.
+
+    Raises:
+        NotCoveredError: Stock must serve the call.
+    """
+    plan_with = partial(
+        plan_call,
+        inputs,
+        cache_is_users=cache_is_users,
+        max_cache_len=runner.max_cache_len,
+        expected=fingerprint,
+    )
+    traced = runner.traced
+    if traced is None:
+        return plan_with(drafts=drafts)
+    plan = plan_with(drafts=drafts, **traced.call_options)
+    if why := runner.why_not_traced(plan, len(inputs.input_ids)):
+        covered(why if plan.only_traced or drafts is not None else None)
+        plan = plan_with()
+    return plan
 
 
 def attempt(
@@ -321,7 +352,7 @@ def decode_ahead(session: Session, streamer: Any, selection: Selection) -> Tenso
     reader.post(session.report, 1)
     goes_on = True
     while goes_on:
-        # enqueue steps ahead of the tokens that are read next, while those may not be all
+        # enqueue a step only if the steps under way cannot give all missing tokens
         missing = plan.budget - tokens.complete
         while len(reader.waiting) <= reader.depth and sum(reader.tokens) < missing:
             session.enqueue_step()

@@ -2,86 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mirage_hf.formats import held_tensors
 from mirage_hf.formats.containers import plain_parts
 from mirage_hf.layers.model_kernels import ModelKernels
-from mirage_hf.swap.guard import BINDING_KEY
 from mirage_hf.swap.own_forward import FORWARD_KEY
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """The tensors of a model that a captured prefill reads, and where they lay at the capture.
+    """The memory that a captured prefill reads, as it was at the capture.
 
-    Holding a tensor keeps its memory alive while it lies there. So a graph may be replayed whatever
-    was done to the model, while its results are not used.
+    While all of it is in use, the graph may be replayed before the model is compared with its
+    fingerprint. If the model has changed, nothing uses the results. The references are weak, so
+    weights that the model loses are freed as ever.
 
     Attributes:
-        tensors: The tensors, each with memory of its own.
-        addresses: Where they lay.
-        table: The table of embeddings.
-        held: What runs modules in the graph, besides their library.
+        storages: The memory of the tensors.
+        table: Where the table of embeddings lay, and its shape. None without one.
     """
 
-    tensors: tuple[Tensor, ...]
-    addresses: tuple[int, ...]
-    table: Tensor | None
-    held: tuple[Any, ...] = ()
+    storages: tuple[StorageWeakRef, ...]
+    table: tuple[Any, ...] | None
 
     @classmethod
     def of_kernels(cls, model_kernels: ModelKernels) -> ModelMemory:
         """Return what a prefill by kernels reads."""
-        return cls._at(model_kernels.weights, model_kernels.embedding)
+        return cls(_storages(model_kernels.weights), _place(model_kernels.embedding))
 
     @classmethod
     def of_model(cls, model: Any) -> ModelMemory:
         """Return what the forward of a model may read: all tensors that its modules have."""
-        tensors: dict[int, Tensor] = {}
-        bindings = []
         with torch._C.DisableTorchFunctionSubclass():
-            for module in model.modules():
-                state = vars(module)
-                bindings += [state[key] for key in (BINDING_KEY, FORWARD_KEY) if key in state]
-                found = [
-                    *module.parameters(recurse=False),
-                    *module.buffers(recurse=False),
-                    *(x for x in state.values() if isinstance(x, Tensor)),
-                    *held_tensors(module),
-                ]
-                tensors |= {id(part): part for t in found for part in plain_parts(t)}
-        table = getattr(model.get_input_embeddings(), "_parameters", {}).get("weight")
-        return cls._at(tensors.values(), table, tuple(bindings))
-
-    @classmethod
-    def _at(
-        cls, tensors: Iterable[Tensor], table: Tensor | None, held: tuple[Any, ...] = ()
-    ) -> ModelMemory:
-        tensors = tuple(tensors)
-        return cls(tensors, _addresses(tensors), table, held)
+            found = [part for t in _tensors_of(model) for part in plain_parts(t)]
+            return cls(_storages(found), _place(_table_of(model)))
 
     def serves(self, model: nn.Module) -> bool:
-        """Return whether all tensors lie where they did, and have a row for each token."""
-        return _addresses(self.tensors) == self.addresses and _embeds_by(model, self.table)
+        """Return whether all memory is in use, and each token has a row in the table."""
+        if self.table is None or any([storage.expired() for storage in self.storages]):
+            return False
+        return _place(_table_of(model)) == self.table and not _maps_tokens(model)
 
 
-def _addresses(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple([t.data_ptr() for t in tensors])
+def _storages(tensors: Iterable[Tensor]) -> tuple[StorageWeakRef, ...]:
+    """Return weak references to the memory of tensors, one for each storage."""
+    storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+    return tuple(StorageWeakRef(storage) for storage in storages.values())
 
 
-def _embeds_by(model: Any, embedding: Tensor | None) -> bool:
-    """Return whether the model's tokens are rows of that table, and nothing maps them before.
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Iterate over the tensors that the modules of a model have, and their bindings."""
+    for module in model.modules():
+        state = vars(module)
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+        yield from held_tensors(module)
+        for value in state.values():
+            values = value.values() if isinstance(value, dict) else value
+            yield from _tensors_in(values if isinstance(value, dict | list | tuple) else [value])
+        weight = getattr(state.get(FORWARD_KEY), "weight", None)  # decoded scales are copies
+        yield from _tensors_in(getattr(weight, "tensors", ()))
 
-    With a larger table some tokens would have no row here. Reading beyond a table ends the process.
-    """
-    table = model.get_input_embeddings()
-    if embedding is None or getattr(table, "_parameters", {}).get("weight") is not embedding:
-        return False
-    modules = (model, model.base_model, table)
-    return not any(m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (x for x in values if isinstance(x, Tensor))
+
+
+def _table_of(model: Any) -> Any:
+    """Return the weight of a model's table of embeddings, None if there is none."""
+    return getattr(model.get_input_embeddings(), "_parameters", {}).get("weight")
+
+
+def _place(table: Tensor | None) -> tuple[Any, ...] | None:
+    """Return where a table lies. Tokens beyond it would end the process."""
+    return None if table is None else (table.data_ptr(), table.shape, table.dtype)
+
+
+def _maps_tokens(model: Any) -> bool:
+    """Return whether something may change tokens before they are looked up."""
+    modules = (model, model.base_model, model.get_input_embeddings())
+    return any(m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)

@@ -135,13 +135,13 @@ class DecodeRunner:
             return None
         return last if is_expected_to_hold(last, model) else None
 
-    def forget_replaced_kernels(self, model: Any, plan: CallPlan) -> None:
+    def forget_replaced_kernels(self, model: Any, fingerprint: ModelFingerprint) -> None:
         """Forget the kernels of a model that has replaced some of their weights.
 
         The kernels would keep the old weights alive, and could not run any more.
         """
         kernels: ModelKernels | TracedSteps | None = self.model_kernels or self.traced
-        facts = plan.fingerprint.facts
+        facts = fingerprint.facts
         if kernels is None or facts in (self.made_for, self._compared_facts):
             return
         self._compared_facts = facts

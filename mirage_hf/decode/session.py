@@ -146,7 +146,7 @@ class Session:
     def confirm_model(self) -> None:
         """Check, once, that the model is what the plan expects.
 
-        Before that only graphs of kernels were replayed, and the caller has not seen their results.
+        Before that only graphs were replayed, and the caller has not seen their results.
 
         Raises:
             OutdatedPlanError: The model is not what the plan expects.
@@ -192,16 +192,16 @@ class Session:
             self._first_drafts(chooser)()
 
     def _first_drafts(self, verifier: Verifier) -> Callable[[], None]:
-        """Return what drafts for the first time, captured if that is worth it and steps are."""
+        """Return what makes the first drafts: a replay if source and steps allow it, or a call."""
         draft = partial(verifier.draft, self.block.control)
-        if not verifier.source.is_captured_alone:
+        if not verifier.source.captures_first_drafts:
             return draft
         name = "first drafts", *verifier.keys
         if not self.step.has_graph(name):
             self.confirm_model()  # what is captured is kept for the model the plan expects
         try:
             return self.step.replay_of(name, draft)
-        except RuntimeError:  # then the step, which drafts likewise, says why
+        except RuntimeError:  # the step drafts the same way, so its own capture fails and counts
             return draft
 
     @property
@@ -274,10 +274,12 @@ class Session:
     def _prepare_experts(self) -> None:
         """Give a model's experts their form for few tokens until the end of the call.
 
-        Stock does so, too. Setting the form takes milliseconds.
+        Stock does the same. It takes milliseconds, so steps that run no modules skip it.
         """
         model, rows = self.inputs.model, self.block.batch * self.plan.tokens
-        if not self._has_form_for_steps and parts_with_default_experts(model):
+        # transformers 5.4 does not tell which form they have
+        may_change = not hasattr(model, "get_experts_implementation")
+        if not self._has_form_for_steps and (may_change or parts_with_default_experts(model)):
             self.confirm_model()  # while they still have the form that the plan expects
             self._undo_forms.enter_context(model._optimize_model_for_decode())
             self._undo_forms.enter_context(experts_by_kernels(model, rows))
@@ -394,7 +396,12 @@ class Session:
 
     def end(self) -> None:
         """Give the memory back. What is enqueued on it runs before its next use."""
-        self._undo_forms.close()
+        try:
+            self._undo_forms.close()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         for what, count in self.draft_counts.items():
             self.runner.count(what, self.runner.drafts, by=count)
         for block in self._outgrown:

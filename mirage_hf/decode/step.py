@@ -33,7 +33,7 @@ class Step(ABC):
     Attributes:
         by_kernels: Whether its graphs hold only our kernels, on weights that the step holds.
             Capturing them, and calling the step, may run modules (RoPE's).
-        runs_modules: Whether it runs modules of the model besides RoPE's.
+        runs_modules: Whether it runs modules of the model. RoPE's do not count.
         block: The memory it works on.
         graphs: Whether it is captured.
         graph_key: The state of the model that its graphs depend on.

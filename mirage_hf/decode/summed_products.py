@@ -30,7 +30,7 @@ class SummedProducts(TorchDispatchMode):
         count: Sums that were computed as matrix products.
     """
 
-    #: Kernels take plain tensors only, and write new ones. So they may run meanwhile.
+    #: Our kernels read plain tensors and write new ones, so they may run under this mode.
     allows_kernels = True
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class TokenReader:
     Attributes:
         depth: Steps that may be ahead of the host.
         waiting: Reports that were posted and not taken.
-        tokens: For each of them, the most tokens that it may give a row.
+        tokens: The most tokens that each waiting report can give a row, in the same order.
     """
 
     depth: int
@@ -66,7 +66,7 @@ class TokenReader:
 
         Args:
             report: The report.
-            tokens: The most tokens that it may give a row.
+            tokens: The most tokens that it can give a row.
         """
         self.tokens.append(tokens)
         if report.device.type == "cpu":

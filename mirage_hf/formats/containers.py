@@ -65,7 +65,7 @@ def memory_of(t: Tensor) -> Any:
 
 
 def plain_parts(t: Tensor) -> list[Tensor]:
-    """Return the tensors with memory of their own that a tensor consists of, itself if it has."""
+    """Return the plain tensors inside a wrapper, such as torchao's. A plain tensor is alone."""
     flatten = getattr(t, "__tensor_flatten__", None)
     if flatten is None:
         return [t]

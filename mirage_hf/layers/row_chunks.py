@@ -80,7 +80,7 @@ class RowChunks:
         return self._run(inputs, [*zip(accumulate(sizes, initial=0), sizes, strict=False)])
 
     def with_overlap(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the program's outputs for any number of rows that fills a prepared chunk.
+        """Return the program's outputs for at least as many rows as the smallest chunk has.
 
         All chunks are of the largest size that fits. The last one ends with the last row. So it
         may compute rows again, with the same results.

@@ -23,6 +23,9 @@ from mirage_hf.swap.own_forward import Binding, is_plain_call
 #: take at most four launches. More numbers would save launches, and make `optimize` slower.
 NORM_ROWS = (64, 256, 1024, 4096)
 
+#: More rows run stock's forward. They would take more launches than stock's.
+MOST_NORM_ROWS = 4 * max(NORM_ROWS)
+
 
 class NormKernels:
     """The kernels of all norms that have equal blocks.
@@ -68,7 +71,7 @@ class NormKernels:
             and x.dtype is self.dtype
             and x.dim() > 1
             and x.shape[-1] == self.width
-            and x.numel() >= min(NORM_ROWS) * self.width
+            and min(NORM_ROWS) * self.width <= x.numel() <= MOST_NORM_ROWS * self.width
             and all(outer >= inner for outer, inner in pairwise(x.stride()))
             and self._can_read(x)
         )

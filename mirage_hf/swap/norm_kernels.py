@@ -20,15 +20,20 @@ from mirage_hf.patterns.prompt import PROMPT_NORM
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.ledger import Ledger
-from mirage_hf.swap.norm_forward import NORM_ROWS, NormBinding, NormKernels
+from mirage_hf.swap.norm_forward import (
+    MOST_NORM_ROWS,
+    NORM_ROWS,
+    NormBinding,
+    NormKernels,
+)
 from mirage_hf.swap.own_forward import bind_forward
 from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
 
 _log = logging.getLogger("mirage_hf")
 
 #: The dims of inputs before the last one, for which kernels must be faster: those of 128 tokens,
-#: and of 32 heads of 128 tokens.
-_TIMED = ((1, 128), (1, 128, 32))
+#: of 32 heads of 128 tokens, and of as many rows as kernels take.
+_TIMED = ((1, 128), (1, 128, 32), (1, MOST_NORM_ROWS))
 
 
 def bind_norms(model: nn.Module, ledger: Ledger, finder: KernelFinder) -> list[str]:
@@ -68,7 +73,11 @@ def _norm_block(module: nn.Module, probes: Probes) -> PatternBlock | None:
     if plain.check_same_weights([module], weight.dtype, weight.device) is not None:
         return None
     # ours hides the signature of a norm that another optimized model has bound
-    if [*inspect.signature(stock_forward(type(module))).parameters][2:]:
+    try:
+        parameters = inspect.signature(stock_forward(type(module))).parameters
+    except ValueError:  # of a builtin
+        return None
+    if len(parameters) > 2:
         return None
     sizes = norm_sizes("a norm", module, probes)
     if isinstance(sizes, Rejected):
