@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.codegen.compile import compiling
+from mirage_hf.codegen.cubin_launch import has_all
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
@@ -133,10 +134,11 @@ def prepare_chunk_sizes(programs: Iterable[RowChunks], sizes: Collection[int]) -
 
 
 def _compile(kernels: Sequence[Resolved], device: torch.device) -> None:
-    """Compile generated kernels in parallel."""
-    programs = [kernel.entry.generate() for kernel in kernels]
+    """Compile the generated kernels that have no cubin, in parallel."""
     major, minor = torch.cuda.get_device_capability(device)
-    for _ in compiling(programs, 10 * major + minor):
+    sm = 10 * major + minor
+    programs = [kernel.entry.generate() for kernel in kernels]
+    for _ in compiling([p for p in programs if not has_all(p, sm)], sm):
         pass  # a kernel that cannot be compiled raises when it is run
 
 
