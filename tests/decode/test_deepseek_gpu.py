@@ -18,7 +18,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.layers.part import StepShape
 from mirage_hf.tune.measure import random_inputs
 from mirage_hf.verify.case_inputs import copied
-from tests.helpers.tiny_models import parted_at_a_tie
+from tests.helpers.tiny_models import parted_at_a_tie, rows_parted
 
 pytestmark = pytest.mark.gpu
 
@@ -137,15 +137,8 @@ def test_tokens_are_stocks_except_at_ties(version: str, more: dict[str, Any], ba
         want = model.generate(ids, **given)
         optimize(model, tune="never", batch_sizes=(batch,))
         got = model.generate(ids, **given)
-        far = float(
-            (torch.stack(got.logits)[:4] - torch.stack(want.logits)[:4]).abs().max()
-            / want.logits[0].abs().max()
-        )
-        at, same = None, int((got.sequences == want.sequences).all(0).sum())
-        assert far < 0.1 and same > 42, (
-            f"logits of the first steps are {far:.3g} of their size off, {same} columns of tokens "
-            "are stock's"
-        )
+        # norms of the prompt round in another way, so a token may choose other experts at a tie
+        at = rows_parted(model, want, got.sequences, {"input_ids": ids, **given})
     report = model.mirage.report
     rows = [r for r in report.rows if r.pattern.startswith("mla")]
     assert rows and all(r.status == "swapped" for r in rows), str(report)
