@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from mirage_hf.api import optimize
 from mirage_hf.decode import call_plan, generate, install, prefill, session
 from mirage_hf.decode import runner as decode_runner
+from mirage_hf.errors import OptimizeWarning
 from tests.decode.test_traced_steps import convolution_and_attention
 from tests.helpers import tiny_models
 from tests.helpers.generate_comparison import assert_same, prompt, tiny
@@ -82,8 +83,8 @@ def test_the_fingerprint_is_taken_while_the_prompt_runs(
     by_kernels, kind = family == "llama", FAMILIES[family]
     # kernels of prompts were made for this number; a captured forward of stock's looks at none
     early |= change == "a norm's number" and not by_kernels
-    # traced steps run only once the model is known
-    most = {"llama": depth, "louder": 1, "mixtral": 1}[family]
+    # traced steps run only once the model is known, and experts change their form before steps
+    most = depth if by_kernels else int(runner.traced is not None)
     steps_before = ["step"] * min(depth, most)
     for model in (stock, ours):
         alter(model)
@@ -315,10 +316,11 @@ def test_experts_that_change_their_form_for_steps_are_no_other_model(
     monkeypatch.setattr(ours, "_optimize_model_for_decode", another_form)
     monkeypatch.setattr(generate, "attempt", lambda *of: attempts.append(1) or attempt(*of))
     agree(stock, ours, 1, 10)
-    assert not changed
+    of_one = len(changed)
+    assert of_one == (ours.generate.runner.traced is None)
     for length in (10, 11):
         agree(stock, ours, 2, length)
-    assert len(attempts) == 3 and len(changed) == 2
+    assert len(attempts) == 3 and len(changed) == of_one + 2
     assert ours.config._experts_implementation != "batched_mm"
 
 
@@ -352,10 +354,10 @@ def test_a_call_of_a_changed_model_is_planned_again(
     name = family.partition(" ")[0]
     stock = convolution_and_attention() if name == "lfm2" else tiny_models.tiny(name)
     ours = tiny_models.twin_of(stock)
-    if name == family:
-        optimize(ours, batch_sizes=(1,), verify=False)
-    else:
-        install(ours)
+    try:
+        optimize(ours, batch_sizes=(1,), verify=False) if name == family else install(ours)
+    except OptimizeWarning:
+        pytest.skip("steps over the cache of this version of transformers are not traced")
     for _ in range(4):
         assert outcome(ours) == outcome(stock)
     change(stock), change(ours)
