@@ -53,7 +53,8 @@ class ModelMemory:
 
 def _storages(tensors: Iterable[Tensor]) -> tuple[StorageWeakRef, ...]:
     """Return weak references to the memory of tensors, one for each storage."""
-    storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+    plain = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+    storages = {storage._cdata: storage for storage in plain}
     return tuple(StorageWeakRef(storage) for storage in storages.values())
 
 
@@ -77,7 +78,11 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _table_of(model: Any) -> Any:
     """Return the weight of a model's table of embeddings, None if there is none."""
-    return getattr(model.get_input_embeddings(), "_parameters", {}).get("weight")
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return getattr(table, "_parameters", {}).get("weight")
 
 
 def _place(table: Tensor | None) -> tuple[Any, ...] | None:

@@ -87,3 +87,15 @@ def test_a_model_without_a_table_is_not_served() -> None:
     model = model_with_holder()
     model.model.embed_tokens = nn.Identity()
     assert not ModelMemory.of_model(model).serves(model)
+
+    def not_there() -> nn.Module:
+        raise NotImplementedError
+
+    model.get_input_embeddings = not_there
+    assert not ModelMemory.of_model(model).serves(model)
+
+
+def test_sparse_tensors_are_left_out() -> None:
+    model = model_with_holder()
+    model.model.holder.loose = torch.eye(4).to_sparse()
+    assert ModelMemory.of_model(model).serves(model)
