@@ -143,7 +143,7 @@ class Assistant:
         own.dirty = used
         steps = [self._step_on(own, graph_key, StepShape(block.batch))]
         if self.pair is not None:
-            with contextlib.suppress(NotCoveredError):
+            with contextlib.suppress(NotCoveredError):  # then it takes one step more
                 steps.append(self._step_on(own, graph_key, self.pair))
         if list(map(_identity, block.assistant_steps)) == list(map(_identity, steps)):
             steps = [*block.assistant_steps]

@@ -11,7 +11,7 @@ the block.
 
 There are four ways. A call takes the first one that is possible:
 
-1. Captured already, by kernels or by HF's forward, if all that the graph reads lies where it did.
+1. Captured already, by kernels or by HF's forward, if all memory that the graph reads is in use.
    It is replayed before the fingerprint of the model is taken (`Prefills.captured` with
    `unseen_model`).
 2. Captured, from the second prompt of a bucket on. Long prompts are not captured: for them the GPU

@@ -198,7 +198,7 @@ class Session:
             return draft
         name = "first drafts", *verifier.keys
         if not self.step.has_graph(name):
-            self.confirm_model()  # what is captured is kept for the model the plan expects
+            self.confirm_model()  # later calls of the expected model replay what is captured here
         try:
             return self.step.replay_of(name, draft)
         except RuntimeError:  # the step drafts the same way, so its own capture fails and counts
@@ -402,6 +402,7 @@ class Session:
             self._give_back()
 
     def _give_back(self) -> None:
+        """Count the drafts, and give all blocks back."""
         for what, count in self.draft_counts.items():
             self.runner.count(what, self.runner.drafts, by=count)
         for block in self._outgrown:

@@ -19,11 +19,11 @@ from mirage_hf.layers.row_chunks import RowChunks
 from mirage_hf.match.plain import ALIGNMENT, own_attributes
 from mirage_hf.swap.own_forward import Binding, is_plain_call
 
-#: The numbers of rows that kernels are made for. Fewer rows run stock's forward. Up to 4,096 rows
-#: take at most four launches. More numbers would save launches, and make `optimize` slower.
+#: The numbers of rows that kernels are made for. Fewer rows run stock's forward. More numbers would
+#: save launches, and make `optimize` slower.
 NORM_ROWS = (64, 256, 1024, 4096)
 
-#: More rows run stock's forward. They would take more launches than stock's.
+#: More rows run stock's forward. Up to this number, kernels take at most four launches.
 MOST_NORM_ROWS = 4 * max(NORM_ROWS)
 
 
@@ -102,7 +102,7 @@ class NormBinding(Binding):
 
     @classmethod
     def of(cls, norm: nn.Module, kernels: NormKernels) -> NormBinding:
-        """Return the binding of a norm as it is now."""
+        """Return a binding that runs kernels while the norm keeps its class and its attributes."""
         names = [name for name, _ in own_attributes(norm)]
         return cls(
             kernels=kernels,

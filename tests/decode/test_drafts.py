@@ -12,6 +12,7 @@ from transformers.generation import configuration_utils
 
 from mirage_hf.api import optimize
 from mirage_hf.decode.draft_planning import COST_OF_ROW, step_costs
+from mirage_hf.decode.runner import DecodeRunner
 from mirage_hf.decode.session import Session
 from mirage_hf.decode.step import Step
 from mirage_hf.errors import OptimizeError
@@ -473,6 +474,46 @@ def test_no_step_runs_ahead_of_those_that_may_be_the_last() -> None:
         want = stock.generate(**given).tolist()
         got, steps = counted_steps(ours, {**given, "assistant_model": assistant(seed=0)})
         assert got.tolist() == want and steps == -(-(tokens - 1) // 8)
+
+
+def test_first_drafts_that_cannot_be_captured_are_called(
+    captures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ours = pair()
+    replay_of, refused = Step.replay_of, []
+
+    def refuse(self: Step, name: tuple[Any, ...], run: Any) -> Any:
+        if name[0] == "first drafts":
+            refused.append(name)
+            raise RuntimeError("no capture")
+        return replay_of(self, name, run)
+
+    monkeypatch.setattr(Step, "replay_of", refuse)
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 41}
+    want, helper = stock.generate(**given).tolist(), assistant(seed=0)
+    for _ in range(2):
+        got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+        assert got.tolist() == want and steps == 5
+    assert len(refused) == 2
+
+
+def test_an_assistant_whose_step_of_two_tokens_is_refused_takes_one_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, ours = pair()
+    helper = assistant(seed=0, draft_tokens=(1,))
+    by_kernels = DecodeRunner.step_by_kernels
+    monkeypatch.setattr(
+        DecodeRunner,
+        "step_by_kernels",
+        lambda self, plan, block, key, shape, drafts=None: (
+            "not now" if shape.tokens == 2 else by_kernels(self, plan, block, key, shape, drafts)
+        ),
+    )
+    given = {"inputs": prompt(1, 9), "do_sample": False, "max_new_tokens": 41}
+    want = stock.generate(**given).tolist()
+    got, steps = counted_steps(ours, {**given, "assistant_model": helper})
+    assert got.tolist() == want and steps == 5 and not stocks(ours)
 
 
 def test_costs_of_an_assistant_are_those_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
