@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from mirage_hf.codegen.plan import KernelPlan
 from mirage_hf.gpus import Device
@@ -27,7 +28,45 @@ def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
     if plan.layout.byte_words and plan.tiling.is_looped:
         return _registers_of_words(plan, tiles, partial)
     held = tiles.held + (plan.schedule.steps_per_trip - 1) * tiles.longest_step_bytes / 4
+    held += _factors_beside_a_shared_one(plan)
     return math.ceil(max(held, partial) / (32 * plan.schedule.num_warps))
+
+
+def _factors_beside_a_shared_one(plan: KernelPlan) -> float:
+    """Return the registers of all threads for stored factors of products that share a computed one.
+
+    Triton 3.6 loads these factors before the first product. With other products it loads a factor
+    piece by piece. An asynchronous product reads a stored factor from shared memory.
+    """
+    layout, stored = plan.layout, plan.tiling.inputs
+    dots = [d for d in layout.dots.values() if not plan.pipelining.is_asynchronous(d)]
+    readers = Counter(x for d in dots for x in (d.left, d.right) if x not in stored)
+    registers = 0.0
+    for dot in dots:
+        if max(readers[dot.left], readers[dot.right]) < 2:
+            continue
+        by_rows, by_columns = _warps_of_product(
+            layout.rows(dot), layout.columns(dot), plan.schedule.num_warps
+        )
+        for factor, copies in ((dot.left, by_columns), (dot.right, by_rows)):
+            if factor in stored:
+                registers += copies * plan.tiling.elements[factor] * dot.dtype.itemsize / 4
+    return registers
+
+
+def _warps_of_product(rows: int, columns: int, warps: int) -> tuple[int, int]:
+    """Return among how many warps Triton 3.6 divides the rows and columns of a product's result.
+
+    A warp takes 16 rows and at least 8 columns. Each warp of the same rows holds the left factor.
+    """
+    by_rows = by_columns = 1
+    while by_rows * by_columns < warps:
+        is_tall = rows * by_columns >= columns * by_rows
+        if is_tall and 16 * by_rows < rows:
+            by_rows *= 2
+        else:
+            by_columns *= 2
+    return by_rows, by_columns
 
 
 #: Registers of a thread that adds up words of bytes: addresses, sums and decoded codes. It takes
