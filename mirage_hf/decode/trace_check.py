@@ -167,9 +167,13 @@ class TraceCheck:
         moved = torch.zeros(len(wanted), device=wanted.device)
         for seed in range(_PERTURBATIONS):
             stock = _StockRun(self, prompt)
-            with torch.no_grad(), self.model._optimize_model_for_decode():
+            with torch.no_grad():
                 stock.feed_prompt(prompt.length)
-                with perturbed(self.model, seed), TakeChoices(choices, self.tolerance):
+                with (
+                    self.model._optimize_model_for_decode(),
+                    perturbed(self.model, seed),
+                    TakeChoices(choices, self.tolerance),
+                ):
                     other = stock.feed(prompt.length, prompt.length + 1)
             moved = moved.maximum((other - wanted).abs().amax(-1).float())
         most = _MOST * wanted.abs().amax(-1).float()
@@ -214,9 +218,10 @@ class TraceCheck:
         """
         model, ids, tokens = self.model, texts.ids, shape.tokens
         stock = _StockRun(self, texts)
-        with torch.no_grad(), model._optimize_model_for_decode():
+        with torch.no_grad():
             layers = cached_layers(decoder_config(model))
             block = stock.prefill(length, (None,) * layers, capacity)
+        with torch.no_grad(), model._optimize_model_for_decode():
             drafts = Drafts.allocate(shape.batch, tokens, block.logits, None)
             by_place, choices = [], []
             for place in range(length, length + 2 * tokens):
@@ -255,8 +260,9 @@ class TraceCheck:
         tie.
         """
         stock = _StockRun(self, prompt)
-        with torch.no_grad(), self.model._optimize_model_for_decode():
+        with torch.no_grad():
             block = stock.prefill(prompt.length, windows, capacity)
+        with torch.no_grad(), self.model._optimize_model_for_decode():
             block.control.ids.copy_(prompt.ids[:, prompt.length :])
             with KeepChoices() as choices:
                 wanted = stock.feed(prompt.length, prompt.length + 1)
@@ -281,7 +287,11 @@ class _StockRun:
         return model(**self._arguments(first, last), **cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
 
     def feed_prompt(self, length: int) -> Tensor:
-        """Feed a prompt of so many tokens, and return the last logits."""
+        """Feed a prompt of so many tokens, and return the last logits.
+
+        As in stock's generate, experts do not run in the form for steps, which copies the weights
+        of each token's experts.
+        """
         with SummedProducts():
             logits = self.feed(0, length)
         if held_tokens(self.cache) == 1 < length:  # FSMT drops all tokens of a prompt but the last

@@ -576,6 +576,30 @@ def test_a_wrong_kernel_before_a_router_is_refused(monkeypatch: pytest.MonkeyPat
     assert any("differs from stock's by" in note for note in ours.mirage.report.notes)
 
 
+def test_the_check_runs_prompts_in_the_form_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of experts for steps copies weights for each token: 26 GB for 16 rows of OLMoE."""
+    in_form_for_steps = [False]
+    fed = set()
+
+    @contextlib.contextmanager
+    def form_for_steps(_: Any) -> Any:
+        in_form_for_steps.append(True)
+        yield
+        in_form_for_steps.pop()
+
+    feed = trace_check._StockRun.feed
+
+    def noted(run: Any, first: int, last: int) -> Tensor:
+        fed.add((last - first == 1, in_form_for_steps[-1]))
+        return feed(run, first, last)
+
+    monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", form_for_steps)
+    monkeypatch.setattr(trace_check._StockRun, "feed", noted)
+    _, ours = pair("qwen3_moe", draft_tokens=(2,))
+    assert any("run as traced" in note for note in ours.mirage.report.notes)
+    assert fed == {(False, False), (True, True)}
+
+
 class RoundedOtherwise(Resolved):
     """A kernel whose results are some units in the last place off."""
 
