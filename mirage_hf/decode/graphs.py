@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mirage_hf.garbage import no_garbage_collection
+
 #: Runs on the side stream before a capture. Libraries that initialise themselves lazily (cuBLAS,
 #: Triton, autotuners) must not do so during a capture.
 WARM_UPS = 3
@@ -70,7 +72,10 @@ def capture(
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         try:
             # thread_local: what other threads do to the device does not break this capture
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            with (
+                no_garbage_collection(),
+                torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+            ):
                 # cuBLAS keeps a workspace for each stream, which torch frees when torch.compile
                 # records a graph. A graph of ours that still used it would fail in a later replay.
                 # So it is cleared here, and allocated during the capture in the graph's own pool.

@@ -14,6 +14,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.garbage import no_garbage_collection
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.bounds import bounds_of, extent
 from mirage_hf.graph.coded import random_codes
@@ -168,11 +169,12 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), no_garbage_collection():
         run(sets[0])
         torch.cuda.synchronize()
-        # torch.cuda.graph() would collect garbage each time, which takes longer than measuring.
-        graph.capture_begin()
+        # torch.cuda.graph() would give memory back to the driver each time. "thread_local": what
+        # other threads do to the device does not break this capture.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             start.record()
             for n in range(calls):
