@@ -15,7 +15,7 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.patterns.fragments import normed, rotated
 from mirage_hf.patterns.schema import Pattern, PatternBlock
 
-#: With one query for each sequence, q lacks the dim before the last, and all others lack dim 2.
+#: With one query for each sequence, q and y lack the dim of queries, and all others lack dim 2.
 AXES = {
     "q": "rows kv_heads group queries d",
     "new_keys": "rows kv_heads 1 queries d",
@@ -40,7 +40,7 @@ AXES = {
     "mask": "rows 1 1 queries slots",
     "new_mask": "rows 1 1 queries queries",
     "sinks": "1 kv_heads group 1 1",
-    "y": "rows kv_heads group queries d",
+    "y": "rows queries kv_heads group d",
 }
 
 #: The slots of the cache at which kernels are searched, and tuned for short caches. A µGraph serves
@@ -211,6 +211,8 @@ def build(
         total = g.add(total, g.exp(new_input("sinks", 1, kv_heads, group, 1, 1, constant=True)))
     # A single query sees its own key, so its total is not 0.
     y = g.ratio(summed, total) if several else g.div(summed, total)
+    if several:
+        y = g.permute(y, (0, 3, 1, 2, 4))  # the order of tokens, as later products read them
     g.mark_output(y, g.cache_append(keys, k, slot), g.cache_append(values, v, slot))
     return g
 

@@ -277,7 +277,8 @@ def stock(k: Kind, g: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Ten
         for row, at in enumerate(x["slot"].flatten().tolist()):
             cache[row, :, at : at + t] = made[row]
     shapes = [o.dims for o in g.outputs]
-    return [y.reshape(s) for y, s in zip((y, *caches), shapes, strict=True)]
+    of_tokens = y.transpose(1, 2)
+    return [y.reshape(s) for y, s in zip((of_tokens, *caches), shapes, strict=True)]
 
 
 def _normed(
