@@ -25,7 +25,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import strided
 from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.coded import unpacked
-from mirage_hf.graph.execute import run_kernel_graph, run_library
+from mirage_hf.graph.execute import run_library
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -33,7 +33,7 @@ from mirage_hf.search.expand import expand
 from mirage_hf.verify.case_inputs import CaseInputs, with_garbage, with_scores
 from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.numeric_cases import Case, cases
-from mirage_hf.verify.slices import WideRun
+from mirage_hf.verify.slices import SlicedRun
 from mirage_hf.verify.verdict import Accepted, Verdict
 
 #: A candidate's error may be this many times eager's.
@@ -149,7 +149,7 @@ class NumericCheck:
     def __init__(self, program: KernelGraph, device: torch.device | str = "cpu", seed: int = 0):
         self.program = program
         self._inputs = CaseInputs(program, seed, device)
-        self._wide = WideRun(program)
+        self._runs = SlicedRun(program)
         self.constants = FloatConstants()
         self._fitted: dict[Case, Case | None] = {}
         self._data: dict[Case, _CaseData] = {}
@@ -203,8 +203,8 @@ class NumericCheck:
             self._make_room()
             inputs = self._inputs.of(case)
             # A run in float64 copies what it may write. Eager does not.
-            eager = run_kernel_graph(self.program, self._writable(inputs), as_on_gpu=True)
-            reference = self._wide(inputs)
+            eager = self._runs.eager(self._writable(inputs))
+            reference = self._runs.wide(inputs)
             where = [_compared(e, r) for e, r in zip(eager, reference, strict=True)]
             self._data[case] = _CaseData(inputs, reference, eager, where)
         return self._data[case]
@@ -273,7 +273,7 @@ class NumericCheck:
                 ulps = math.log2(x.dims[attrs["dim"]]) / 2
                 return y * (1 + sign * ulps * torch.finfo(torch.float32).eps)
 
-            results = WideRun(expand(self.program))(data.inputs, with_error)
+            results = SlicedRun(expand(self.program)).wide(data.inputs, with_error)
             self._sum_errors[case] = [
                 measure(y, r, w)
                 for y, r, w in zip(results, data.reference, data.where, strict=True)

@@ -1,7 +1,8 @@
-"""Run a program in float64 slice by slice, so that it needs little memory.
+"""Run a program slice by slice with torch, so that it needs little memory.
 
-Decoded to float64, the weight of one linear of a large model takes gigabytes. Most programs compute
-each column of their outputs alone, so a few columns at a time give the same numbers.
+Decoded to float64, the weight of one linear of a large model takes gigabytes. So do copies of the
+experts that 16 tokens choose, even in 16 bits. Most programs compute each column of their outputs
+alone, so a few columns at a time give the same numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,13 +26,15 @@ from mirage_hf.verify.size_relations import PROGRAM, Key, ResizeError, TensorDim
 
 #: Programs are cut if one of their tensors has more bytes than this in float64.
 SLICE_BYTES = 1 << 26
+#: In their own dtypes they are cut if the result of an op has more bytes than this.
+EAGER_BYTES = 1 << 28
 
 #: Imitates rounding errors, as in `run_kernel_graph`.
 WithError = Callable[[KernelOp, Tensor], Tensor]
 
 
-class WideRun:
-    """Runs of one program in float64."""
+class SlicedRun:
+    """Runs of one program by torch."""
 
     def __init__(self, program: KernelGraph):
         """Find the axis along which the program can be cut, if it is large."""
@@ -38,25 +42,47 @@ class WideRun:
         self._axis = _axis_to_cut(program) if _largest(program) > SLICE_BYTES else None
         self._parts: dict[int, KernelGraph] = {}
 
-    def __call__(self, inputs: Sequence[Tensor], err: WithError | None = None) -> list[Tensor]:
+    def wide(self, inputs: Sequence[Tensor], err: WithError | None = None) -> list[Tensor]:
         """Return the outputs: in float64, or rounded to float32 where a sliced one has 16 bits.
 
         Args:
             inputs: The inputs.
             err: As for `run_kernel_graph`.
         """
-        axis = self._axis
-        if axis is None:
+        if self._axis is None:
             return run_kernel_graph(self.program, inputs, torch.float64, err=err)
-        outputs = [_blank(t, inputs[0].device) for t in self.program.outputs]
+        outputs = [_wide_blank(t, inputs[0].device) for t in self.program.outputs]
+
+        def run(part: KernelGraph, cut: Sequence[Tensor]) -> list[Tensor]:
+            return run_kernel_graph(part, cut, torch.float64, err=err)
+
+        return self._by_slices(self._axis, inputs, outputs, run)
+
+    def eager(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs as torch computes them, each op in its own dtype."""
+        if self._axis is None or _largest_result(self.program) <= EAGER_BYTES:
+            return run_kernel_graph(self.program, inputs, as_on_gpu=True)
+        device = inputs[0].device
+        outputs = [torch.empty(t.dims, dtype=t.dtype, device=device) for t in self.program.outputs]
+        return self._by_slices(
+            self._axis, inputs, outputs, partial(run_kernel_graph, as_on_gpu=True)
+        )
+
+    def _by_slices(
+        self,
+        axis: _Axis,
+        inputs: Sequence[Tensor],
+        outputs: list[Tensor],
+        run: Callable[[KernelGraph, Sequence[Tensor]], list[Tensor]],
+    ) -> list[Tensor]:
+        """Fill the outputs slice by slice, and return them."""
         for start in range(0, axis.size, axis.step):
             length = min(axis.step, axis.size - start)
-            part = self._part(axis, length)
             cut = [
                 x if d is None else _narrowed(t, x, d, start, length)
                 for t, x, d in zip(self.program.inputs, inputs, axis.inputs, strict=True)
             ]
-            results = run_kernel_graph(part, cut, torch.float64, err=err)
+            results = run(self._part(axis, length), cut)
             for y, result, d in zip(outputs, results, axis.outputs, strict=True):
                 y.narrow(d, start, length).copy_(result)
         return outputs
@@ -156,7 +182,13 @@ def _largest(program: KernelGraph) -> int:
     return 8 * max(math.prod(t.dims) for t in (*program.inputs, *made))
 
 
-def _blank(t: DTensor, device: torch.device) -> Tensor:
+def _largest_result(program: KernelGraph) -> int:
+    """Return the bytes of the largest result of an op."""
+    made = (t for op in program.ops for t in op.outputs)
+    return max((math.prod(t.dims) * t.dtype.itemsize for t in made), default=0)
+
+
+def _wide_blank(t: DTensor, device: torch.device) -> Tensor:
     """Return memory for an output. Float32 holds results of 16 bits well enough to compare them."""
     wide = torch.float32 if t.dtype.itemsize == 2 else torch.float64
     return torch.empty(t.dims, dtype=wide if t.dtype.is_floating_point else t.dtype, device=device)

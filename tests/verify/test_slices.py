@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from mirage_hf.verify import case_inputs, numeric, slices
 from mirage_hf.verify.case_inputs import CaseInputs
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.numeric_cases import Case
-from mirage_hf.verify.slices import WideRun
+from mirage_hf.verify.slices import SlicedRun
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers.coded_programs import fp8_linear, int4_joined, int4_linear
 from tests.helpers.memory import Allocations
@@ -72,10 +73,21 @@ def two_sums() -> KernelGraph:
     return g
 
 
+def chosen_experts(tokens: int = 3, experts: int = 8, n: int = 72, k: int = 32) -> KernelGraph:
+    """Return what two experts make of each token. Each token's experts are taken."""
+    g = new_kernel_graph()
+    x = g.new_input((tokens, 1, 1, k), BF16)
+    w = g.new_input((experts, n, k), BF16, constant=True)
+    index = g.new_input((tokens, 2), torch.int64)
+    g.mark_output(g.matmul(x, g.permute(g.take(w, index), (0, 1, 3, 2))))
+    return g
+
+
 @pytest.mark.parametrize(
     "program",
     [
         gate_and_up,
+        chosen_experts,
         head,
         softmax_of_scores,
         awq_like,
@@ -90,14 +102,29 @@ def test_slices_together_are_the_whole(
     inputs = CaseInputs(graph).of(RANDOM)
     whole = run_kernel_graph(graph, inputs, torch.float64)
     monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 11)
-    run = WideRun(graph)
+    run = SlicedRun(graph)
     assert run._axis is not None
-    for t, y, expected in zip(graph.outputs, run(inputs), whole, strict=True):
+    for t, y, expected in zip(graph.outputs, run.wide(inputs), whole, strict=True):
         assert y.shape == expected.shape
         close = 1e-6 if t.dtype.itemsize == 2 else 1e-12
         torch.testing.assert_close(y.double(), expected, rtol=close, atol=close)
     sizes = {part.outputs[0].dims for part in run._parts.values()}
     assert sizes and all(dims != graph.outputs[0].dims for dims in sizes)
+
+
+@pytest.mark.parametrize("program", [gate_and_up, chosen_experts, softmax_of_scores])
+def test_slices_of_eager_are_the_whole(
+    program: Callable[[], KernelGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = program()
+    inputs = CaseInputs(graph).of(RANDOM)
+    whole = run_kernel_graph(graph, inputs, as_on_gpu=True)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 11)
+    monkeypatch.setattr(slices, "EAGER_BYTES", 1 << 9)
+    run = SlicedRun(graph)
+    for y, expected in zip(run.eager(inputs), whole, strict=True):
+        torch.testing.assert_close(y, expected)
+    assert run._parts
 
 
 @pytest.mark.parametrize(
@@ -111,7 +138,7 @@ def test_programs_without_an_axis_to_cut_run_whole(
     inputs = CaseInputs(graph).of(RANDOM)
     whole = run_kernel_graph(graph, inputs, torch.float64)
     monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 9)
-    for y, expected in zip(WideRun(graph)(inputs), whole, strict=True):
+    for y, expected in zip(SlicedRun(graph).wide(inputs), whole, strict=True):
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
@@ -124,8 +151,8 @@ def test_words_of_a_slice_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CaseInputs(g).of(RANDOM)
     whole = run_kernel_graph(g, inputs, torch.float64)
     monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 10)
-    run = WideRun(g)
-    (y,) = run(inputs)
+    run = SlicedRun(g)
+    (y,) = run.wide(inputs)
     torch.testing.assert_close(y.double(), whole[0], rtol=1e-6, atol=0)
     assert [part.outputs[0].dims for part in run._parts.values()] == [(8, 16)]
 
@@ -157,6 +184,8 @@ def large_gate() -> Any:
     [
         # On a CPU eager multiplies in float32: 2 MiB. The weight in bfloat16 is 1 MiB.
         (large_gate, 5 * MIB),
+        # A weight is 2 MiB and is drawn in float32. The experts that tokens take are 32 MiB.
+        (partial(chosen_experts, 64, 8, 256, 512), 10 * MIB),
         # The outputs of one case: 1 MiB in bfloat16 and 2 in float32, and 0.5 for where they count.
         (lambda: decoding_program(int4(1024, 512)), 8 * MIB),
     ],
@@ -166,12 +195,13 @@ def test_a_check_takes_little_memory(
 ) -> None:
     """In float64 one weight takes 4 MiB. Two of them and all outputs were held at once."""
     monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 18)
+    monkeypatch.setattr(slices, "EAGER_BYTES", 1 << 21)
     monkeypatch.setattr(numeric, "_AT_ONCE", 1 << 15)
     monkeypatch.setattr(numeric, "_KEPT_BYTES", 0)
     graph = program()
     with torch.no_grad(), Allocations() as counted:
         check = NumericCheck(graph)
-        verdict = check.judge(lambda inputs: run_kernel_graph(graph, inputs, as_on_gpu=True))
+        verdict = check.judge(SlicedRun(graph).eager)
     assert isinstance(verdict, Accepted)
     assert counted.peak <= most
 
