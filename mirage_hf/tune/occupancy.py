@@ -33,40 +33,37 @@ def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
 
 
 def _factors_beside_a_shared_one(plan: KernelPlan) -> float:
-    """Return the registers of all threads for stored factors of products that share a computed one.
+    """Return the registers of all threads for right factors beside a shared left one.
 
-    Triton 3.6 loads these factors before the first product. With other products it loads a factor
-    piece by piece. An asynchronous product reads a stored factor from shared memory.
+    If two products have one computed left factor, Triton 3.6 loads their stored right factors
+    before the first product. It loads other factors piece by piece. An asynchronous product reads
+    a stored factor from shared memory.
     """
-    layout, stored = plan.layout, plan.tiling.inputs
+    layout = plan.layout
     dots = [d for d in layout.dots.values() if not plan.pipelining.is_asynchronous(d)]
-    readers = Counter(x for d in dots for x in (d.left, d.right) if x not in stored)
+    readers = Counter(d.left for d in dots if d.left not in plan.tiling.inputs)
     registers = 0.0
     for dot in dots:
-        if max(readers[dot.left], readers[dot.right]) < 2:
-            continue
-        by_rows, by_columns = _warps_of_product(
-            layout.rows(dot), layout.columns(dot), plan.schedule.num_warps
-        )
-        for factor, copies in ((dot.left, by_columns), (dot.right, by_rows)):
-            if factor in stored:
-                registers += copies * plan.tiling.elements[factor] * dot.dtype.itemsize / 4
+        if readers[dot.left] > 1 and dot.right in plan.tiling.inputs:
+            warps = plan.schedule.num_warps
+            copies = _warps_along_rows(layout.rows(dot), layout.columns(dot), warps)
+            registers += copies * plan.tiling.elements[dot.right] * dot.dtype.itemsize / 4
     return registers
 
 
-def _warps_of_product(rows: int, columns: int, warps: int) -> tuple[int, int]:
-    """Return among how many warps Triton 3.6 divides the rows and columns of a product's result.
+def _warps_along_rows(rows: int, columns: int, warps: int) -> int:
+    """Return among how many warps Triton 3.6 divides the rows of a product's result.
 
-    A warp takes 16 rows and at least 8 columns. Each warp of the same rows holds the left factor.
+    The others divide its columns. A warp takes at least 16 rows. Each warp along the rows holds the
+    right factor of its columns.
     """
     by_rows = by_columns = 1
     while by_rows * by_columns < warps:
-        is_tall = rows * by_columns >= columns * by_rows
-        if is_tall and 16 * by_rows < rows:
+        if rows * by_columns >= columns * by_rows and 16 * by_rows < rows:
             by_rows *= 2
         else:
             by_columns *= 2
-    return by_rows, by_columns
+    return by_rows
 
 
 #: Registers of a thread that adds up words of bytes: addresses, sums and decoded codes. It takes
