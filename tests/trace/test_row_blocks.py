@@ -15,7 +15,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.trace.experts import row_layout as row_layout_module
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.row_blocks import BlockSizes, RowBlocks, blocks_programs
-from mirage_hf.trace.experts.row_layout import row_layout
+from mirage_hf.trace.experts.row_layout import row_layout, row_sums
 from tests.helpers import coded_experts, triton_interpreter
 from tests.helpers.coded_experts import CODED
 from tests.helpers.decode_states import assert_compiles_and_waits
@@ -152,6 +152,46 @@ def test_the_kernel_compiles_and_waits_before_it_reads(sizes: tuple[int, int, in
 @pytest.mark.gpu
 def test_the_kernel_lays_rows_out_on_a_gpu() -> None:
     assert not wrong_layouts(range(200), "cuda", by_kernel=True)
+
+
+def wrong_sums(seeds: range, device: str) -> list[str]:
+    """Return where the kernel's sums of random rows are not torch's."""
+    wrong = []
+    for seed in seeds:
+        draw = torch.Generator().manual_seed(seed)
+        for routing, tokens, width in itertools.product(ROUTINGS, (1, 40), (16, 48, 1040)):
+            index = routed(tokens, routing, seed=seed)
+            rows = row_layout(index, torch.rand(index.shape), EXPERTS, 16)
+            y = torch.randn(rows.tokens.numel(), width, generator=draw)
+            y[rows.tokens.view(-1) == -1] = torch.nan  # nothing lies there
+            for kept, dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+                given = y.to(kept)
+                wanted = row_sums(given, rows, tokens, dtype)
+                x, places, is_kept = (t.to(device) for t in (given, rows.places, rows.is_kept))
+                found = row_layout_module.sums_by_kernel(x, places, is_kept, dtype).cpu()
+                close = max(torch.finfo(kept).eps, torch.finfo(dtype).eps)
+                if not torch.allclose(found.float(), wanted.float(), rtol=close, atol=4 * close):
+                    wrong.append(f"{routing}: {tokens} × {width}, {kept} → {dtype}")
+    return wrong
+
+
+def test_the_kernel_adds_rows_up() -> None:
+    assert not triton_interpreter.run(
+        "import json\nfrom tests.trace.test_row_blocks import wrong_sums\n"
+        "print(json.dumps(wrong_sums(range(1), 'cpu')))"
+    )
+
+
+def test_the_kernel_of_sums_compiles_and_waits_before_it_reads() -> None:
+    pytest.importorskip("triton")
+    for kept in (torch.float32, torch.bfloat16):
+        dtypes = [kept, torch.int64, torch.bool, torch.bfloat16]
+        assert_compiles_and_waits(row_layout_module.sum_launch(128, 8, 2048), dtypes)
+
+
+@pytest.mark.gpu
+def test_the_kernel_adds_rows_up_on_a_gpu() -> None:
+    assert not wrong_sums(range(20), "cuda")
 
 
 def test_tokens_of_any_number_and_order_of_memory() -> None:

@@ -9,6 +9,6 @@ The files, in processing order:
 - `dense`: Find products with all experts, and put the same op in their place.
 - `gate`, `writer`: Write the function between the linears, and products with chosen weights.
 - `programs`: Write the op as two programs, with the sums that follow.
-- `row_layout`: Sort the rows that the tokens of a prompt give to experts into blocks.
+- `row_layout`: Sort the rows that a prompt's tokens give to experts into blocks, and add them up.
 - `row_blocks`: Run prompts by kernels over such blocks.
 """

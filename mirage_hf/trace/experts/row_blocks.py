@@ -21,7 +21,7 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph, new_kernel_graph
 from mirage_hf.settings import settings
 from mirage_hf.trace.experts.form import ExpertsForm
 from mirage_hf.trace.experts.gate import gate
-from mirage_hf.trace.experts.row_layout import row_layout
+from mirage_hf.trace.experts.row_layout import row_layout, row_sums
 from mirage_hf.trace.experts.writer import ExpertsWriter, ParameterPart
 from mirage_hf.trace.fake_mode import FakeOnceMode
 from mirage_hf.trace.program import alike
@@ -187,8 +187,8 @@ class RowBlocks:
             WEIGHTS: rows.weights[:, None, :, None],
         }
         given[BETWEEN] = self._run(0, form, given)
-        y = self._run(1, form, given).view(-1, x.shape[-1])[rows.places[: len(x)]]
-        return y.masked_fill(~rows.is_kept[: len(x), :, None], 0).sum(1).to(x.dtype)
+        y = self._run(1, form, given).view(-1, x.shape[-1])
+        return row_sums(y, rows, len(x), x.dtype)
 
     def takes(self, x: Tensor, index: Tensor, weights: Tensor) -> bool:
         """Return whether tensors have the shapes and dtypes that the kernels were made for."""

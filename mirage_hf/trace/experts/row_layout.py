@@ -1,7 +1,7 @@
-"""Sort the rows that tokens give to experts into blocks of one expert each.
+"""Sort the rows that tokens give to experts into blocks of one expert each, and add them up again.
 
-On a GPU one kernel does this. With torch it takes many launches, and 76 µs for 1,024 rows of 128
-experts (H200).
+On a GPU one kernel does each. To sort 1,024 rows of 128 experts with torch takes 76 µs, and to add
+them up 18 (H200).
 """
 
 from __future__ import annotations
@@ -160,4 +160,74 @@ def by_kernel(index: Tensor, weights: Tensor, experts: int, rows: int) -> RowLay
         torch.empty_like(index, dtype=torch.bool),
     )
     launch(what, [index, weights, scratch, *out])
+    return out
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+#: Elements of a token that a block of `row_sum_kernel` adds up.
+SUM_BLOCK = 1024
+
+
+def row_sums(y: Tensor, rows: RowLayout, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return for each of the first tokens the sum of its rows, (tokens, width).
+
+    Args:
+        y: (places, width): what each row became.
+        rows: Where rows lie.
+        tokens: The number of tokens.
+        dtype: The dtype of the sums. They are computed in float32.
+    """
+    places, is_kept = rows.places[:tokens], rows.is_kept[:tokens]
+    if HAS_TRITON and y.is_cuda:
+        return sums_by_kernel(y, places, is_kept, dtype)
+    return y[places].masked_fill(~is_kept[..., None], 0).sum(1).to(dtype)
+
+
+@triton.jit
+def row_sum_kernel(
+    y_ptr,
+    places_ptr,
+    is_kept_ptr,
+    out_ptr,
+    overlaps: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Add up a part of the rows of a token.
+
+    References: `row_sums` does the same with torch.
+    """
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0) // BLOCKS
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for chosen in tl.static_range(CHOSEN):
+        place = tl.load(places_ptr + token * CHOSEN + chosen)
+        is_kept = tl.load(is_kept_ptr + token * CHOSEN + chosen)
+        row = tl.load(y_ptr + place * WIDTH + n, mask=(n < WIDTH) & (is_kept != 0), other=0.0)
+        total += row.to(tl.float32)
+    tl.store(
+        out_ptr + token.to(tl.int64) * WIDTH + n, total.to(out_ptr.dtype.element_ty), mask=n < WIDTH
+    )
+
+
+@cache
+def sum_launch(tokens: int, chosen: int, width: int) -> KernelLaunch:
+    """Return the kernel that adds up the rows of so many tokens."""
+    block = min(SUM_BLOCK, next_power_of_two(width))
+    blocks = -(-width // block)
+    sizes = {"CHOSEN": chosen, "WIDTH": width, "BLOCK": block, "BLOCKS": blocks}
+    return KernelLaunch(row_sum_kernel, tokens * blocks, sizes, num_warps=4)
+
+
+def sums_by_kernel(y: Tensor, places: Tensor, is_kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add rows up by one kernel. The tensors are contiguous."""
+    (tokens, chosen), width = places.shape, y.shape[1]
+    out = y.new_empty((tokens, width), dtype=dtype)
+    launch(sum_launch(tokens, chosen, width), [y, places, is_kept, out])
     return out
