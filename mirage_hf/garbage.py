@@ -17,7 +17,8 @@ def no_garbage_collection() -> Iterator[None]:
     """Let no thread collect garbage by itself in this block.
 
     Garbage may hold CUDA graphs and kernels. If the collector frees one of them while a graph is
-    captured, CUDA ends the capture with an error.
+    captured, CUDA ends the capture with an error. Code that switches the collector on or off in the
+    meantime is not stopped.
     """
     global _blocks, _was_enabled
     with _lock:

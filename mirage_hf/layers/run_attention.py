@@ -55,4 +55,4 @@ def run_attention(
         seen = [x[:1] for x in seen[2:]]
     seen = [x.view(-1, 1, 1, tokens, 1) for x in seen]
     y = kernel([*heads, *rope, *memory, *range_of_cache, *norms, *seen, *sinks])[0]
-    return y.reshape(batch * tokens, -1)  # a view, except on a CPU
+    return y.reshape(batch * tokens, -1)  # a CPU copies here, because torch's permute only views

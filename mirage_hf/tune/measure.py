@@ -169,19 +169,20 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), no_garbage_collection():
+    with torch.cuda.stream(stream):
         run(sets[0])
         torch.cuda.synchronize()
-        # torch.cuda.graph() would give memory back to the driver each time. "thread_local": what
-        # other threads do to the device does not break this capture.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            start.record()
-            for n in range(calls):
-                run(sets[n % len(sets)])
-            end.record()
-        finally:
-            graph.capture_end()
+        with no_garbage_collection():
+            # torch.cuda.graph() would also give memory back to the driver, which takes longer than
+            # measuring. "thread_local": what other threads do to the device breaks no capture.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                start.record()
+                for n in range(calls):
+                    run(sets[n % len(sets)])
+                end.record()
+            finally:
+                graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return Captured(graph, calls, start, end, sets)
 

@@ -28,27 +28,33 @@ def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
     if plan.layout.byte_words and plan.tiling.is_looped:
         return _registers_of_words(plan, tiles, partial)
     held = tiles.held + (plan.schedule.steps_per_trip - 1) * tiles.longest_step_bytes / 4
-    held += _factors_beside_a_shared_one(plan)
+    if plan.tiling.is_looped:  # otherwise all factors are counted already
+        held += _factors_beside_a_shared_one(plan)
     return math.ceil(max(held, partial) / (32 * plan.schedule.num_warps))
 
 
 def _factors_beside_a_shared_one(plan: KernelPlan) -> float:
     """Return the registers of all threads for right factors beside a shared left one.
 
-    If two products have one computed left factor, Triton 3.6 loads their stored right factors
-    before the first product. It loads other factors piece by piece. An asynchronous product reads
-    a stored factor from shared memory.
+    If two products of a stage have one computed left factor, Triton 3.6 loads their stored right
+    factors before the first product. It loads other factors piece by piece. An asynchronous product
+    reads a stored factor from shared memory.
     """
-    layout = plan.layout
-    dots = [d for d in layout.dots.values() if not plan.pipelining.is_asynchronous(d)]
-    readers = Counter(d.left for d in dots if d.left not in plan.tiling.inputs)
-    registers = 0.0
-    for dot in dots:
-        if readers[dot.left] > 1 and dot.right in plan.tiling.inputs:
-            warps = plan.schedule.num_warps
-            copies = _warps_along_rows(layout.rows(dot), layout.columns(dot), warps)
-            registers += copies * plan.tiling.elements[dot.right] * dot.dtype.itemsize / 4
-    return registers
+    layout, stored = plan.layout, plan.tiling.inputs
+    held, warps = 0.0, plan.schedule.num_warps
+    for stage in plan.tiling.block.stages:
+        computed = {op.out for op in stage.body}
+        dots = [
+            d
+            for d in layout.dots.values()
+            if d.contraction.product in computed and not plan.pipelining.is_asynchronous(d)
+        ]
+        readers = Counter(d.left for d in dots if d.left not in stored)
+        for dot in dots:
+            if readers[dot.left] > 1 and dot.right in stored:
+                copies = _warps_along_rows(layout.rows(dot), layout.columns(dot), warps)
+                held += copies * plan.tiling.elements[dot.right] * dot.dtype.itemsize / 4
+    return held
 
 
 def _warps_along_rows(rows: int, columns: int, warps: int) -> int:

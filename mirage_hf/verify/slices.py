@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mirage_hf import errors
 from mirage_hf.graph.coded import is_packed, word_dims
+from mirage_hf.graph.effects import APPEND
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.ops.dtypes import CODES_PER_WORD
@@ -26,7 +27,7 @@ from mirage_hf.verify.size_relations import PROGRAM, Key, ResizeError, TensorDim
 
 #: Programs are cut if one of their tensors has more bytes than this in float64.
 SLICE_BYTES = 1 << 26
-#: In their own dtypes they are cut if the result of an op has more bytes than this.
+#: Eager runs in slices if, besides, the result of an op has more bytes than this in its own dtype.
 EAGER_BYTES = 1 << 28
 
 #: Imitates rounding errors, as in `run_kernel_graph`.
@@ -59,8 +60,12 @@ class SlicedRun:
         return self._by_slices(self._axis, inputs, outputs, run)
 
     def eager(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs as torch computes them, each op in its own dtype."""
-        if self._axis is None or _largest_result(self.program) <= EAGER_BYTES:
+        """Return the outputs as torch computes them, each op in its own dtype.
+
+        A program that writes into an input runs whole, or a slice would read what others wrote.
+        """
+        writes = any(op.name == APPEND for op in self.program.ops)
+        if self._axis is None or writes or _largest_result(self.program) <= EAGER_BYTES:
             return run_kernel_graph(self.program, inputs, as_on_gpu=True)
         device = inputs[0].device
         outputs = [torch.empty(t.dims, dtype=t.dtype, device=device) for t in self.program.outputs]

@@ -127,6 +127,23 @@ def test_slices_of_eager_are_the_whole(
     assert run._parts
 
 
+def test_eager_appends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices, the second one would read what the first one appended."""
+    g = new_kernel_graph()
+    x, cache = g.new_input((64, 16), BF16), g.new_input((1, 16, 8), BF16, name="cache")
+    rows, slot = g.new_input((1, 1, 8), BF16), g.new_input((1, 1, 1), torch.int32, name="slot")
+    before = g.matmul(x, g.reshape(cache, (16, 8)))
+    after = g.matmul(x, g.reshape(g.cache_append(cache, rows, slot), (16, 8)))
+    g.mark_output(g.add(before, after))
+    inputs = CaseInputs(g).of(RANDOM)
+    whole = run_kernel_graph(g, [t.clone() for t in inputs], as_on_gpu=True)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 10)
+    monkeypatch.setattr(slices, "EAGER_BYTES", 1 << 8)
+    run = SlicedRun(g)
+    assert run._axis is not None
+    torch.testing.assert_close(run.eager([t.clone() for t in inputs]), whole, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "program",
     [two_sums, lambda: fp8_linear(1, 256, 256), lambda: int4_joined(1, (8, 24), 128, 64)],
