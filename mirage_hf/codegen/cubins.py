@@ -3,7 +3,7 @@
 A cubin is found by a digest of the source that it was compiled from and of the options. So a
 kernel whose text or options differ in anything finds none, and is compiled.
 
-The file is a safetensors file. Each tensor holds the zlib-compressed bytes of a cubin under its
+The file is a safetensors file. Each tensor holds the LZMA-compressed bytes of a cubin under its
 digest. The header's metadata has the format, the versions of the compilers, and a record of each
 cubin. Only the packaged zoo's files are ever opened: other zoos hold no compiled code.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -29,7 +28,12 @@ from mirage_hf.codegen import ahead
 from mirage_hf.errors import described
 from mirage_hf.graph import json_format
 
-FORMAT, VERSION = "mirage_hf.cubins", 1
+try:
+    import lzma
+except ImportError:  # Python can be built without it
+    lzma = None  # type: ignore[assignment]
+
+FORMAT, VERSION = "mirage_hf.cubins", 2
 
 #: The most bytes of a cubin. Those of the packaged zoo have up to a fiftieth of it.
 _MOST_BYTES = 1 << 22
@@ -164,12 +168,14 @@ class CubinFile:
             CubinError: They cannot be read, or are not what the record says.
         """
         cubin = self.cubins[digest]
+        if lzma is None:
+            raise CubinError("this Python was built without the module lzma")
         try:
             with safe_open(self.path, framework="numpy") as f:
                 stored = f.get_tensor(digest).tobytes()
-            unpacker = zlib.decompressobj()
+            unpacker = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_filters())
             image = unpacker.decompress(stored, cubin.size + 1)
-        except (OSError, SafetensorError, zlib.error) as e:
+        except (OSError, SafetensorError, lzma.LZMAError, EOFError) as e:
             raise CubinError(f"{self.path} cannot be read ({described(e)})") from e
         if len(image) != cubin.size or hashlib.sha256(image).hexdigest() != cubin.sha256:
             raise CubinError(f"{self.path}: a cubin does not match its digest")
@@ -203,9 +209,7 @@ def write(
 ) -> None:
     """Write a file of cubins. The same cubins give the same bytes."""
     in_order = sorted(made, key=lambda one: one[0].digest)
-    tensors = {
-        cubin.digest: np.frombuffer(zlib.compress(image, 9), np.uint8) for cubin, image in in_order
-    }
+    tensors = {cubin.digest: np.frombuffer(_packed(image), np.uint8) for cubin, image in in_order}
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -217,6 +221,15 @@ def write(
     partial = path.with_suffix(".partial")
     partial.write_bytes(save(tensors, {"mirage_hf": text}))
     partial.replace(path)
+
+
+def _filters() -> list[dict[str, int]]:
+    """Return how cubins are compressed: without a checksum, because their records have one."""
+    return [{"id": lzma.FILTER_LZMA2, "preset": 6}]
+
+
+def _packed(image: bytes) -> bytes:
+    return lzma.compress(image, lzma.FORMAT_RAW, filters=_filters())
 
 
 def packaged_path(sm: int) -> Path:

@@ -92,6 +92,12 @@ def test_all_cubins_unpack_and_are_small(packaged):
     assert packaged.path.stat().st_size < 1_500_000
 
 
+def test_without_lzma_kernels_are_compiled(packaged, monkeypatch):
+    monkeypatch.setattr(cubins, "lzma", None)
+    with pytest.raises(CubinError, match="built without the module lzma"):
+        packaged.image(next(iter(packaged.cubins)))
+
+
 def test_attention_cut_to_its_own_number_of_slots_has_a_cubin(packaged):
     """A cache has 256 slots or a multiple, and kernels are cut to it. At 256 the text stays."""
     entries = [e for e in packaged_store().entries() if e.pattern == "attention"]
