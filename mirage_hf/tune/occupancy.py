@@ -36,8 +36,8 @@ def registers_of(plan: KernelPlan, tiles: Footprint) -> int:
 def _factors_beside_a_shared_one(plan: KernelPlan) -> float:
     """Return the registers of all threads for right factors beside a shared left one.
 
-    If two products of a stage have one computed left factor, Triton 3.6 loads their stored right
-    factors before the first product. It loads other factors piece by piece. An asynchronous product
+    If two products of a stage have one computed left factor, kernels of Triton 3.6 have registers
+    for both stored right factors. Other factors are loaded piece by piece. An asynchronous product
     reads a stored factor from shared memory.
     """
     layout, stored = plan.layout, plan.tiling.inputs
