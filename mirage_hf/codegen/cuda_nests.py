@@ -373,6 +373,32 @@ class NestWriter:
             for v in names:
                 self.put(f"load({self.var(v)}_v, {self.element(v)});")
 
+    def address(self, i: BlockInput) -> str:
+        """Return a C++ lambda from coordinates to the address of an input's element."""
+        axes = [a for a in i.axes if a is not None]
+
+        def at(source: int, k: int, start: int) -> str:
+            t = self.operands[source]
+            reach = t.offset + sum(
+                (self.size[a] - 1) * s for a, s in zip(i.axes, t.strides, strict=True) if a
+            )
+            wide = "LL" if reach >= 1 << 31 else ""
+            terms = [
+                (f"(at_{a} - {start})" if a == i.joined and start else f"at_{a}")
+                + (f" * {s}{wide}" if s != 1 else "")
+                for a, s in zip(i.axes, t.strides, strict=True)
+                if a and s
+            ]
+            return " + ".join([self.pointer(i, k), *([str(t.offset)] if t.offset else []), *terms])
+
+        text, start = "", 0
+        for k, source in enumerate(i.sources):
+            piece = at(source, k, start)
+            start += i.sizes[k] if i.sizes else 0
+            text += piece if k == len(i.sources) - 1 else f"at_{i.joined} < {start} ? {piece} : "
+        parameters = ", ".join(f"int at_{a}" for a in axes)
+        return f"const auto {self.var(i.name)}_at = [&]({parameters}) {{ return {text}; }};"
+
     def ctype(self, value: str) -> str:
         """Return an input's C++ type."""
         return TYPES[self.operands[self.inputs[value].sources[0]].dtype]

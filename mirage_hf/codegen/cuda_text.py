@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_kernel
 from mirage_hf.codegen.cuda_kernel import CudaKernel
@@ -15,6 +17,9 @@ from mirage_hf.codegen.cuda_nests import Operand
 from mirage_hf.codegen.generated_program import POINTER_TYPES, Launch
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams.helpers import HELPERS as STREAM_HELPERS
+from mirage_hf.codegen.streams.kernel import write_stream_kernel
+from mirage_hf.codegen.streams.products import reads_codes, streamed_products
 from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph.kernel import DTensor
 
@@ -22,15 +27,23 @@ from mirage_hf.graph.kernel import DTensor
 _HELPERS = "CUDA_HELPERS"
 
 
-def helpers() -> str:
-    """Return the definition of what every CUDA kernel of a file needs."""
+def helpers(schedules: Iterable[Schedule]) -> str:
+    """Return the definition of what the CUDA kernels of a file need."""
     device = DEVICE_HELPERS.replace("__host__ ", "")
     text = (WITHOUT_HEADERS + CLUSTERS_WITHOUT_HEADERS + device).rstrip()
+    if any(s.persistent_blocks for s in schedules):
+        text += f"\n\n{STREAM_HELPERS.rstrip()}"
     return f'{_HELPERS} = r"""\n{text}\n"""'
 
 
 def obstacle(op: PlacedOp) -> str:
     """Return why only the Triton generator writes a placed op; empty if CUDA may be written."""
+    if reads_codes(op):
+        try:
+            streamed_products(op)
+        except errors.CodegenError as e:
+            return str(e)
+        return ""
     tensors = [t for t in (*op.inputs, *op.outputs) if isinstance(t, DTensor)]
     unknown = next((t for t in tensors if t.dtype not in TYPES), None)
     if unknown is not None:
@@ -58,12 +71,17 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
             f"{name}: {schedule}: CUDA kernels have no tensor cores and no cooperating blocks; "
             "leave mma and cooperating_blocks out"
         )
+    schedule = schedule.triggering_early(schedule.trigger_early and op.next_may_launch_early)
+    if reads_codes(op) or schedule.persistent_blocks:
+        if not reads_codes(op) or not schedule.persistent_blocks:
+            raise errors.CodegenError(
+                f"{name}: {schedule}: CUDA kernels that read codes have persistent blocks, and "
+                "others have none"
+            )
+        return write_stream_kernel(op, schedule, name)
     operands = [Operand(t.dtype, t.strides, constant=t.constant) for t in tensors]
     outputs = [Operand(t.dtype, t.strides) for t in op.outputs]
-    early = schedule.trigger_early and op.next_may_launch_early
-    return cuda_kernel.write_kernel(
-        block, operands, outputs, name, schedule.triggering_early(early)
-    )
+    return cuda_kernel.write_kernel(block, operands, outputs, name, schedule)
 
 
 def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelText, Launch]:
@@ -86,7 +104,7 @@ def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelTex
         name,
         signature,
         kernel.grid,
-        schedule.num_warps,
+        kernel.threads // 32,
         schedule.num_stages,
         cuda=True,
         shared=kernel.shared,

@@ -102,6 +102,11 @@ class Schedule:
     #: With two or more `num_stages` each thread loads what it needs of the next loop tile into
     #: registers. With `prefetch_steps` it loads its constants of the first tile before the wait.
     cuda: bool = False
+    #: Blocks of a CUDA kernel that multiplies codes. Each walks tiles of rows. One more warp copies
+    #: the codes of the next tiles, `num_stages` chunks of columns ahead, through a ring in shared
+    #: memory. The others multiply signed bytes, or halves, on tensor cores. What each byte is
+    #: multiplied with has 22 bits, and sums are exact. 0: a block for each tile, and no such warp.
+    persistent_blocks: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.tiles, Tiles):

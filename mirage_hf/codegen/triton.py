@@ -143,7 +143,7 @@ def _source(
     has_cuda = any(s.cuda for s in schedules)
     has_triton = not all(s.cuda for s in schedules)
     if has_cuda:
-        sections.append(cuda_text.helpers())
+        sections.append(cuda_text.helpers(schedules))
     for schedule, kernel in zip(schedules, kernels, strict=True):
         sections.append(f"# {schedule}\n{kernel.source.rstrip()}")
     if has_triton:

@@ -9,6 +9,7 @@
 //
 // Threads that wait for each other at different lines, or for threads that have ended, are errors.
 // tests/helpers/cuda_on_cpu.py rewrites what is no C++: launches, and declarations of shared memory.
+// streams_on_cpu.h adds mbarriers, bulk copies, named barriers and tensor-core instructions.
 #pragma once
 #undef _FORTIFY_SOURCE  // it takes a jump to another stack for an error
 #include <math.h>
@@ -16,10 +17,12 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -30,14 +33,19 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __cluster_dims__(x, y, z)
 
 // -- numbers ------------------------------------------------------------------------------------------
 
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 struct half {
   unsigned short bits;
@@ -57,6 +65,11 @@ inline unsigned as_bits(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
+
+inline float __uint_as_float(unsigned bits) { return as_float(bits); }
+inline float __int_as_float(int bits) { return as_float(unsigned(bits)); }
+inline unsigned __float_as_uint(float x) { return as_bits(x); }
+inline int __float_as_int(float x) { return int(as_bits(x)); }
 
 inline float __bfloat162float(__nv_bfloat16 x) { return as_float(unsigned(x.bits) << 16); }
 
@@ -99,6 +112,7 @@ namespace cuda_on_cpu {
 
 constexpr int kWarp = 32;
 constexpr std::size_t kStack = 1 << 16;
+constexpr std::size_t kAlignment = 128;  // of shared memory
 
 struct Block;
 struct Fiber;
@@ -118,19 +132,47 @@ struct Fiber {
   bool started = false, ended = false;
 };
 
+// An mbarrier. All its waiting threads wait for the end of the current phase.
+struct Phases {
+  int arrivals = 0, pending_arrivals = 0, pending_bytes = 0, parity = 0;
+  Barrier threads;
+};
+
+// A bulk copy that has not happened yet.
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  Phases* phases;
+};
+
+// A barrier of bar.sync and bar.arrive.
+struct NamedBarrier {
+  int threads = 0;
+  std::vector<int> arrived;
+  Barrier waiting;
+};
+
+using Shown = std::array<unsigned, 6>;  // what a thread shows to its warp
+
 struct Block {
   int number = 0, threads = 0, running = 0;
   std::vector<unsigned char> storage;
   unsigned char* memory = nullptr;
   Barrier barrier;
   std::vector<Barrier> warps;
-  std::vector<float> lanes[2];      // what each thread shows to its warp, in turn
+  std::vector<Shown> lanes[2];      // what each thread shows to its warp, in turn
   std::vector<unsigned char> turn;  // which of them a thread shows next
   std::vector<std::unique_ptr<Fiber>> fibers;
+  std::size_t bytes = 0;                    // of shared memory
+  std::map<const void*, Phases> mbarriers;  // by address
+  std::vector<Copy> copies;
+  NamedBarrier named[16];
 };
 
 struct Machine {
   unsigned order = 0;
+  bool other_warps_next = false;  // the current warp stops although it could go on
   unsigned long long state = 1;
   jmp_buf scheduler;
   Fiber* current = nullptr;
@@ -151,15 +193,18 @@ inline void fail(const std::string& what) {
   if (machine.error.empty()) machine.error = what;
 }
 
+inline unsigned random_number() {
+  machine.state = machine.state * 6364136223846793005ULL + 1442695040888963407ULL;
+  return unsigned(machine.state >> 33);
+}
+
 // Writes the numbers below n in the order of the machine, and returns them.
 inline const std::vector<int>& ordered(int n, std::vector<int>& all) {
   all.resize(n);
   std::iota(all.begin(), all.end(), 0);
   if (machine.order == 1) std::reverse(all.begin(), all.end());
-  for (int i = n - 1; i > 0 && machine.order > 1; --i) {
-    machine.state = machine.state * 6364136223846793005ULL + 1442695040888963407ULL;
-    std::swap(all[i], all[(machine.state >> 33) % (i + 1)]);
-  }
+  for (int i = n - 1; i > 0 && machine.order > 1; --i)
+    std::swap(all[i], all[random_number() % (i + 1)]);
   return all;
 }
 
@@ -172,18 +217,26 @@ inline void clear(Barrier& barrier) {
   barrier.line = 0;
 }
 
+inline void release(Barrier& barrier) {
+  for (Fiber* fiber : barrier.waiting) fiber->waits = nullptr;
+  clear(barrier);
+}
+
+// The current thread waits until a release.
+inline void wait(Barrier& barrier) {
+  machine.current->waits = &barrier;
+  barrier.waiting.push_back(machine.current);
+  pause();
+}
+
 // Waits until `all` threads have arrived.
 inline void wait(Barrier& barrier, int all, int line) {
   if (!barrier.waiting.empty() && barrier.line != line)
     fail("threads wait for each other at lines " + std::to_string(barrier.line) + " and " +
          std::to_string(line));
   barrier.line = line;
-  machine.current->waits = &barrier;
-  barrier.waiting.push_back(machine.current);
-  if (int(barrier.waiting.size()) == all) {
-    for (Fiber* fiber : barrier.waiting) fiber->waits = nullptr;
-    clear(barrier);
-  }
+  if (int(barrier.waiting.size()) + 1 < all) return wait(barrier);
+  release(barrier);
   pause();
 }
 
@@ -195,8 +248,10 @@ inline void run_fiber() {
   while (true) {
     machine.kernel();
     fiber.ended = true;
-    if (--fiber.block->running == 0)  // what others still read of it is gone
-      std::memset(fiber.block->memory, 0xff, fiber.block->storage.size() - 16);
+    if (--fiber.block->running == 0) {
+      if (!fiber.block->copies.empty()) fail("a block ends before its bulk copies");
+      std::memset(fiber.block->memory, 0xff, fiber.block->bytes);  // what others still read is gone
+    }
     pause();
   }
 }
@@ -221,6 +276,7 @@ inline bool run_warp(Block& block, int warp) {
       Fiber& fiber = *block.fibers[first + lane];
       if (fiber.ended || fiber.waits) continue;
       resume(fiber);
+      if (std::exchange(machine.other_warps_next, false)) return true;
       any = again = true;
     }
   }
@@ -241,13 +297,17 @@ inline bool run_block(Block& block) {
 inline void start(Block& block, int number, int threads, std::size_t bytes) {
   block.number = number;
   block.threads = block.running = threads;
-  block.storage.assign(bytes + 16, 0xff);
+  block.storage.assign(bytes + kAlignment, 0xff);
+  block.bytes = bytes;
   block.memory = block.storage.data();
-  while (reinterpret_cast<std::size_t>(block.memory) % 16) ++block.memory;
+  while (reinterpret_cast<std::size_t>(block.memory) % kAlignment) ++block.memory;
+  block.mbarriers.clear();
+  block.copies.clear();
+  for (NamedBarrier& barrier : block.named) barrier = {};
   clear(block.barrier);
   block.warps.resize((threads + kWarp - 1) / kWarp);
   for (Barrier& warp : block.warps) clear(warp);
-  for (auto& lanes : block.lanes) lanes.assign(threads, 0.0f);
+  for (auto& lanes : block.lanes) lanes.assign(threads, Shown{});
   block.turn.assign(threads, 0);
   while (int(block.fibers.size()) < threads) block.fibers.push_back(std::make_unique<Fiber>());
   for (int t = 0; t < threads; ++t) {
@@ -267,6 +327,10 @@ inline void start(Block& block, int number, int threads, std::size_t bytes) {
   }
 }
 
+// streams_on_cpu.h
+inline bool finish_a_copy(Block& block);
+inline std::string waits_in_vain(const Block& block);
+
 inline void launch(int blocks, int threads, std::size_t shared, int cluster, std::function<void()> kernel) {
   machine.error.clear();
   machine.kernel = std::move(kernel);
@@ -282,9 +346,11 @@ inline void launch(int blocks, int threads, std::size_t shared, int cluster, std
     while (again && machine.error.empty()) {
       again = false;
       for (const int rank : ordered(cluster, machine.ranks)) again |= run_block(*machine.cluster[rank]);
+      if (again) continue;
+      for (auto& block : machine.cluster) again |= finish_a_copy(*block);
     }
     for (auto& block : machine.cluster)
-      if (block->running) fail("threads wait for threads that have ended or wait elsewhere");
+      if (block->running) fail(waits_in_vain(*block));
     if (!machine.error.empty()) return;
   }
 }
@@ -298,17 +364,38 @@ inline void __syncthreads(int line = __builtin_LINE()) {
   cuda_on_cpu::wait(block.barrier, block.threads, line);
 }
 
-inline float __shfl_xor_sync(unsigned, float x, int step, int line = __builtin_LINE()) {
-  const int thread = cuda_on_cpu::machine.current->thread;
-  auto& block = *cuda_on_cpu::machine.current->block;
-  const int warp = thread / cuda_on_cpu::kWarp;
-  const int all = std::min(cuda_on_cpu::kWarp, block.threads - warp * cuda_on_cpu::kWarp);
+namespace cuda_on_cpu {
+
+// Shows values to the warp's threads. Returns what they all show, by their number in the block.
+inline const std::vector<Shown>& show_to_warp(const Shown& values, int line) {
+  const int thread = machine.current->thread;
+  auto& block = *machine.current->block;
+  const int warp = thread / kWarp;
+  const int all = std::min(kWarp, block.threads - warp * kWarp);
   // no thread can be two turns ahead of another one
-  const auto& lanes = block.lanes[block.turn[thread] ^= 1];
-  block.lanes[block.turn[thread]][thread] = x;
-  cuda_on_cpu::wait(block.warps[warp], all, line);
-  return lanes[thread ^ step];
+  auto& lanes = block.lanes[block.turn[thread] ^= 1];
+  lanes[thread] = values;
+  wait(block.warps[warp], all, line);
+  return lanes;
 }
+
+}  // namespace cuda_on_cpu
+
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int step, int line = __builtin_LINE()) {
+  static_assert(sizeof(T) == sizeof(unsigned));
+  cuda_on_cpu::Shown own{};
+  std::memcpy(&own[0], &x, sizeof(T));
+  const int other = cuda_on_cpu::machine.current->thread ^ step;
+  std::memcpy(&x, &cuda_on_cpu::show_to_warp(own, line)[other][0], sizeof(T));
+  return x;
+}
+
+inline void __syncwarp(unsigned = 0xffffffffu, int line = __builtin_LINE()) {
+  cuda_on_cpu::show_to_warp({}, line);
+}
+
+#include "streams_on_cpu.h"
 
 // -- cooperative groups -------------------------------------------------------------------------------
 

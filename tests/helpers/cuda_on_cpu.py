@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from mirage_hf.codegen.cuda_math import DEVICE_HELPERS
 from mirage_hf.graph.kernel import KernelGraph
 
 CXX = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("c++")
@@ -21,7 +22,7 @@ CXX = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.w
 ORDERS = (0, 1, 2, 3)
 
 _LAUNCH = re.compile(r"(\w+)::run<<<(.*), (.*), (.*), stream>>>\(([^;]*)\);")
-_SHARED = "extern __shared__ __align__(16) unsigned char memory[];"
+_SHARED = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
 _CLUSTER = re.compile(r"^namespace (\w+) \{$.*?__cluster_dims__\((\w+), 1, 1\)", re.M | re.S)
 
 
@@ -32,7 +33,7 @@ def as_cpp(text: str) -> str:
         if found := _CLUSTER.search(part):
             clusters[found.group(1)] = f"{found.group(1)}::{found.group(2)}"
     text = re.sub(r"^#include.*$", "", text, flags=re.M)
-    text = text.replace(_SHARED, "unsigned char* memory = cuda_on_cpu::shared_memory();")
+    text = _SHARED.sub(r"unsigned char* \1 = cuda_on_cpu::shared_memory();", text)
     return _LAUNCH.sub(
         lambda m: (
             f"cuda_on_cpu::launch({m[2]}, {m[3]}, {m[4]}, {clusters.get(m[1], 1)}, "
@@ -75,20 +76,19 @@ def compile_cpp(source: Path, output: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr[:3000]
 
 
+_INCLUDE = f'#include "{Path(__file__).with_suffix(".h")}"'
+
+
 class Library:
     """Several generated files, compiled together."""
 
     def __init__(self, texts: Sequence[str], folder: Path, name: str = "kernels"):
-        parts = [f'#include "{Path(__file__).with_suffix(".h")}"']
+        parts = [_INCLUDE]
         for n, text in enumerate(texts):
             for function in ("launch", "workspace_bytes"):
                 text = text.replace(f" {function}(", f" {function}_{n}(")
             parts.append(f"namespace file_{n} {{\n{as_cpp(text)}\n}}")
-        source = folder / f"{name}.cpp"
-        source.write_text("\n".join(parts), encoding="utf-8")
-        compile_cpp(source, folder / f"{name}.so", "-shared", "-fPIC")
-        self.loaded = ctypes.CDLL(str(folder / f"{name}.so"))
-        self.loaded.last_error.restype = ctypes.c_char_p
+        self.loaded = _load("\n".join(parts), folder, name)
 
     def run(
         self, n: int, graph: KernelGraph, inputs: Sequence[torch.Tensor], order: int
@@ -104,6 +104,86 @@ class Library:
         if getattr(self.loaded, f"launch_{n}")(*pointers, None):
             return str(self.loaded.last_error().decode())
         return outputs
+
+
+def _load(text: str, folder: Path, name: str) -> ctypes.CDLL:
+    """Compile C++ that includes cuda_on_cpu.h, and load it."""
+    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    source.write_text(text, encoding="utf-8")
+    compile_cpp(source, library, "-shared", "-fPIC")
+    loaded = ctypes.CDLL(str(library))
+    loaded.last_error.restype = ctypes.c_char_p
+    return loaded
+
+
+#: Launches a kernel with as many pointers as it has parameters.
+_LAUNCHER = """
+template <class... T, std::size_t... n>
+void call(void (*kernel)(T...), void** pointers, std::index_sequence<n...>) {
+  kernel(static_cast<T>(pointers[n])...);
+}
+
+template <class... T>
+void launch(void (*kernel)(T...), int grid, int threads, int shared, void** pointers, int count) {
+  if (count != sizeof...(T)) return cuda_on_cpu::fail("the kernel has other parameters");
+  if (threads % cuda_on_cpu::kWarp) return cuda_on_cpu::fail("a block has whole warps only");
+  cuda_on_cpu::launch(grid, threads, shared, 1, [=] {
+    call(kernel, pointers, std::index_sequence_for<T...>());
+  });
+}
+"""
+
+#: The namespaces of a kernel's source, of which some have a function `run`.
+_NAMESPACE = re.compile(r"^namespace (\w+) \{$(.*?)(?=^namespace |\Z)", re.M | re.S)
+
+#: Compiled sources.
+_COMPILED: dict[str, ctypes.CDLL] = {}
+
+
+def _compiled(source: str, folder: Path) -> ctypes.CDLL:
+    """Compile the kernels of a source, each in its namespace, unless this was done before."""
+    if source not in _COMPILED:
+        parts = [_INCLUDE, as_cpp(DEVICE_HELPERS), as_cpp(source), _LAUNCHER]
+        for name, body in _NAMESPACE.findall(source):
+            if re.search(r"__global__[^;{]*\brun\(", body):
+                parts.append(
+                    f'extern "C" void launch_{name}(int grid, int threads, int shared, '
+                    "void** pointers, int count) "
+                    f"{{ launch({name}::run, grid, threads, shared, pointers, count); }}"
+                )
+        _COMPILED[source] = _load("\n".join(parts), folder, f"streams_{len(_COMPILED)}")
+    return _COMPILED[source]
+
+
+def run_kernel(
+    source: str,
+    name: str,
+    grid: int,
+    threads: int,
+    shared: int,
+    tensors: Sequence[torch.Tensor],
+    order: int,
+    folder: Path,
+) -> str:
+    """Run one kernel in an order of threads. Return "" or what went wrong.
+
+    Args:
+        source: Text of namespaces that each have a kernel `run`, whose parameters are pointers.
+            It calls the functions of streams_on_cpu.h without defining them.
+        name: The namespace of the kernel.
+        grid: Number of blocks.
+        threads: Threads of a block, a multiple of 32.
+        shared: Bytes of shared memory of a block.
+        tensors: What the pointers point to, contiguous.
+        order: One of ORDERS, or another number for a random order.
+        folder: Where the source is compiled. A source is compiled once in a process.
+    """
+    assert all(x.is_contiguous() for x in tensors)
+    loaded = _compiled(source, folder)
+    pointers = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    loaded.set_order(order)
+    getattr(loaded, f"launch_{name}")(grid, threads, shared, pointers, len(tensors))
+    return str(loaded.last_error().decode())
 
 
 def _storage(x: torch.Tensor) -> torch.Tensor:

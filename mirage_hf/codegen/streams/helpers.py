@@ -1,0 +1,86 @@
+"""The device functions that kernels which stream codes call."""
+
+#: CUDA C++. It needs sm_90, and no headers.
+HELPERS = """\
+// Barriers in shared memory count threads that arrive and bytes that copies bring. A phase ends when
+// all have come. The phases of a barrier have the parities 0, 1, 0 and so on.
+__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void start_barrier(unsigned long long* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(unsigned long long* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(unsigned long long* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void wait_for_phase(unsigned long long* barrier, int parity) {
+  asm volatile(
+      "{\\n.reg .pred done;\\nagain:\\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n@!done bra again;\\n}"
+      : : "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+// 16 bytes or a multiple, which nothing writes while the kernel runs and which are read once
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, unsigned long long* barrier) {
+  unsigned long long policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      : : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+}
+
+// A barrier among some threads of a block, by number. Those that announce themselves do not wait.
+template <int number> __device__ __forceinline__ void meet(int threads) {
+  asm volatile("bar.sync %0, %1;" : : "n"(number), "r"(threads) : "memory");
+}
+template <int number> __device__ __forceinline__ void announce(int threads) {
+  asm volatile("bar.arrive %0, %1;" : : "n"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ unsigned largest_in_warp(unsigned x) {
+  unsigned y;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+__device__ __forceinline__ unsigned pick_bytes(unsigned a, unsigned b, unsigned selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// words that lie side by side
+template <int count> struct alignas(4 * count) Words { unsigned w[count]; };
+
+// the codes in the upper half of each byte, times 16, after some bits are flipped
+__device__ __forceinline__ unsigned upper_codes(unsigned word, unsigned flipped) {
+  unsigned codes;  // one instruction, which two operators would not be
+  asm("lop3.b32 %0, %1, %2, 0xf0f0f0f0, 0x28;" : "=r"(codes) : "r"(word), "r"(flipped));
+  return codes;
+}
+
+// The product of 16 x 32 signed bytes with 32 x 8, and of 16 x 16 halves with 16 x 8, which a warp adds
+// to its sums. Lane 4 g + t holds rows g and g + 8 of the left factor, column g of the right factor,
+// and columns 2 t and 2 t + 1 of the sums.
+__device__ __forceinline__ void multiply_digits(
+    int (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_halves(
+    float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// two codes e4m3 in the low bytes as two halves
+__device__ __forceinline__ unsigned halves_of_float8(unsigned two) {
+  unsigned halves;
+  asm("{\\n.reg .b16 low, high;\\nmov.b32 {low, high}, %1;\\ncvt.rn.f16x2.e4m3x2 %0, low;\\n}" : "=r"(halves) : "r"(two));
+  return halves;
+}
+"""

@@ -1,0 +1,568 @@
+"""Write kernels that stream codes as CUDA C++.
+
+One warp copies the codes and scales of a block's tiles through a ring in shared memory, from the
+start of the kernel on. The others first compute the other factor. They store it as digits: signed
+bytes d₀, d₁ and d₂ with d₀ + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then
+they multiply codes and digits as signed bytes on tensor cores, so these sums are exact. Codes that
+are floats are multiplied as halves. At the end the warps add up their sums and store the outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mirage_hf.codegen.cuda_kernel import SHARED_MOST, CudaKernel
+from mirage_hf.codegen.cuda_math import TYPES
+from mirage_hf.codegen.cuda_nests import Nest, NestWriter, Operand
+from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams.layout import (
+    DIGITS,
+    SHARED_COLUMNS,
+    StreamLayout,
+    stream_layout,
+)
+from mirage_hf.codegen.streams.products import ROWS, Product
+from mirage_hf.errors import CodegenError
+from mirage_hf.graph.block import BlockInput
+from mirage_hf.graph.printing import format_block_graph
+
+#: Elements of the other factor that a thread computes at a time.
+_VECTOR = 8
+
+#: The number of a barrier: all threads, after the other factor is in shared memory, and the threads
+#: that compute, at the end.
+_FACTOR_READY, _SUMS_READY = 1, 2
+
+#: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
+_MAGIC = 0x4B400000
+
+#: What is added to an element before its bits are taken: the magic number, and half of what makes
+#: each of the two lower digits a byte without a sign.
+_DIGIT_OFFSET = "12599360.0f"
+
+
+def write_stream_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
+    """Return the kernel of a placed op in namespace `name`.
+
+    Raises:
+        CodegenError: The op has no kernel that streams codes, or the schedule does not fit.
+    """
+    layout = stream_layout(op, schedule)
+    if layout.shared_bytes > SHARED_MOST:
+        raise CodegenError(
+            f"{name}: {schedule} needs {layout.shared_bytes} bytes of shared memory, a block has "
+            f"{SHARED_MOST}; give fewer stages or smaller tiles"
+        )
+    return _StreamWriter(layout, op, name).kernel()
+
+
+class _StreamWriter(NestWriter):
+    """Writes the text of one kernel, top to bottom."""
+
+    def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
+        self.layout, self.found = layout, layout.products
+        operands = [Operand(t.dtype, t.strides, constant=t.constant) for t in op.operands]
+        outputs = [Operand(t.dtype, t.strides) for t in op.outputs]
+        super().__init__(
+            self.found.block, operands, outputs, {}, name, 32 * layout.warps
+        )
+        self.early = layout.schedule.trigger_early
+        self.coded = {p.codes for p in self.found.products}
+        self.scales = {p.scale for p in self.found.products if p.scale is not None}
+
+    def kernel(self) -> CudaKernel:
+        """Return the kernel."""
+        self.start()
+        self.compute_factor()
+        self.multiply()
+        self.finish()
+        text = "\n".join([*self.head(), *self.lines, "}", "", f"}}  // namespace {self.name}"])
+        threads = self.threads + 32
+        layout = self.layout
+        return CudaKernel(
+            text, layout.blocks, layout.shared_bytes, is_clustered=False, threads=threads
+        )
+
+    # -- before the body --------------------------------------------------------------------------
+
+    def head(self) -> list[str]:
+        """Return everything before the kernel's body."""
+        graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
+        layout, found = self.layout, self.found
+        sizes = {
+            "warps": layout.warps,
+            "threads": self.threads,
+            "blocks": layout.blocks,
+            "tiles": layout.tiles,
+            "stages": layout.stages,
+            "columns": found.num_columns,
+            "chunks": layout.chunks,
+            "row_bytes": found.row_bytes,
+            "chunk_bytes": layout.chunk_bytes,
+            "pitch": layout.pitch,
+        }
+        return [
+            *(f"// {line}" for line in graph),
+            f"namespace {self.name} {{",
+            "",
+            *(f"constexpr int {name} = {value};" for name, value in sizes.items()),
+            "",
+            "struct alignas(128) Shared {",
+            *(f"  {line}" for line in self.shared()),
+            "};",
+            "",
+            f"__global__ void __launch_bounds__(threads + 32) run({self.parameters()}) {{",
+        ]
+
+    def shared(self) -> list[str]:
+        """Return the members of the struct of shared memory."""
+        layout = self.layout
+        slots = layout.scale_slots
+        lines = [f"alignas(128) unsigned char codes[stages][{ROWS} * pitch];"]
+        lines += [
+            f"alignas(16) unsigned char scales_{n}[{slots}][{layout.scale_bytes(n)}];"
+            for n, p in enumerate(self.found.products)
+            if p.scale is not None
+        ]
+        tiles = layout.most_tiles
+        lines += [
+            f"alignas(16) unsigned char factor[{layout.other_bytes}];",
+            f"alignas(16) float steps[{layout.num_steps}];",
+            f"alignas(16) float partial[{tiles}][warps][{ROWS}];",
+        ]
+        if self.found.sums:
+            lines.append(f"alignas(16) float sums[{len(self.found.sums)}][warps];")
+        return [*lines, "unsigned long long full[stages], empty[stages];"]
+
+    def parameters(self) -> str:
+        """Return the kernel's parameters: a pointer for each source and each output."""
+        sources = []
+        for i in self.block.inputs:
+            for k, s in enumerate(i.sources):
+                dtype = self.operands[s].dtype
+                kind = "unsigned char" if i.name in self.coded else TYPES[dtype]
+                constant = "__restrict__ " * self.operands[s].constant
+                sources.append(f"const {kind}* {constant}{self.pointer(i, k)}")
+        outputs = [
+            f"{TYPES[t.dtype]}* {self.var(o.value)}_out{n}"
+            for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))
+        ]
+        return ", ".join([*sources, *outputs])
+
+    # -- the warp that copies ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write what comes first, and the warp that copies."""
+        self.put(
+            "extern __shared__ __align__(128) unsigned char memory[];",
+            "Shared& shared = *reinterpret_cast<Shared*>(memory);",
+            "const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;",
+            "const int mine = (tiles - int(blockIdx.x) + blocks - 1) / blocks;  // tiles of this block",
+        )
+        if self.early:
+            self.put("launch_next_kernel();")
+        with self.scope("if (warp == warps)"):
+            with self.scope("if (lane == 0)"):
+                self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], 1);")
+                self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], warps);")
+                self.put("publish_barriers();")
+            self.put("__syncwarp();", f"announce<{_FACTOR_READY}>(threads + 32);")
+            self.copy_tiles()
+            self.put("return;")
+
+    def copy_tiles(self) -> None:
+        """Write the loop of the warp that copies."""
+        layout, each = self.layout, self.found.rows_of_each
+        whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
+        scales = sum(layout.scale_bytes(n) for n in range(len(self.found.products)))
+        with self.scope("for (int i = 0, n = 0; i < mine; ++i)"):
+            self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {each};")
+            with self.scope("for (int c = 0; c < chunks; ++c, ++n)"):
+                self.put(
+                    "const int s = n % stages;",
+                    "if (n >= stages) wait_for_phase(&shared.empty[s], (n / stages - 1) & 1);",
+                )
+                size = "chunk_bytes"
+                if last != whole:
+                    self.put(f"const int size = c + 1 < chunks ? chunk_bytes : {last};")
+                    size = "size"
+                more = f" + (c == 0 ? {scales} : 0)" if scales else ""
+                self.put(
+                    f"if (lane == 0) expect_bytes(&shared.full[s], {ROWS} * {size}{more});",
+                    "__syncwarp();",
+                )
+                with self.scope(f"if (lane < {ROWS})"):
+                    self.put(f"const long long row = row_0 + lane % {each};")
+                    text = self.row_of(self.found.products[-1])
+                    if len(self.found.products) > 1:
+                        text = f"lane < {each} ? {self.row_of(self.found.products[0])} : {text}"
+                    self.put(
+                        f"const unsigned char* from = {text};",
+                        "copy_bytes(&shared.codes[s][lane * pitch], from + c * chunk_bytes, "
+                        f"{size}, &shared.full[s]);",
+                    )
+                if scales:
+                    with self.scope("if (c == 0)"):
+                        self.copy_scales()
+
+    def row_of(self, product: Product) -> str:
+        """Return the address of a row of a product's codes."""
+        i = self.inputs[product.codes]
+        return self._of_source(
+            i, self.found.pieces(product.codes), "row", lambda at: f" + {at} * row_bytes"
+        )
+
+    def _of_source(self, i: BlockInput, pieces, row: str, address) -> str:  # type: ignore[no-untyped-def]
+        """Return an address in the source of an input that holds a row."""
+        text, start = "", 0
+        for k, count in enumerate(pieces):
+            at = f"({row} - {start})" if start else row
+            piece = f"{self.pointer(i, k)}{address(at)}"
+            start += count
+            text += piece if k == len(pieces) - 1 else f"{row} < {start} ? {piece} : "
+        return f"({text})" if len(pieces) > 1 else text
+
+    def copy_scales(self) -> None:
+        """Write the copies of a tile's scales, each by another lane."""
+        lane = ROWS
+        for n, p in enumerate(self.found.products):
+            if p.scale is None:
+                continue
+            i, size = self.inputs[p.scale], self.layout.scale_bytes(n)
+            itemsize = self.found.tensor(p.scale).dtype.itemsize
+            of_row = self.found.num_columns // self.found.group
+            rows = self.found.num_rows
+            shared_by = 1
+            if self.found.scale_rows(p) == 1:
+                shared_by = self.block.axis(self.found.rows[-1]).size
+            assert rows % shared_by == 0 and size % itemsize == 0
+
+            def address(at: str, shared_by: int = shared_by, of_row: int = of_row) -> str:
+                index = f"{at} / {shared_by}" if shared_by > 1 else at
+                return f" + {index} * {of_row}"
+
+            text = self._of_source(i, self.found.pieces(p.codes), "row_0", address)
+            self.put(
+                f"if (lane == {lane}) copy_bytes(shared.scales_{n}[i % {self.layout.scale_slots}], "
+                f"{text}, {size}, &shared.full[s]);"
+            )
+            lane += 1
+
+    # -- the other factor -------------------------------------------------------------------------
+
+    def compute_factor(self) -> None:
+        """Write how the threads that compute bring the other factor into shared memory."""
+        columns = self.found.num_columns
+        rounds = -(-columns // (_VECTOR * self.threads))
+        is_partial = columns % (_VECTOR * self.threads) != 0
+        is_ragged = columns % SHARED_COLUMNS != 0
+        names = self.found.read_columns
+        constant = [v for v in names if self.is_constant(v)]
+        for v in constant:
+            self.hold(v, rounds, is_partial)
+        self.put("wait_for_previous_kernel();")
+        if not self.early:
+            self.put("launch_next_kernel();")
+        for v in names:
+            if v not in constant:
+                self.hold(v, rounds, is_partial)
+        for n in range(len(self.found.sums)):
+            self.put(f"float sum_{n} = 0.0f;")
+        with self.rounds(rounds):
+            self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+            if is_partial:
+                with self.scope(f"if (at - lane * {_VECTOR} < columns)"):
+                    self.factor_of(names, is_ragged)
+            else:
+                self.factor_of(names, is_ragged)
+        for n in range(len(self.found.sums)):
+            self.put(
+                f"sum_{n} = join_lanes<Sum, 32>(sum_{n});",
+                f"if (lane == 0) shared.sums[{n}][warp] = sum_{n};",
+            )
+        self.put(f"meet<{_FACTOR_READY}>(threads + 32);")
+
+    def is_constant(self, value: str) -> bool:
+        """Return whether an input does not change while kernels run."""
+        return all(self.operands[s].constant for s in self.inputs[value].sources)
+
+    def rounds(self, count: int):  # type: ignore[no-untyped-def]
+        """Write an unrolled loop over `r`."""
+        self.put("#pragma unroll")
+        return self.scope(f"for (int r = 0; r < {count}; ++r)")
+
+    def hold(self, value: str, rounds: int, is_partial: bool) -> None:
+        """Write the loads of a thread's elements of an input."""
+        wide = 2 if self.operands[self.inputs[value].sources[0]].dtype.itemsize == 4 else 1
+        load = "load_constant" if self.is_constant(value) else "load_plain"
+        pointer = self.pointer(self.inputs[value], 0)
+        self.put(f"uint4 {self.var(value)}_held[{rounds}][{wide}];")
+        with self.rounds(rounds):
+            self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+            for n in range(wide):
+                held = f"{self.var(value)}_held[r][{n}]"
+                more = f" + {4 * n}" if n else ""
+                text = f"{load}({pointer} + at{more})"
+                if is_partial:
+                    text = f"at < columns ? {text} : uint4{{0, 0, 0, 0}}"
+                self.put(f"{held} = {text};")
+
+    def factor_of(self, names: tuple[str, ...], is_ragged: bool) -> None:
+        """Write how a warp computes 256 columns of the other factor, and stores them."""
+        for v in names:
+            self.put(
+                f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}(&)[{_VECTOR}]>"
+                f"({self.var(v)}_held[r]);"
+            )
+        self.put(f"float factor[{_VECTOR}], largest = 0.0f;", "#pragma unroll")
+        with self.scope(f"for (int j = 0; j < {_VECTOR}; ++j)"):
+            nest = Nest((), None, 1)
+            for v in names:
+                self.put(f"const float {self.var(v)} = to_float({self.var(v)}_v[j]);")
+                nest.known[v] = self.var(v)
+            other = self.ref(nest, self.found.other)
+            inside = "at < columns ? {} : 0.0f" if is_ragged else "{}"
+            self.put(f"factor[j] = {inside.format(other)};")
+            for n, (_, value) in enumerate(self.found.sums):
+                self.put(f"sum_{n} += {inside.format(self.ref(nest, value))};")
+            self.put("largest = maximum(largest, fabsf(factor[j]));")
+        self.put(
+            "// a power of two that makes the largest of 256 columns fill its digits",
+            "const int exponent = int(largest_in_warp(__float_as_uint(largest)) >> 23);",
+        )
+        bits = 14 if self.layout.is_in_halves else 20
+        least = 30
+        self.put(
+            f"const int scaled = exponent < {least} ? {least} : exponent;",
+            f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",
+        )
+        # Codes of 4 bits are multiplied times 16, and digits count half of what `up` makes of them.
+        down = bits if self.layout.is_in_halves else bits + 1 + 4 * (self.found.bits == 4)
+        self.put(
+            f"if (lane == 0) shared.steps[at / {SHARED_COLUMNS}] = "
+            f"exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float(unsigned(scaled - {down}) << 23);"
+        )
+        if is_ragged:
+            with self.scope("if (at < columns)"):
+                self.store_factor()
+        else:
+            self.store_factor()
+
+    def store_factor(self) -> None:
+        """Write how a thread stores its columns of the other factor."""
+        if self.layout.is_in_halves:
+            self.put("alignas(16) half halves[8];", "#pragma unroll")
+            self.put("for (int j = 0; j < 8; ++j) halves[j] = from_float<half>(factor[j] * up);")
+            self.put(
+                "*reinterpret_cast<uint4*>(shared.factor + 2 * at) = "
+                "*reinterpret_cast<const uint4*>(halves);"
+            )
+            return
+        unit, columns = self.layout.unit, self.layout.lane_columns
+        row = min(columns, 16)
+        is_packed = self.found.bits == 4
+        self.put("unsigned digits[3][2];", "#pragma unroll")
+        with self.scope("for (int h = 0; h < 2; ++h)"):
+            self.put("unsigned bits[4];", "#pragma unroll")
+            which = "2 * j + h" if is_packed else "4 * h + j"
+            self.put(
+                f"for (int j = 0; j < 4; ++j) bits[j] = __float_as_uint(fmaf(factor[{which}], up, "
+                f"{_DIGIT_OFFSET})) << 1;",
+                "const unsigned low_0 = pick_bytes(bits[0], bits[1], 0x5140), "
+                "low_1 = pick_bytes(bits[2], bits[3], 0x5140);",
+                "const unsigned high_0 = pick_bytes(bits[0], bits[1], 0x0062), "
+                "high_1 = pick_bytes(bits[2], bits[3], 0x0062);",
+                "digits[0][h] = pick_bytes(high_0, high_1, 0x5410) ^ 0x80808080u;",
+                "digits[1][h] = pick_bytes(low_0, low_1, 0x7632) ^ 0x80808080u;",
+                "digits[2][h] = pick_bytes(low_0, low_1, 0x5410) ^ 0x80808080u;",
+            )
+        half = f" + at % {columns} / 16 * {4 * row * DIGITS}" if columns > 16 else ""
+        self.put(
+            f"unsigned char* to = shared.factor + at / {unit} * {DIGITS * unit}{half} + "
+            f"at % {unit} / {columns} * {row} + at % {row};",
+            "#pragma unroll",
+            f"for (int d = 0; d < {DIGITS}; ++d) *reinterpret_cast<Words<2>*>(to + d * {4 * row}) = "
+            "Words<2>{digits[d][0], digits[d][1]};",
+        )
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def multiply(self) -> None:
+        """Write the loop over the block's tiles."""
+        layout = self.layout
+        self.put("const int g = lane / 4, t = lane % 4;")
+        if not layout.is_in_halves:
+            self.put(
+                "// what the digits of the lane's two columns are worth",
+                "const float worth_0 = t == 0 ? 65536.0f : t == 1 ? 1.0f : 0.0f, "
+                "worth_1 = t == 0 ? 256.0f : 0.0f;",
+            )
+        with self.scope("for (int i = 0, n = 0; i < mine; ++i)"):
+            self.put("float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8")
+            with self.scope("for (int c = 0; c < chunks; ++c, ++n)"):
+                self.put(
+                    "const int s = n % stages;",
+                    "wait_for_phase(&shared.full[s], (n / stages) & 1);",
+                )
+                units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
+                count = str(units)
+                if last != units:
+                    self.put(f"const int units = c + 1 < chunks ? {units} : {last};")
+                    count = "units"
+                self.put("#pragma unroll 4")
+                with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
+                    self.multiply_unit(units)
+                self.put("__syncwarp();", "if (lane == 0) arrive(&shared.empty[s]);")
+            if not layout.is_in_halves:
+                self.put(
+                    "upper += __shfl_xor_sync(0xffffffffu, upper, 1);",
+                    "lower += __shfl_xor_sync(0xffffffffu, lower, 1);",
+                )
+            with self.scope("if (t == 0)"):
+                self.put(
+                    "shared.partial[i][warp][g] = upper;",
+                    "shared.partial[i][warp][g + 8] = lower;",
+                )
+
+    def multiply_unit(self, units: int) -> None:
+        """Write the products of a unit."""
+        layout, found = self.layout, self.found
+        words, columns = layout.lane_bytes // 4, layout.lane_columns
+        first = f"c * {units} + u" if layout.chunks > 1 else "u"
+        self.put(f"const int unit = {first};")
+        self.put(
+            f"const unsigned char* codes = shared.codes[s] + g * pitch + u * {4 * layout.lane_bytes} "
+            f"+ t * {layout.lane_bytes};",
+            f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
+            f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);",
+        )
+        if layout.is_in_halves:
+            self.put(
+                f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit} + t * {2 * columns};",
+                "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
+                f"const auto x = *reinterpret_cast<const Words<4>*>(factor);",
+            )
+            if columns > 8:
+                self.put("const auto y = *reinterpret_cast<const Words<4>*>(factor + 16);")
+            for j in range(words):
+                x = "x" if j < 2 else "y"
+                at = 2 * (j % 2)
+                self.put(
+                    f"multiply_halves(sums, halves_of_float8(a.w[{j}]), halves_of_float8(b.w[{j}]), "
+                    f"halves_of_float8(a.w[{j}] >> 16), halves_of_float8(b.w[{j}] >> 16), "
+                    f"{x}.w[{at}], {x}.w[{at + 1}]);"
+                )
+            upper, lower = "sums[0]", "sums[2]"
+        else:
+            row = min(columns, 16)
+            self.put(
+                f"const unsigned char* digits = shared.factor + unit * {DIGITS * layout.unit} + "
+                f"(g < {DIGITS} ? g : 0) * {4 * row} + t * {row};",
+                f"const auto x = *reinterpret_cast<const Words<{row // 4}>*>(digits);",
+            )
+            if columns > 16:
+                self.put(
+                    "const auto y = *reinterpret_cast<const Words<4>*>"
+                    f"(digits + {4 * row * DIGITS});"
+                )
+            self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
+            self.digit_products(words)
+            self.put(
+                "const float magic = 12582912.0f;",
+                "const float above = (__int_as_float(sums[0]) - magic) * worth_0 + "
+                "(__int_as_float(sums[1]) - magic) * worth_1;",
+                "const float below = (__int_as_float(sums[2]) - magic) * worth_0 + "
+                "(__int_as_float(sums[3]) - magic) * worth_1;",
+            )
+            upper, lower = "above", "below"
+        self.put(f"const float step = shared.steps[unit * {layout.unit} / {SHARED_COLUMNS}];")
+        for half, (total, result) in enumerate((("upper", upper), ("lower", lower))):
+            number = half if len(found.products) > 1 else 0
+            scale = self.scale_text(number, half)
+            self.put(f"{total} += {result} * {f'(step * {scale})' if scale else 'step'};")
+
+    def digit_products(self, words: int) -> None:
+        """Write the products of a unit's codes and digits, as signed bytes."""
+        dtype = self.found.dtype
+        if self.found.bits == 4:
+            flipped = "0x80808080u" if dtype is torch.uint4 else "0u"
+            for j in range(words):
+                x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
+                codes = [
+                    f"upper_codes({word}.w[{j}]{shift}, {flipped})"
+                    for shift in (" << 4", "")
+                    for word in "ab"
+                ]
+                self.put(
+                    f"multiply_digits(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
+                )
+            return
+        flip = " ^ 0x80808080u" if dtype is torch.uint8 else ""
+        for j in range(0, words, 2):
+            codes = [f"{word}.w[{k}]{flip}" for k in (j, j + 1) for word in "ab"]
+            self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
+
+    def scale_text(self, number: int, half: int) -> str:
+        """Return the scale of a unit's products in one half of the rows; empty if there is none."""
+        product, found = self.found.products[number], self.found
+        if product.scale is None:
+            return ""
+        ctype, groups = self.ctype(product.scale), found.num_columns // found.group
+        row = "0"
+        if found.scale_rows(product) > 1:
+            row = "g" if len(found.products) > 1 or not half else "(g + 8)"
+        group = f"unit * {self.layout.unit} / {found.group}"
+        slot = f"shared.scales_{number}[i % {self.layout.scale_slots}]"
+        at = f"{row} * {groups} + {group}" if row != "0" else group
+        return f"to_float(reinterpret_cast<const {ctype}*>({slot})[{at}])"
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Write how the warps add up their sums, and how the outputs are stored."""
+        found, each = self.found, self.found.rows_of_each
+        self.put(f"meet<{_SUMS_READY}>(threads);")
+        nest = Nest((), None, 1)
+        for n, (out, _) in enumerate(found.sums):
+            name = self.var(out)
+            self.put(
+                f"float {name} = 0.0f;",
+                "#pragma unroll",
+                f"for (int w = 0; w < warps; ++w) {name} += shared.sums[{n}][w];",
+            )
+            nest.known[out] = name
+        for i in self.block.inputs:
+            read = i.name not in self.coded | self.scales and i.name not in found.read_columns
+            if read:
+                self.put(self.address(i))
+        with self.scope(f"for (int e = tid; e < mine * {each}; e += threads)"):
+            self.put(
+                f"const int i = e / {each}, r = e % {each};",
+                f"const int row = (int(blockIdx.x) + i * blocks) * {each} + r;",
+            )
+            inner = 1
+            for a in reversed(found.rows):
+                size = self.block.axis(a).size
+                at = f"row / {inner}" if inner > 1 else "row"
+                at += f" % {size}" if a != found.rows[0] else ""
+                self.put(f"const int at_{a} = {at};")
+                inner *= size
+            for n, p in enumerate(found.products):
+                name = self.var(p.out)
+                self.put(
+                    f"float {name} = 0.0f;",
+                    "#pragma unroll",
+                    f"for (int w = 0; w < warps; ++w) {name} += shared.partial[i][w][r + {n * each}];",
+                )
+                nest.known[p.out] = name
+            for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):
+                at = " + ".join(
+                    f"at_{a}" + (f" * {s}" if s != 1 else "")
+                    for a, s in zip(o.axes, t.strides, strict=True)
+                    if a
+                )
+                value = self.ref(nest, o.value)
+                self.put(
+                    f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({value});"
+                )

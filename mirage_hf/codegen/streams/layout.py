@@ -1,0 +1,186 @@
+"""How a kernel that streams codes divides its work, and how it lies in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mirage_hf import errors
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams.products import ROWS, Products, streamed_products
+from mirage_hf.codegen.placement import PlacedOp
+
+#: Columns of the other factor that share a power of two: 8 for each lane of a warp.
+SHARED_COLUMNS = 256
+
+#: Digits of a number: 8 bits each, so 22 bits of a column's value are kept.
+DIGITS = 3
+
+#: Slots of a ring of scales besides those of tiles that are under way.
+_MORE_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """A schedule's choices for one kernel.
+
+    A *tile* is the rows that a warp multiplies at a time, with all columns. It passes through the
+    ring in *chunks* of columns, one for each stage. The warps share the columns of a chunk in
+    *units*: what one load of each lane takes.
+
+    Attributes:
+        products: What the kernel computes.
+        schedule: The schedule.
+    """
+
+    products: Products
+    schedule: Schedule
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks. Each walks tiles."""
+        return min(self.schedule.persistent_blocks, self.tiles)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        return self.products.num_rows // self.products.rows_of_each
+
+    @property
+    def most_tiles(self) -> int:
+        """The most tiles that a block walks."""
+        return -(-self.tiles // self.blocks)
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute. One more copies."""
+        return self.schedule.num_warps
+
+    @property
+    def stages(self) -> int:
+        """Chunks that the ring holds."""
+        return self.schedule.num_stages
+
+    @cached_property
+    def chunk(self) -> int:
+        """Columns of a chunk. The last one may have fewer."""
+        p = self.products
+        of_one = p.group if len(p.columns) > 1 else 1
+        return min(p.num_columns, self.schedule.tiles[p.columns[0]] * of_one)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile."""
+        return -(-self.products.num_columns // self.chunk)
+
+    @property
+    def last_chunk(self) -> int:
+        """Columns of the last chunk of a tile."""
+        return self.products.num_columns - (self.chunks - 1) * self.chunk
+
+    @cached_property
+    def lane_bytes(self) -> int:
+        """Bytes of a row of codes that a lane loads at a time. Four lanes share a row.
+
+        Raises:
+            CodegenError: The chunks of the schedule cannot be divided so.
+        """
+        p = self.products
+        span = p.group if len(p.columns) > 1 else p.num_columns
+        for count in (16, 8, 4):
+            unit = 4 * count * 8 // p.bits
+            fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
+            if fits and count >= p.bits:
+                return count
+        raise errors.CodegenError(
+            f"{self.schedule}: chunks of {self.chunk} columns are no multiple of what four lanes "
+            "load; give another tile"
+        )
+
+    @property
+    def lane_columns(self) -> int:
+        """Columns of a unit that belong to one lane."""
+        return self.lane_bytes * 8 // self.products.bits
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit."""
+        return 4 * self.lane_columns
+
+    @property
+    def is_in_halves(self) -> bool:
+        """Whether products are of halves. Otherwise they are of signed bytes."""
+        return self.products.dtype is torch.float8_e4m3fn
+
+    # -- shared memory ----------------------------------------------------------------------------
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a row of a chunk."""
+        return self.chunk * self.products.bits // 8
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from a row of a chunk to the next one. The lanes of a load meet different banks."""
+        return self.chunk_bytes + (4 * self.lane_bytes - self.chunk_bytes) % 128
+
+    @property
+    def scale_slots(self) -> int:
+        """Tiles whose scales are held."""
+        return self.stages // self.chunks + _MORE_SLOTS
+
+    def scale_bytes(self, number: int) -> int:
+        """Return the bytes of the scales of a product for one tile."""
+        p = self.products.products[number]
+        if p.scale is None:
+            return 0
+        groups = self.products.num_columns // self.products.group
+        itemsize = self.products.tensor(p.scale).dtype.itemsize
+        return self.products.scale_rows(p) * groups * itemsize
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of the other factor: halves, or digits."""
+        columns = -(-self.products.num_columns // self.unit) * self.unit
+        return columns * (2 if self.is_in_halves else DIGITS)
+
+    @property
+    def num_steps(self) -> int:
+        """How many powers of two the other factor has."""
+        return -(-self.products.num_columns // SHARED_COLUMNS)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block. The kernel's struct has this size."""
+        slots = self.scale_slots * sum(
+            self.scale_bytes(n) for n in range(len(self.products.products))
+        )
+        partial = 4 * self.most_tiles * self.warps * ROWS
+        sums = 4 * self.warps * len(self.products.sums)
+        size = self.stages * ROWS * self.pitch
+        for part in (slots, self.other_bytes, 4 * self.num_steps, partial, sums):
+            size = -(-size // 16) * 16 + part
+        size = -(-size // 8) * 8 + 2 * 8 * self.stages
+        return -(-size // 128) * 128
+
+
+def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
+    """Return how a schedule divides the work of a placed op.
+
+    Raises:
+        CodegenError: The op has no kernel that streams codes, or the schedule does not fit.
+    """
+    products = streamed_products(op)
+    block = products.block
+    schedule.check(block)
+    tiles = {a: products.rows_of_each if a == products.rows[-1] else 1 for a in products.rows}
+    if any(schedule.tiles[a] != n for a, n in tiles.items()):
+        raise errors.CodegenError(
+            f"{schedule}: a kernel that streams codes has tiles of "
+            f"{', '.join(f'{n} along {a}' for a, n in tiles.items())}"
+        )
+    layout = StreamLayout(products, schedule)
+    layout.lane_bytes  # noqa: B018 — raises if nothing fits
+    return layout
