@@ -59,12 +59,14 @@ DTYPE, EPS = torch.bfloat16, 1e-6
 
 #: The kinds of kernels: products as multiply-adds. Products on tensor cores whose codes are copied
 #: through shared memory. Words held in registers one step ahead, or held for all steps of a trip,
-#: for tensor cores if the codes have 4 bits, for multiply-adds if they have 8.
-KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS = (
+#: for tensor cores if the codes have 4 bits, for multiply-adds if they have 8. CUDA kernels whose
+#: codes stream through a ring in shared memory.
+KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS, STREAMS = (
     "multiply-adds",
     "staged",
     "one step ahead",
     "trips",
+    "streams",
 )
 
 
@@ -174,6 +176,8 @@ BLOCKS: Mapping[str, Callable[[int, argparse.Namespace], KernelGraph]] = {
 
 def kind_of(op: KernelOp, schedule: Schedule) -> str:
     """Return the kind of a kernel."""
+    if schedule.persistent_blocks:
+        return STREAMS
     if schedule.steps_per_trip > 1:
         return TRIPS
     if plan_kernel(op, schedule).pipelining.holds_words_ahead:

@@ -18,7 +18,7 @@ from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import MOST_ROWS, Operand
 from mirage_hf.codegen.cuda_running import RunningMaximumWriter
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
+from mirage_hf.graph.block import BlockGraph, BlockOp, Role, Stage
 from mirage_hf.graph.printing import format_block_graph
 
 #: Bytes of shared memory that any kernel gets, and the most that one may ask for on sm_90 and

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from mirage_hf.codegen.generated_program import CUDA, TRITON
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
@@ -17,11 +16,9 @@ from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.windows import ProgressCallback
-from mirage_hf.tune import relatives, space
-from mirage_hf.tune.cost import estimate
+from mirage_hf.tune import relatives, schedule_cost, space
 from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.relatives import TunedKernels
-from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 
@@ -279,7 +276,7 @@ def promising(
             schedules = schedules_of(op, H200)
             if not schedules:
                 return math.inf
-            total += estimate(plan_kernel(op, replace(schedules[0], trigger_early=True))).us
+            total += schedule_cost.estimated_us(op, replace(schedules[0], trigger_early=True))
         return total
 
     us = {id(c): estimated_us(c) for c in usable}
@@ -316,5 +313,5 @@ def promising_in_cuda(
         first = [next(iter(cuda_schedules(op)), None) for op in ops]
         if None not in first:
             pairs = zip(ops, first, strict=True)
-            found.append((sum(estimated_us(op, s) for op, s in pairs if s is not None), c))
+            found.append((sum(schedule_cost.estimated_us(op, s) for op, s in pairs if s), c))
     return [c for _, c in sorted(found, key=lambda pair: pair[0])]

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mirage_hf import errors
-from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import CUSTOMIZED
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space
-from mirage_hf.tune.cost import estimate, library_us
+from mirage_hf.tune.cost import library_us
 from mirage_hf.tune.refit import clip
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.verify.accept import Candidate
 
 #: A dim of at most this size counts rows. Schedules for one row are kept along with those for the
@@ -87,7 +87,7 @@ def _scheduled(
         assert op.block is not None
         schedules.append(clip(schedule, op.block))
         try:
-            us += estimate(plan_kernel(op, schedules[-1]), device).us
+            us += estimated_us(op, schedules[-1], device)
         except errors.CodegenError:
             return None
     us += sum(library_us(op, device) for op in ugraph.kernels.ops if op.name != CUSTOMIZED)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.errors import GraphError, Rejected
 from mirage_hf.graph import symbolic
 from mirage_hf.graph.kernel import KernelGraph
@@ -21,7 +20,7 @@ from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, by_elements
 from mirage_hf.pipeline.trust import examined_ugraph, too_large
 from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchReport, StopReason
 from mirage_hf.tune import space
-from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.verify.accept import Candidate, kind_of
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.zoo.known_search import MOST_KERNELS, KnownSearch
@@ -101,9 +100,7 @@ def _by_estimate(ugraphs: Mapping[int, UGraph], next_may_launch_early: bool) -> 
         with contextlib.suppress(Exception):  # whatever an edited file leads to
             ops = place_kernels(ugraph, next_may_launch_early)
             first = [replace(space.schedules(op, limit=1)[0], trigger_early=True) for op in ops]
-            estimates[number] = sum(
-                estimate(plan_kernel(op, s)).us for op, s in zip(ops, first, strict=True)
-            )
+            estimates[number] = sum(map(estimated_us, ops, first))
     return sorted(estimates, key=estimates.__getitem__)
 
 

@@ -17,10 +17,13 @@ from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.layout import stream_layout
+from mirage_hf.codegen.streams.products import reads_codes
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp
 from mirage_hf.ops.dtypes import element_bytes
+from mirage_hf.tune.stream_schedules import estimated_stream_us, stream_schedules
 
 #: Tiles of the grid axis that tells the threads of a block apart, of loop axes, and warps.
 _GRID_TILES = (1, 2, 4, 8, 16, 32, 64)
@@ -40,6 +43,10 @@ _SYSTEM_SHARED = 1024
 #: Registers of a thread besides the vectors that it loads ahead, in the machine code of a few
 #: kernels.
 _PLAIN_REGISTERS = 48
+
+#: Registers of a thread of a kernel that streams codes: those of the machine code of a few kernels,
+#: and some more.
+_STREAM_REGISTERS = 72
 
 #: Bytes that lie side by side below which reads of device memory are wasted.
 _SEGMENT = 64
@@ -71,7 +78,9 @@ def cuda_schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> lis
     """
     op = placed(op)
     known = _known.get((op, device))
-    if known is None:
+    if known is None and reads_codes(op):
+        known = tuple(s for s, _ in stream_schedules(op, device))
+    elif known is None:
         costs: dict[Schedule, float] = {}
         for schedule in itertools.islice(_space(op, device), _MOST):
             try:
@@ -140,6 +149,10 @@ def estimate_cuda(op: PlacedOp, schedule: Schedule, device: Device = H200) -> Cu
     Raises:
         CodegenError: The op has no kernel with this schedule.
     """
+    if schedule.persistent_blocks:
+        layout = stream_layout(op, schedule)
+        us = estimated_stream_us(layout, device)
+        return CudaCost(us, _STREAM_REGISTERS, layout.shared_bytes)
     kernel = cuda_text.plan_kernel(op, schedule, "kernel")
     block = op.block
     assert block is not None

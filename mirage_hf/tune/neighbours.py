@@ -114,8 +114,10 @@ def _with_other_schedules(
         ops = start.placed()
         own = sum(estimated_us(op, s, gpu) for op, s in zip(ops, start.schedules, strict=True))
         library = start.estimate_us - own
-        is_cuda = any(s.cuda for s in start.schedules)
-        allowed = [{False} if is_cuda else {s.mma for s in schedules(op, gpu)} for op in ops]
+        allowed = [
+            {False} if own_schedule.cuda else {s.mma for s in schedules(op, gpu)}
+            for op, own_schedule in zip(ops, start.schedules, strict=True)
+        ]
         for chosen in _other_schedules(start, ops):
             planned = _planned(ops, chosen, gpu)
             if (
@@ -145,7 +147,11 @@ def _other_schedules(
 
 def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
     """Yield changes of a schedule that keep its tiles."""
-    if s.cuda:
+    if s.persistent_blocks:
+        for stages in (s.num_stages - 1, s.num_stages + 1, s.num_stages + 2):
+            if stages >= 1:
+                yield {"num_stages": stages}
+    elif s.cuda:
         yield {"prefetch_steps": 1 - s.prefetch_steps}
         yield {"num_stages": 3 - s.num_stages}
     for steps in () if s.cuda else (0, s.prefetch_steps // 2, max(1, s.prefetch_steps * 2)):

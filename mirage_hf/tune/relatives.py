@@ -22,6 +22,7 @@ from mirage_hf.gpus import Device
 from mirage_hf.graph.block import BlockGraph, BlockInput, Role
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import element_bytes
+from mirage_hf.tune import schedule_cost
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.refit import refit
 from mirage_hf.tune.space import REGISTER_BUDGET
@@ -158,7 +159,7 @@ def _refitted(op: PlacedOp, other: PlacedOp, schedule: Schedule, device: Device)
         best = refit(schedule, other, op, device, {old.name: new.name for old, new in pairs})
     except errors.CodegenError:
         return None
-    if not _leaves_tiles_empty(op, best):
+    if schedule.cuda or not _leaves_tiles_empty(op, best):
         return best
     start, best_us = best, MUCH_BETTER * estimated_us([op], [best], device)
     for shorter, wider in itertools.product((2, 4), (1, 2, 4)):
@@ -208,5 +209,4 @@ def is_trusted(apart: float, us: float, best_us: float) -> bool:
 def estimated_us(ops: Sequence[PlacedOp], schedules: Sequence[Schedule], device: Device) -> float:
     """Return the estimate of some kernels together, if each launches the next one early."""
     early = [replace(s, trigger_early=True) for s in schedules]
-    plans = [plan_kernel(op, s) for op, s in zip(ops, early, strict=True)]
-    return sum(estimate(plan, device).us for plan in plans)
+    return sum(schedule_cost.estimated_us(op, s, device) for op, s in zip(ops, early, strict=True))

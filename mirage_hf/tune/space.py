@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -25,6 +25,7 @@ from mirage_hf.tune.candidate_schedules import candidate_schedules, packed_axes
 from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.footprint import Footprint, footprint, with_same_layout
+from mirage_hf.tune.stream_schedules import stream_schedules
 from mirage_hf.tune.traffic import traffic
 
 #: Registers that a thread may spend on float32 tiles. Beyond it tiles spill.
@@ -147,8 +148,13 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     if known is not None:
         return known
     check_roles(op.block)
+    streams = stream_schedules(op, device)
     costs, reason = _costs(op, device)
-    order = _order(costs) if costs else (_last_resort(op, device, reason),)
+    if costs or not streams:
+        order = _order(costs) if costs else (_last_resort(op, device, reason),)
+        order = _with_streams(order, streams, min(costs.values(), default=math.inf))
+    else:
+        order = tuple(s for s, _ in streams)
     remember_ranked({(op, device): order})
     return order
 
@@ -250,6 +256,24 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     kinds.sort(key=lambda kind: kind[0][0] if kind else math.inf)
     likelier, other = ([s for _, s in kind] for kind in kinds)
     turns = itertools.zip_longest(likelier[::2], likelier[1::2], other)
+    return tuple(s for turn in turns for s in turn if s is not None)
+
+
+def _with_streams(
+    order: Sequence[Schedule], streams: Sequence[tuple[Schedule, float]], best_us: float
+) -> tuple[Schedule, ...]:
+    """Return schedules of both generators in turns, those of the lower estimate first.
+
+    Their estimates cannot be compared well.
+
+    Args:
+        order: The schedules of Triton kernels.
+        streams: Those of kernels that stream codes, with their estimates.
+        best_us: The best estimate of a Triton kernel.
+    """
+    in_cuda = [s for s, _ in streams]
+    first, second = (in_cuda, order) if streams and streams[0][1] < best_us else (order, in_cuda)
+    turns = itertools.zip_longest(first, second)
     return tuple(s for turn in turns for s in turn if s is not None)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.verify.numeric import Rejected
-from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.tune.tuner import check_compiled
+from mirage_hf.verify.numeric import NumericCheck, Rejected
 from scripts import bench_codes
 from tests.helpers.cuda_on_cpu import ORDERS, run_kernel
 
@@ -135,3 +134,16 @@ def test_results_are_as_close_to_float64_as_torch(name, tmp_path):
     for order in ORDERS[:2]:
         verdict = check.judge(runner(case, kernel, order, tmp_path))
         assert not isinstance(verdict, Rejected), f"order {order}: {verdict}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(name):
+    case = replace(CASES[name], hidden=4096, width=14336, blocks=132)
+    if case.weights == "int8":
+        case = replace(case, tile=2048)
+    ugraph, _, found = streamed(case)
+    for stages, warps in (2, 4), (3, 8):
+        schedule = schedule_of(case, found, num_stages=stages, num_warps=warps)
+        verdict = check_compiled(ugraph, [schedule], torch.device("cuda"))
+        assert not isinstance(verdict, Rejected), verdict

@@ -64,9 +64,7 @@ class _StreamWriter(NestWriter):
         self.layout, self.found = layout, layout.products
         operands = [Operand(t.dtype, t.strides, constant=t.constant) for t in op.operands]
         outputs = [Operand(t.dtype, t.strides) for t in op.outputs]
-        super().__init__(
-            self.found.block, operands, outputs, {}, name, 32 * layout.warps
-        )
+        super().__init__(self.found.block, operands, outputs, {}, name, 32 * layout.warps)
         self.early = layout.schedule.trigger_early
         self.coded = {p.codes for p in self.found.products}
         self.scales = {p.scale for p in self.found.products if p.scale is not None}
@@ -441,7 +439,7 @@ class _StreamWriter(NestWriter):
             self.put(
                 f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit} + t * {2 * columns};",
                 "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
-                f"const auto x = *reinterpret_cast<const Words<4>*>(factor);",
+                "const auto x = *reinterpret_cast<const Words<4>*>(factor);",
             )
             if columns > 8:
                 self.put("const auto y = *reinterpret_cast<const Words<4>*>(factor + 16);")

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 
 from mirage_hf import errors
+from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.products import ROWS, Products, streamed_products
-from mirage_hf.codegen.placement import PlacedOp
 
 #: Columns of the other factor that share a power of two: 8 for each lane of a warp.
 SHARED_COLUMNS = 256

@@ -17,8 +17,8 @@ import torch
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
-from mirage_hf.graph.kernel import DTensor
 from mirage_hf.graph.coded import is_packed
+from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES
 
 #: Rows of codes that a warp multiplies at a time: those of the instruction's left factor.

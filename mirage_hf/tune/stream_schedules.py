@@ -1,0 +1,114 @@
+"""List schedules of CUDA kernels that stream codes, best estimate first, and estimate their times.
+
+The estimate counts bytes, the bytes that are under way, and what comes before and after the copies.
+Its numbers are from hand-written kernels of this kind on one H200.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+
+from mirage_hf import errors
+from mirage_hf.codegen import cuda_launching
+from mirage_hf.codegen.cuda_kernel import SHARED_MOST
+from mirage_hf.codegen.placement import placed
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
+from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
+from mirage_hf.gpus import H200, Device
+from mirage_hf.graph.coded import stored_bytes
+from mirage_hf.graph.kernel import KernelOp
+
+#: Bytes of a row of a chunk to try, chunks that the ring holds, and warps that compute.
+_CHUNK_BYTES = (1024, 2048, 4096)
+_STAGES = (2, 3, 4, 5, 6, 8)
+_WARPS = (4, 8, 16)
+
+#: The compute capability from which on threads can wait for copies of many bytes.
+_LEAST_SM = 90
+
+#: The most schedules of an op.
+MOST = 12
+
+#: µs from the request of a chunk to its end while memory is busy: for rows of 2 KiB, and of 1 KiB.
+_COPY_US, _SHORT_COPY_US, _SHORT_BYTES = 2.4, 3.4, 2048
+
+#: µs before a block begins to compute and after it ends, and µs that each warp takes to compute the
+#: other factor of 1,024 columns.
+_ENDS_US, _FACTOR_US = 1.5, 1.1
+
+
+@cache
+def can_stream() -> bool:
+    """Return whether such kernels can be compiled and launched here."""
+    try:
+        cuda_launching.cuda_bindings()
+    except RuntimeError:
+        return False
+    return True
+
+
+def stream_schedules(op: KernelOp, device: Device = H200) -> list[tuple[Schedule, float]]:
+    """Return schedules of kernels that stream the codes of an op, with their estimates in µs.
+
+    The best come first. There are none if the op has no such kernel.
+    """
+    op = placed(op)
+    if device.sm < _LEAST_SM or not reads_codes(op) or not can_stream():
+        return []
+    try:
+        products = streamed_products(op)
+    except errors.CodegenError:
+        return []
+    found = []
+    for schedule in _space(products, device):
+        try:
+            found.append((schedule, estimated_stream_us(stream_layout(op, schedule), device)))
+        except errors.CodegenError:
+            continue
+    return sorted(found, key=lambda pair: (pair[1], repr(pair[0])))[:MOST]
+
+
+def _space(products: Products, device: Device) -> Iterator[Schedule]:
+    """Yield schedules to estimate."""
+    tiles = dict.fromkeys(products.rows, 1) | {products.rows[-1]: products.rows_of_each}
+    group = 1
+    if len(products.columns) > 1:
+        group = products.group
+        tiles[products.columns[1]] = next_power_of_two(group)
+    row = next_power_of_two(products.row_bytes)
+    lengths = dict.fromkeys(min(n, row) for n in _CHUNK_BYTES)
+    for length, stages, warps in itertools.product(lengths, _STAGES, _WARPS):
+        columns = length * 8 // products.bits
+        if columns % group == 0:
+            count = next_power_of_two(columns // group)
+            yield Schedule(
+                tiles | {products.columns[0]: count},
+                num_warps=warps,
+                num_stages=stages,
+                cuda=True,
+                persistent_blocks=device.sms,
+            )
+
+
+def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
+    """Return the estimated time of a dependent launch in µs.
+
+    Raises:
+        CodegenError: A block needs more shared memory than there is.
+    """
+    if layout.shared_bytes > min(SHARED_MOST, device.shared_bytes):
+        raise errors.CodegenError(
+            f"{layout.schedule} needs {layout.shared_bytes} bytes of shared memory"
+        )
+    op = layout.products.op
+    read = sum(map(stored_bytes, {t.index: t for t in op.operands}.values()))
+    uneven = layout.most_tiles * layout.blocks / layout.tiles
+    under_way = layout.stages * ROWS * layout.chunk_bytes * min(layout.blocks, device.sms)
+    latency_us = _COPY_US if layout.chunk_bytes >= _SHORT_BYTES else _SHORT_COPY_US
+    rate = min(device.bandwidth, 1e6 * under_way / latency_us)
+    factor_us = _FACTOR_US * layout.products.num_columns / 1024 / layout.warps
+    early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile
+    return _ENDS_US + factor_us * (1 - early) + 1e6 * read * uneven / rate
