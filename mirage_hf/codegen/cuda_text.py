@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from mirage_hf import errors
-from mirage_hf.codegen import cuda_kernel
+from mirage_hf.codegen import cuda_kernel, cuda_launching
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.cuda_math import (
     CLUSTERS_WITHOUT_HEADERS,
@@ -34,6 +35,16 @@ def helpers(schedules: Iterable[Schedule]) -> str:
     if any(s.persistent_blocks for s in schedules):
         text += f"\n\n{STREAM_HELPERS.rstrip()}"
     return f'{_HELPERS} = r"""\n{text}\n"""'
+
+
+@cache
+def missing_tools() -> str:
+    """Return why CUDA kernels cannot be compiled and launched here; empty if they can."""
+    try:
+        cuda_launching.cuda_bindings()
+    except RuntimeError as e:
+        return str(e)
+    return ""
 
 
 def obstacle(op: PlacedOp) -> str:

@@ -22,7 +22,7 @@ from importlib import metadata
 import torch
 
 from mirage_hf import errors
-from mirage_hf.codegen import cuda_launching
+from mirage_hf.codegen import cuda_launching, cuda_text
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.block import BlockGraph
@@ -61,7 +61,11 @@ def obstacle(entry: Entry, runs_generated: bool, must_be_timed: bool) -> str:
         return "" if same_search else "another version of the search found nothing"
     if must_be_timed and OURS not in {t.name for t in entry.timings}:
         return "it was never measured"
-    return text_differs(entry) if runs_generated else ""
+    if not runs_generated:
+        return ""
+    if any(s.cuda for s in entry.schedules) and (why := cuda_text.missing_tools()):
+        return why
+    return text_differs(entry)
 
 
 def text_differs(entry: Entry) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import cache
 
 from mirage_hf import errors
-from mirage_hf.codegen import cuda_launching
+from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
@@ -40,14 +39,9 @@ _COPY_US, _SHORT_COPY_US, _SHORT_BYTES = 2.4, 3.4, 2048
 _ENDS_US, _FACTOR_US = 1.5, 1.1
 
 
-@cache
 def can_stream() -> bool:
     """Return whether such kernels can be compiled and launched here."""
-    try:
-        cuda_launching.cuda_bindings()
-    except RuntimeError:
-        return False
-    return True
+    return not cuda_text.missing_tools()
 
 
 def stream_schedules(op: KernelOp, device: Device = H200) -> list[tuple[Schedule, float]]:

@@ -156,7 +156,8 @@ class _StreamWriter(NestWriter):
             "extern __shared__ __align__(128) unsigned char memory[];",
             "Shared& shared = *reinterpret_cast<Shared*>(memory);",
             "const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;",
-            "const int mine = (tiles - int(blockIdx.x) + blocks - 1) / blocks;  // tiles of this block",
+            "// tiles of this block",
+            "const int mine = (tiles - int(blockIdx.x) + blocks - 1) / blocks;",
         )
         if self.early:
             self.put("launch_next_kernel();")
@@ -310,8 +311,8 @@ class _StreamWriter(NestWriter):
         """Write how a warp computes 256 columns of the other factor, and stores them."""
         for v in names:
             self.put(
-                f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}(&)[{_VECTOR}]>"
-                f"({self.var(v)}_held[r]);"
+                f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}"
+                f"(&)[{_VECTOR}]>({self.var(v)}_held[r]);"
             )
         self.put(f"float factor[{_VECTOR}], largest = 0.0f;", "#pragma unroll")
         with self.scope(f"for (int j = 0; j < {_VECTOR}; ++j)"):
@@ -339,7 +340,8 @@ class _StreamWriter(NestWriter):
         down = bits if self.layout.is_in_halves else bits + 1 + 4 * (self.found.bits == 4)
         self.put(
             f"if (lane == 0) shared.steps[at / {SHARED_COLUMNS}] = "
-            f"exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float(unsigned(scaled - {down}) << 23);"
+            "__uint_as_float(exponent == 255 ? 0x7fc00000u : "
+            f"unsigned(scaled - {down}) << 23);"
         )
         if is_ragged:
             with self.scope("if (at < columns)"):
@@ -380,8 +382,8 @@ class _StreamWriter(NestWriter):
             f"unsigned char* to = shared.factor + at / {unit} * {DIGITS * unit}{half} + "
             f"at % {unit} / {columns} * {row} + at % {row};",
             "#pragma unroll",
-            f"for (int d = 0; d < {DIGITS}; ++d) *reinterpret_cast<Words<2>*>(to + d * {4 * row}) = "
-            "Words<2>{digits[d][0], digits[d][1]};",
+            f"for (int d = 0; d < {DIGITS}; ++d) *reinterpret_cast<Words<2>*>(to + d * {4 * row})"
+            " = Words<2>{digits[d][0], digits[d][1]};",
         )
 
     # -- products ---------------------------------------------------------------------------------
@@ -430,14 +432,15 @@ class _StreamWriter(NestWriter):
         first = f"c * {units} + u" if layout.chunks > 1 else "u"
         self.put(f"const int unit = {first};")
         self.put(
-            f"const unsigned char* codes = shared.codes[s] + g * pitch + u * {4 * layout.lane_bytes} "
-            f"+ t * {layout.lane_bytes};",
+            "const unsigned char* codes = shared.codes[s] + g * pitch + "
+            f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
             f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
             f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);",
         )
         if layout.is_in_halves:
             self.put(
-                f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit} + t * {2 * columns};",
+                f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit} + "
+                f"t * {2 * columns};",
                 "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
                 "const auto x = *reinterpret_cast<const Words<4>*>(factor);",
             )
@@ -446,10 +449,11 @@ class _StreamWriter(NestWriter):
             for j in range(words):
                 x = "x" if j < 2 else "y"
                 at = 2 * (j % 2)
+                codes = [
+                    f"halves_of_float8({w}.w[{j}]{high})" for high in ("", " >> 16") for w in "ab"
+                ]
                 self.put(
-                    f"multiply_halves(sums, halves_of_float8(a.w[{j}]), halves_of_float8(b.w[{j}]), "
-                    f"halves_of_float8(a.w[{j}] >> 16), halves_of_float8(b.w[{j}] >> 16), "
-                    f"{x}.w[{at}], {x}.w[{at + 1}]);"
+                    f"multiply_halves(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
                 )
             upper, lower = "sums[0]", "sums[2]"
         else:
@@ -551,7 +555,8 @@ class _StreamWriter(NestWriter):
                 self.put(
                     f"float {name} = 0.0f;",
                     "#pragma unroll",
-                    f"for (int w = 0; w < warps; ++w) {name} += shared.partial[i][w][r + {n * each}];",
+                    f"for (int w = 0; w < warps; ++w) {name} += "
+                    f"shared.partial[i][w][r{f' + {n * each}' if n else ''}];",
                 )
                 nest.known[p.out] = name
             for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):

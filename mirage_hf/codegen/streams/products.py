@@ -137,7 +137,7 @@ class Products:
         return tuple(read)
 
     def scale_rows(self, product: Product) -> int:
-        """Return how many rows of scales the rows of a product have that are multiplied at a time."""
+        """Return how many rows of scales a product has for the rows of a tile."""
         assert product.scale is not None
         carried = self.block.carried[product.scale]
         return self.rows_of_each if self.rows[-1] in carried else 1
@@ -328,36 +328,38 @@ class _Finder:
 
     def combined(self, op: BlockOp, parts: list[_Part | None]) -> _Part:
         """Return what an elementwise op with codes gives."""
-        if len(op.args) == 2 and op.fn == "sub" and parts[0] is not None:
+        if op.fn == "sub" and parts[0] is not None:
             zero = op.args[1]
             if parts[0] == _Part(parts[0].codes) and isinstance(zero, (int, float)):
                 return replace(parts[0], zero=float(zero))
-        if len(op.args) == 2 and op.fn == "mul" and None in parts:
-            mine, value = (0, 1) if parts[1] is None else (1, 0)
-            part, factor = parts[mine], op.args[value]
-            if part is not None and isinstance(factor, str):
-                other, scale = self.scaled.get(factor, (factor, None))
-                if self.is_scale(factor):
-                    other, scale = None, factor
-                elif not self.is_column(str(other)):
-                    raise _refused(f"{op.out} multiplies codes with {factor}")
-                if (other is None or part.other is None) and (scale is None or part.scale is None):
-                    other = other or part.other
-                    return replace(part, other=other, scale=scale or part.scale)
+        if op.fn == "mul" and len(parts) == 2:
+            part, factor = (parts[0], op.args[1]) if parts[1] is None else (parts[1], op.args[0])
+            if part is not None and isinstance(factor, str) and factor not in self.parts:
+                other, scale = self.factors(factor)
+                clashes = (other and part.other) or (scale and part.scale)
+                if (other or scale) and not clashes:
+                    return replace(part, other=other or part.other, scale=scale or part.scale)
         raise _refused(f"{op.out} is {op.fn} of codes in a way that it does not compute")
+
+    def factors(self, value: str) -> tuple[str | None, str | None]:
+        """Return the columns and the scale whose product a value is. Either may be missing."""
+        if value in self.scaled:
+            return self.scaled[value]
+        if self.is_scale(value):
+            return None, value
+        return (value, None) if self.is_column(value) else (None, None)
 
     def column_and_scale(self, op: BlockOp) -> tuple[str, str] | None:
         """Return the factors of a product of columns and a scale."""
-        a, b = op.args
+        a, b = (str(x) for x in op.args)
         for column, scale in (a, b), (b, a):
-            if isinstance(column, str) and isinstance(scale, str):
-                if self.is_column(column) and self.is_scale(scale):
-                    return column, scale
+            if self.is_scale(scale) and self.is_column(column):
+                return column, scale
         return None
 
     def is_column(self, value: str) -> bool:
         """Return whether a value has all columns and no rows."""
-        return set(self.block.carried[value]) == set(self.columns)
+        return set(self.block.carried.get(value, ())) == set(self.columns)
 
     def is_scale(self, value: str) -> bool:
         """Return whether a value is an input of scales: constant, for each row and group."""
