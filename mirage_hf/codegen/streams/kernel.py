@@ -68,6 +68,8 @@ class _StreamWriter(NestWriter):
         self.early = layout.schedule.trigger_early
         self.coded = {p.codes for p in self.found.products}
         self.scales = {p.scale for p in self.found.products if p.scale is not None}
+        #: C++ names of inputs that a thread has loaded for the row that it will store.
+        self.known_at_end: dict[str, str] = {}
 
     def kernel(self) -> CudaKernel:
         """Return the kernel."""
@@ -266,6 +268,7 @@ class _StreamWriter(NestWriter):
         for v in names:
             if v not in constant:
                 self.hold(v, rounds, is_partial)
+        self.load_for_end()
         for n in range(len(self.found.sums)):
             self.put(f"float sum_{n} = 0.0f;")
         with self.rounds(rounds):
@@ -534,38 +537,72 @@ class _StreamWriter(NestWriter):
                 f"for (int w = 0; w < warps; ++w) {name} += shared.sums[{n}][w];",
             )
             nest.known[out] = name
-        for i in self.block.inputs:
-            read = i.name not in self.coded | self.scales and i.name not in found.read_columns
-            if read:
-                self.put(self.address(i))
+        nest.known |= self.known_at_end
+        if self.stores_once:
+            with self.scope("if (stores)"):
+                self.store_row(nest)
+            return
+        for name in self.read_at_end():
+            self.put(self.address(self.inputs[name]))
         with self.scope(f"for (int e = tid; e < mine * {each}; e += threads)"):
+            self.place("e")
+            self.store_row(nest)
+
+    @property
+    def stores_once(self) -> bool:
+        """Whether each thread stores one element of each output at most."""
+        return self.layout.most_tiles * self.found.rows_of_each <= self.threads
+
+    def read_at_end(self) -> list[str]:
+        """Return the inputs that are read when outputs are stored, such as a residual."""
+        others = {*self.coded, *self.scales, *self.found.read_columns}
+        return [i.name for i in self.block.inputs if i.name not in others]
+
+    def load_for_end(self) -> None:
+        """Write the loads of what a thread needs at the end, if it stores one row at most."""
+        if not self.stores_once:
+            return
+        self.put(f"const bool stores = tid < mine * {self.found.rows_of_each};")
+        self.place("tid")
+        for name in self.read_at_end():
             self.put(
-                f"const int i = e / {each}, r = e % {each};",
-                f"const int row = (int(blockIdx.x) + i * blocks) * {each} + r;",
+                self.address(self.inputs[name]),
+                f"const float {self.var(name)} = stores ? to_float(*{self.element(name)}) : 0.0f;",
             )
-            inner = 1
-            for a in reversed(found.rows):
-                size = self.block.axis(a).size
-                at = f"row / {inner}" if inner > 1 else "row"
-                at += f" % {size}" if a != found.rows[0] else ""
-                self.put(f"const int at_{a} = {at};")
-                inner *= size
-            for n, p in enumerate(found.products):
-                name = self.var(p.out)
-                self.put(
-                    f"float {name} = 0.0f;",
-                    "#pragma unroll",
-                    f"for (int w = 0; w < warps; ++w) {name} += "
-                    f"shared.partial[i][w][r{f' + {n * each}' if n else ''}];",
-                )
-                nest.known[p.out] = name
-            for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):
-                at = " + ".join(
-                    f"at_{a}" + (f" * {s}" if s != 1 else "")
-                    for a, s in zip(o.axes, t.strides, strict=True)
-                    if a
-                )
-                value = self.ref(nest, o.value)
-                self.put(
-                    f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({value});"
-                )
+            self.known_at_end[name] = self.var(name)
+
+    def place(self, element: str) -> None:
+        """Write the tile, the row and its coordinates of an element that a thread stores."""
+        found, each = self.found, self.found.rows_of_each
+        self.put(
+            f"const int own_tile = {element} / {each}, own_row = {element} % {each};",
+            f"const int row = (int(blockIdx.x) + own_tile * blocks) * {each} + own_row;",
+        )
+        inner = 1
+        for a in reversed(found.rows):
+            size = self.block.axis(a).size
+            at = f"row / {inner}" if inner > 1 else "row"
+            at += f" % {size}" if a != found.rows[0] else ""
+            self.put(f"const int at_{a} = {at};")
+            inner *= size
+
+    def store_row(self, nest: Nest) -> None:
+        """Write how a thread adds up the warps' sums for its row, and stores the outputs."""
+        each = self.found.rows_of_each
+        for n, p in enumerate(self.found.products):
+            name, more = self.var(p.out), f" + {n * each}" if n else ""
+            self.put(
+                f"float {name} = 0.0f;",
+                "#pragma unroll",
+                f"for (int w = 0; w < warps; ++w) {name} += "
+                f"shared.partial[own_tile][w][own_row{more}];",
+            )
+            nest.known[p.out] = name
+        for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):
+            at = " + ".join(
+                f"at_{a}" + (f" * {s}" if s != 1 else "")
+                for a, s in zip(o.axes, t.strides, strict=True)
+                if a
+            )
+            value = self.ref(nest, o.value)
+            self.put(f"{self.var(o.value)}_out{n}[{at}] = from_float<{TYPES[t.dtype]}>({value});")
