@@ -334,7 +334,7 @@ class _StreamWriter(NestWriter):
             "const int exponent = int(largest_in_warp(__float_as_uint(largest)) >> 23);",
         )
         bits = 14 if self.layout.is_in_halves else 20
-        least = 30
+        least = 26  # so that what the digits count is no subnormal number
         self.put(
             f"const int scaled = exponent < {least} ? {least} : exponent;",
             f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",

@@ -18,6 +18,9 @@ SHARED_COLUMNS = 256
 #: Digits of a number: 8 bits each, so 22 bits of a column's value are kept.
 DIGITS = 3
 
+#: The most warps that compute. One more copies, and a block has 32 at most.
+MOST_WARPS = 16
+
 #: Slots of a ring of scales besides those of tiles that are under way.
 _MORE_SLOTS = 2
 
@@ -175,6 +178,11 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
     products = streamed_products(op)
     block = products.block
     schedule.check(block)
+    if schedule.persistent_blocks < 1 or schedule.num_warps > MOST_WARPS:
+        raise errors.CodegenError(
+            f"{schedule}: a kernel that streams codes has persistent blocks, of at most "
+            f"{MOST_WARPS} warps that compute"
+        )
     tiles = {a: products.rows_of_each if a == products.rows[-1] else 1 for a in products.rows}
     if any(schedule.tiles[a] != n for a, n in tiles.items()):
         raise errors.CodegenError(

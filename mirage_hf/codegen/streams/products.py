@@ -223,8 +223,6 @@ class _Finder:
             raise _refused("the codes have no rows, or more than two axes of columns")
         if {a.name for a in self.block.axes} != {*self.rows, *self.columns}:
             raise _refused("it has other axes than the rows and columns of the codes")
-        if any(a.split_axis is not None for a in self.block.axes):
-            raise _refused("an axis is split")
 
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, and that codes lie row after row."""
@@ -314,7 +312,7 @@ class _Finder:
         """Note what a value of the loop's body is."""
         parts = [self.parts.get(a) if isinstance(a, str) else None for a in op.args]
         if all(p is None for p in parts):
-            if op.over is not None:
+            if op.over is not None and op.fn == "sum":
                 self.column_sums[op.out] = str(op.args[0])
             elif op.fn == "mul" and (pair := self.column_and_scale(op)) is not None:
                 self.scaled[op.out] = pair
@@ -396,6 +394,9 @@ class _Finder:
         assert p.scale is not None
         t = found.tensor(p.scale)
         groups = found.num_columns // found.group
+        inner = self.block.axis(self.rows[-1]).size
+        if found.scale_rows(p) == 1 and inner % found.rows_of_each:
+            raise _refused(f"blocks of {inner} rows share scales, and tiles would cross them")
         if found.scale_rows(p) * groups * t.dtype.itemsize % 16:
             raise _refused(f"{groups} scales of {p.scale} for a row are no multiple of 16 bytes")
         rows = self.block.inputs_by_name[p.scale]

@@ -1,0 +1,206 @@
+"""Schedules of kernels that stream codes: where there are any, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mirage_hf import errors, gpus
+from mirage_hf.codegen import cuda_text, triton
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
+from mirage_hf.codegen.streams.kernel import write_stream_kernel
+from mirage_hf.codegen.streams.layout import stream_layout
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.tune import space, stream_schedules
+from mirage_hf.tune.stream_schedules import MOST, estimated_stream_us
+from tests.codegen.test_streams import CASES, Case, Hand, streamed
+from tests.helpers import kernel_cases
+
+#: Block graphs with codes, by name.
+HANDS = {
+    "int4": Hand(rows=(4096,), columns=4096, group=128),
+    "int4, norm and gate": Hand(
+        rows=(14336,), columns=4096, group=64, has_norm=True, has_gate=True
+    ),
+    "int8": Hand(codes="int8", rows=(4096,), columns=14336, group=0, has_residual=True),
+    "int8, few columns": Hand(codes="int8", rows=(256,), columns=448, group=0),
+    "float8": Hand(
+        codes="float8_e4m3fn",
+        rows=(4096, 1024, 1024),
+        columns=4096,
+        group=128,
+        square=128,
+        has_norm=True,
+        scales_first=False,
+    ),
+}
+
+
+@pytest.fixture
+def streaming(monkeypatch):
+    """Make this machine one that can compile such kernels."""
+    monkeypatch.setattr(stream_schedules, "can_stream", lambda: True)
+    monkeypatch.setattr(space, "_known", {})
+
+
+def listed(op: PlacedOp, device: gpus.Device = gpus.H200):
+    return stream_schedules.stream_schedules(op, device)
+
+
+def test_nothing_is_listed_without_cuda_bindings(monkeypatch):
+    monkeypatch.setattr(space, "_known", {})
+    monkeypatch.setattr(stream_schedules, "can_stream", lambda: False)
+    op = HANDS["int4"].op
+    assert listed(op) == [] and not any(s.cuda for s in space.schedules(op))
+
+
+def test_cuda_bindings_decide_whether_kernels_can_be_compiled(monkeypatch):
+    for missing in "", "cuda.bindings is missing":
+        monkeypatch.setattr(cuda_text, "missing_tools", lambda missing=missing: missing)
+        assert stream_schedules.can_stream() == (not missing)
+
+
+@pytest.mark.usefixtures("streaming")
+def test_nothing_is_listed_for_gpus_before_hopper():
+    op = HANDS["int4"].op
+    assert listed(op)
+    for sm in 80, 86, 89:
+        assert listed(op, replace(gpus.H200, sm=sm)) == []
+
+
+@pytest.mark.usefixtures("streaming")
+def test_nothing_is_listed_for_ops_that_no_such_kernel_computes():
+    for op in place_kernels(kernel_cases.rms_norm_linear(1, 256, 256)):
+        assert listed(op) == []
+    assert listed(Hand(rows=(40,)).op) == []  # no multiple of 16 rows
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("name", HANDS)
+def test_each_schedule_can_be_written(name):
+    op = HANDS[name].op
+    found = listed(op)
+    assert 0 < len(found) <= MOST
+    assert len({s for s, _ in found}) == len(found)
+    estimates = [us for _, us in found]
+    assert estimates == sorted(estimates) and estimates[0] > 0
+    for schedule, us in found:
+        assert schedule.cuda and schedule.persistent_blocks == gpus.H200.sms
+        write_stream_kernel(op, schedule, "kernel")
+        assert estimated_stream_us(stream_layout(op, schedule)) == us
+
+
+def estimate(hand: Hand) -> float:
+    return estimated_stream_us(stream_layout(hand.op, hand.schedule))
+
+
+#: A kernel whose ring is deep enough to fill the memory system, with rows for each SM.
+DEEP = Hand(
+    codes="int8",
+    rows=(16 * 132 * 2,),
+    columns=8192,
+    group=0,
+    tile=4096,
+    stages=3,
+    blocks=132,
+    warps=8,
+)
+
+
+def test_the_estimate_grows_with_bytes():
+    times = [
+        estimate(replace(DEEP, rows=(rows,))) for rows in (16 * 132, 16 * 132 * 2, 16 * 132 * 4)
+    ]
+    assert times == sorted(times)
+    # twice the rows take about twice the time of the copies
+    assert times[2] - times[1] == pytest.approx(2 * (times[1] - times[0]), rel=0.05)
+    read = 16 * 132 * 4 * 8192
+    assert times[2] > 1e6 * read / gpus.H200.bandwidth
+
+
+def test_the_estimate_grows_if_the_ring_is_too_shallow():
+    times = [estimate(replace(DEEP, tile=1024, stages=stages)) for stages in (1, 2, 3, 6)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.5 * times[2]
+
+
+def test_the_estimate_grows_if_blocks_walk_different_numbers_of_tiles():
+    even = estimate(DEEP)
+    uneven = estimate(replace(DEEP, rows=(16 * (132 * 2 + 1),)))
+    assert uneven > 1.3 * even
+
+
+def test_a_ring_that_does_not_fit_has_no_estimate():
+    hand = replace(DEEP, tile=4096, stages=8)
+    with pytest.raises(errors.CodegenError, match="bytes of shared memory"):
+        estimate(hand)
+
+
+# -- with the other generator ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("name", ["int4", "int8", "float8"])
+def test_schedules_of_both_generators_take_turns(name):
+    op = HANDS[name].op
+    found = space.schedules(op, limit=10**6)
+    streams = [s for s, _ in listed(op)]
+    assert [s for s in found if s.cuda] == streams
+    others = [s for s in found if not s.cuda]
+    assert others and len(set(found)) == len(found)
+    kinds = [s.cuda for s in found[: 2 * len(streams)]]
+    assert kinds == [kinds[0], not kinds[0]] * (len(kinds) // 2)
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("us", [0.0, 1e9])
+def test_the_generator_of_the_lower_estimate_comes_first(us, monkeypatch):
+    op = HANDS["int4"].op
+    streams = [(s, us) for s, _ in listed(op)]
+    monkeypatch.setattr(space, "stream_schedules", lambda op, device: streams)
+    found = space.schedules(op)
+    assert found[0].cuda == (us == 0.0)
+    assert found[1].cuda == (us != 0.0)
+
+
+@pytest.mark.usefixtures("streaming")
+def test_generated_programs_hold_the_helpers_once():
+    case: Case = CASES["int8, residual"]
+    ugraph, op, _ = streamed(case)
+    assert ugraph.num_kernels == 1
+    schedule = listed(op)[0][0]
+    program = triton.generate(ugraph, [schedule])
+    assert program.source.count("void copy_bytes(") == 1
+    assert program.source.count("void multiply_digits(") == 1
+    assert program.source.count("CUDA_HELPERS = ") == 1
+    for text in "import triton", "@triton", "tl.":
+        assert text not in program.source
+
+
+@pytest.mark.usefixtures("streaming")
+def test_programs_of_several_kernels_hold_the_helpers_once():
+    hand = Hand(codes="int8", rows=(256,), columns=256, group=0)
+    g = hand.graph
+    graph = type(g)()
+    tensors = [graph.input_like(t) for t in g.inputs]
+    names = [f"more_{t.name}" for t in g.inputs]
+    (first,) = graph.customized(tensors, hand.op.block)
+    more = [
+        graph.new_input(t.dims, t.dtype, name=name, constant=t.constant)
+        for t, name in zip(g.inputs[1:], names[1:], strict=True)
+    ]
+    (second,) = graph.customized([first, *more], hand.op.block)
+    graph.mark_output(second)
+    ugraph = UGraph(graph, graph)
+    schedules = [listed(op)[0][0] for op in place_kernels(ugraph)]
+    source = triton.generate(ugraph, schedules).source
+    assert source.count("void copy_bytes(") == 1
+    assert source.count("__global__") == 2
+
+
+@pytest.mark.usefixtures("streaming")
+def test_files_without_such_kernels_have_no_such_helpers():
+    ugraph, op, _ = streamed(CASES["int8, residual"])
+    schedule = next(s for s in space.schedules(op, limit=10**6) if not s.cuda)
+    assert "copy_bytes" not in triton.generate(ugraph, [schedule]).source
