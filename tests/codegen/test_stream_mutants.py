@@ -21,8 +21,8 @@ from functools import cache
 
 import pytest
 
-from tests.codegen.test_streams import Hand
 from tests.helpers.cuda_on_cpu import CXX, ORDERS
+from tests.helpers.streamed_graphs import Hand
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
 

@@ -17,7 +17,7 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import errors
-from mirage_hf.codegen import triton
+from mirage_hf.codegen import cuda_text, triton
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format
 from mirage_hf.graph.kernel import KernelGraph
@@ -29,6 +29,7 @@ from mirage_hf.verify.verdict import Accepted
 from mirage_hf.zoo.entry import ENTRY, KERNEL
 from mirage_hf.zoo.store import Store, ZooPath, user_store
 from tests.helpers import programs
+from tests.helpers.streamed_graphs import CASES, schedule_of, streamed
 
 pytestmark = pytest.mark.usefixtures("remembered_verdicts")
 
@@ -361,6 +362,52 @@ def test_a_long_record_is_started_anew(record, monkeypatch):
     for letter in "bcdef":
         proof_record.add(letter * 64, 1e-9)
     assert record.stat().st_size < 400 and proof_record.bound_of("f" * 64) == 1e-9
+
+
+# -- CUDA kernels ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_request(tmp_path):
+    """Store an entry with a CUDA schedule, and return the request that it answers."""
+    case = CASES["int8, residual"]
+    request = resolver.kernel_request(case.program, target="sm_90", tune="never")
+    ugraph, _, products = streamed(case)
+    schedules = (schedule_of(case, products),)
+    source = triton.generate(ugraph, schedules).source
+    entry = layer_choice.make_outcome(request).entry()
+    entry = replace(entry, ugraph=ugraph, schedules=schedules, kernel=source)
+    Store(tmp_path, writable=True).put(entry)
+    return request
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_cuda_kernel_that_cannot_be_compiled_here_is_not_served(
+    tmp_path, monkeypatch, cuda_request, is_trusted
+):
+    monkeypatch.setattr(cuda_text, "missing_tools", lambda: "no cuda.bindings here")
+    store = Store(tmp_path, is_trusted=is_trusted)
+    entry = store.get(cuda_request.key)
+    assert trust.obstacle(entry, True, False) == "no cuda.bindings here"
+    rejected = ZooResults(ZooPath((store,))).load(cuda_request)
+    assert isinstance(rejected, Rejected) and rejected.reason.endswith(": no cuda.bindings here")
+    # kernels without CUDA, and entries whose text does not run, need no such tools
+    assert not trust.obstacle(entry_for("sm_90"), True, False)
+    assert not trust.obstacle(entry, False, False)
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_cuda_kernel_is_compared_by_text_if_no_tool_is_missing(
+    tmp_path, monkeypatch, cuda_request, is_trusted
+):
+    monkeypatch.setattr(cuda_text, "missing_tools", lambda: "")
+    store = Store(tmp_path, is_trusted=is_trusted)
+    entry = store.get(cuda_request.key)
+    assert not trust.obstacle(entry, True, False)
+    assert isinstance(ZooResults(ZooPath((store,))).load(cuda_request), StoredEntry)
+    Store(tmp_path, writable=True).put(replace(entry, kernel=entry.kernel + "import os\n"))
+    rejected = ZooResults(ZooPath((store,))).load(cuda_request)
+    assert isinstance(rejected, Rejected) and "is not what is generated here" in rejected.reason
 
 
 # -- saved graphs ----------------------------------------------------------------------------------

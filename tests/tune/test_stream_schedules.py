@@ -1,21 +1,23 @@
-"""Schedules of kernels that stream codes: where there are any, and in which order."""
+"""Ops that have schedules of kernels that stream codes, and the order of these schedules."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mirage_hf import errors, gpus
 from mirage_hf.codegen import cuda_text, triton
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import stream_layout
+from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space, stream_schedules
 from mirage_hf.tune.stream_schedules import MOST, estimated_stream_us
-from tests.codegen.test_streams import CASES, Case, Hand, streamed
 from tests.helpers import kernel_cases
+from tests.helpers.streamed_graphs import CASES, Case, Hand, streamed
 
 #: Block graphs with codes, by name.
 HANDS = {
@@ -74,6 +76,17 @@ def test_nothing_is_listed_for_ops_that_no_such_kernel_computes():
     for op in place_kernels(kernel_cases.rms_norm_linear(1, 256, 256)):
         assert listed(op) == []
     assert listed(Hand(rows=(40,)).op) == []  # no multiple of 16 rows
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("name", HANDS)
+def test_nothing_is_listed_for_float32_activations(name):
+    """Kernels that stream codes keep 22 bits of a factor, and torch keeps 24."""
+    op = replace(HANDS[name], dtype="float32").op
+    products = streamed_products(op)  # such a kernel could be written
+    assert products.tensor("x").dtype is torch.float32
+    assert listed(op) == [] and not any(s.cuda for s in space.schedules(op))
+    assert listed(replace(HANDS[name], dtype="float16").op)
 
 
 @pytest.mark.usefixtures("streaming")

@@ -1,0 +1,252 @@
+"""Block graphs and schedules that no kernel can stream are refused with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mirage_hf.codegen import cuda_text
+from mirage_hf.codegen.placement import Append, PlacedOp, place_kernels
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams import layout as layouts
+from mirage_hf.codegen.streams.kernel import write_stream_kernel
+from mirage_hf.codegen.streams.products import ZEROS, streamed_products
+from mirage_hf.errors import CodegenError
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.table import as_dtype
+from tests.helpers.streamed_graphs import Hand
+
+
+def refusal(call) -> str:
+    """Return the text of the error that a call raises."""
+    with pytest.raises(CodegenError) as raised:
+        call()
+    return str(raised.value)
+
+
+def rebuilt(hand: Hand, block: BlockGraph | None = None, strides=None) -> PlacedOp:
+    """Return the op of another block graph with the operands of `hand`.
+
+    Args:
+        hand: A block graph that fits.
+        block: The other block graph. None: that of `hand`.
+        strides: Strides of operands, by name. Others lie row after row.
+    """
+    g = KernelGraph()
+    old = hand.op
+    tensors = [
+        g.new_input(t.dims, t.dtype, (strides or {}).get(t.name), name=t.name, constant=t.constant)
+        for t in old.operands
+    ]
+    g.mark_output(*g.customized(tensors, block or old.block))
+    return place_kernels(UGraph(g, g))[0]
+
+
+def with_body(hand: Hand, **ops: BlockOp) -> BlockGraph:
+    """Return the block graph of `hand` with other ops in its loop, by their results."""
+    block = hand.op.block
+    first = block.stages[0]
+    body = tuple(ops.get(op.out, op) for op in first.body)
+    return replace(block, stages=(replace(first, body=body), *block.stages[1:]))
+
+
+def op_of(hand: Hand, out: str) -> BlockOp:
+    """Return the op that computes a value."""
+    return hand.op.block.ops_by_name[out]
+
+
+def test_codes_have_to_lie_row_after_row():
+    hand = Hand(codes="int8")
+    wide = rebuilt(hand, strides={"codes00": (320, 64, 1)})
+    assert "do not lie row after row" in refusal(lambda: streamed_products(wide))
+    turned = rebuilt(hand, strides={"codes00": (64, 4096, 1)})
+    assert "do not lie row after row" in refusal(lambda: streamed_products(turned))
+
+
+def test_activations_have_to_lie_side_by_side():
+    op = rebuilt(Hand(), strides={"x0": (512, 128, 1)})
+    assert "x does not have all columns side by side" in refusal(lambda: streamed_products(op))
+
+
+@pytest.mark.parametrize(("codes", "zero"), [("uint4", 7.0), ("int4", 8.0), ("uint8", 127.0)])
+def test_the_zero_point_has_to_be_the_middle(codes, zero):
+    hand = Hand(codes=codes)
+    if codes == "int4":
+        product = op_of(hand, "product0")
+        centered = BlockOp("centered0", "sub", ("codes0", zero), product.axes)
+        first = hand.op.block.stages[0]
+        body = (centered, *first.body)
+        body = tuple(
+            replace(op, args=("centered0", *op.args[1:])) if op.out == "product0" else op
+            for op in body
+        )
+        block = hand.op.block
+        block = replace(block, stages=(replace(first, body=body), *block.stages[1:]))
+    else:
+        old = op_of(hand, "centered0")
+        block = with_body(hand, centered0=replace(old, args=("codes0", zero)))
+    text = refusal(lambda: streamed_products(rebuilt(hand, block)))
+    assert f"subtracts {zero} from codes, not {ZEROS[as_dtype(codes)]}" in text
+
+
+def test_codes_have_to_be_multiplied_with_one_value():
+    hand = Hand(has_gate=True, has_norm=True, scales_first=False)
+    old = op_of(hand, "product1")
+    block = with_body(hand, product1=replace(old, args=("centered1", "x")))
+    text = refusal(lambda: streamed_products(rebuilt(hand, block)))
+    assert "multiplied with different values" in text
+
+
+def test_there_may_be_two_products():
+    hand = Hand(codes="int8", group=0, has_gate=True)
+    block = hand.op.block
+    first, second = block.stages
+    third = replace(op_of(hand, "product1"), out="product2", args=("codes1", "x"))
+    body = (*first.body, third)
+    sums = (*first.accumulators, Accumulator("plain2", "product2", "sum", ("n",)))
+    end = second.body[-1]
+    more = BlockOp("all", "add", (end.args[0], "plain2"), ("n",))
+    after = (*second.body[:-1], more, replace(end, args=("all", 1.0)))
+    block = replace(block, stages=(Stage("k", body, sums), Stage(None, after)))
+    text = refusal(lambda: streamed_products(rebuilt(hand, block)))
+    assert "3 products with codes" in text
+
+
+@pytest.mark.parametrize(
+    ("hand", "why"),
+    [
+        (Hand(rows=(40,)), "no multiple of 16"),
+        (Hand(rows=(20,), has_gate=True), "no multiple of 8"),
+        (Hand(rows=(64, 24)), "no multiple of 16"),
+        (Hand(codes="int8", group=48, columns=192), "groups of 48 do not fit"),
+        (Hand(codes="uint4", group=16), "groups of 16 do not fit"),
+        (Hand(codes="int8", group=0, columns=352), "352 columns"),
+        (
+            Hand(codes="float8_e4m3fn", rows=(128,), square=128, group=128, scales_first=False),
+            "no multiple of 16 bytes",
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_have_to_fit(hand, why):
+    assert why in refusal(lambda: streamed_products(hand.op))
+
+
+def test_no_axis_may_be_split():
+    hand = Hand(codes="int8", group=0)
+    block = hand.op.block
+    split = replace(block.axis("k"), split_axis="s")
+    axes = (block.axis("n"), Axis("s", 2, Role.GRID), split)
+    body = block.stages[0].body
+    sums = (Accumulator("plain0", "product0", "sum", ("n", "s")),)
+    ends = (Stage("k", body, sums),)
+    partial_sums = (BlockOutput("plain0", ("s", "n"), "float32"),)
+    block = replace(block, axes=axes, stages=ends, outputs=partial_sums)
+    text = refusal(lambda: streamed_products(rebuilt(hand, block)))
+    assert "other axes" in text
+
+
+def test_nothing_is_appended_to_a_cache():
+    op = Hand().op
+    for changed in replace(op, appends=(Append(0, 0, 8),)), replace(op, caches=frozenset({0})):
+        assert "appends to a cache" in refusal(lambda op=changed: streamed_products(op))
+
+
+def test_codes_and_scales_have_to_be_constant():
+    g = KernelGraph()
+    hand = Hand()
+    tensors = [g.new_input(t.dims, t.dtype, name=t.name) for t in hand.op.operands]
+    g.mark_output(*g.customized(tensors, hand.op.block))
+    (op,) = place_kernels(UGraph(g, g))
+    assert "may change" in refusal(lambda: streamed_products(op))
+
+
+def test_the_loop_adds_up_and_nothing_else():
+    hand = Hand(has_norm=True)
+    block = hand.op.block
+    first = block.stages[0]
+    sums = tuple(
+        replace(a, kind="max") if a.out == "squares_open" else a for a in first.accumulators
+    )
+    block = replace(block, stages=(replace(first, accumulators=sums), *block.stages[1:]))
+    assert "no plain sum" in refusal(lambda: streamed_products(rebuilt(hand, block)))
+
+
+@pytest.mark.parametrize("square", [8, 24])
+def test_a_tile_of_rows_has_one_row_of_scales(square):
+    rows = (2 * square if square > 8 else 64,)
+    shape = {"rows": rows, "square": square, "columns": 512, "group": 128}
+    hand = Hand(codes="float8_e4m3fn", scales_first=False, **shape)
+    refusal(lambda: streamed_products(hand.op))
+
+
+def test_the_loop_has_no_maximum_of_inner_columns():
+    hand = Hand()
+    block = hand.op.block
+    first, second = block.stages
+    most = BlockOp("most", "max", ("x",), ("k",), over="r")
+    sums = (*first.accumulators, Accumulator("total", "most", "sum", ()))
+    end = replace(second.body[-1], args=("sum0", "total"))
+    after = replace(second, body=(*second.body[:-1], end))
+    block = replace(block, stages=(Stage("k", (*first.body, most), sums), after))
+    refusal(lambda: streamed_products(rebuilt(hand, block)))
+
+
+def test_a_block_has_1024_threads_at_most():
+    hand = Hand(warps=32)
+    refusal(hand.kernel)
+
+
+def test_a_schedule_has_to_fit():
+    hand = Hand()
+    op, schedule = hand.op, hand.schedule
+    wrong_rows = schedule.changed(tiles={**schedule.tiles, "n": 32})
+    text = refusal(lambda: layouts.stream_layout(op, wrong_rows))
+    assert "has tiles of 16 along n" in text
+    missing = schedule.changed(tiles={"n": 16, "k": 1})
+    assert "tiles are given for" in refusal(lambda: layouts.stream_layout(op, missing))
+    rows = Hand(codes="int8", group=0)
+    short = rows.schedule.changed(tiles={"n": 16, "k": 16})
+    text = refusal(lambda: layouts.stream_layout(rows.op, short))
+    assert "chunks of 16 columns are no multiple" in text
+    deep = schedule.changed(num_stages=64, tiles={**schedule.tiles, "k": 4})
+    large = Hand(columns=65536, rows=(64,))
+    large_schedule = deep.changed(tiles={**schedule.tiles, "k": 1024})
+    text = refusal(lambda: write_stream_kernel(large.op, large_schedule, "kernel"))
+    assert "bytes of shared memory, a block has" in text
+
+
+def test_persistent_blocks_belong_to_ops_with_codes():
+    hand = Hand()
+    without = hand.schedule.changed(persistent_blocks=0)
+    text = refusal(lambda: cuda_text.plan_kernel(hand.op, without, "kernel"))
+    assert "kernels that read codes have persistent blocks" in text
+    g = KernelGraph()
+    x = g.new_input((16, 64), "float16")
+    axes = (Axis("m", 16, Role.GRID), Axis("k", 64, Role.LOOP))
+    block = BlockGraph(
+        axes,
+        (BlockInput("x", (0,), ("m", "k")),),
+        (Stage("k", (), (Accumulator("sum", "x", "sum", ("m",)),)),),
+        (BlockOutput("sum", ("m",), "float16"),),
+    )
+    g.mark_output(*g.customized([x], block))
+    (op,) = place_kernels(UGraph(g, g))
+    schedule = Schedule({"m": 16, "k": 64}, cuda=True, persistent_blocks=4)
+    text = refusal(lambda: cuda_text.plan_kernel(op, schedule, "kernel"))
+    assert "others have none" in text
+    tensor_cores = hand.schedule.changed(mma=True)
+    text = refusal(lambda: cuda_text.plan_kernel(hand.op, tensor_cores, "kernel"))
+    assert "leave mma and cooperating_blocks out" in text

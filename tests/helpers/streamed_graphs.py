@@ -1,0 +1,429 @@
+"""Build block graphs with codes, with schedules of kernels that stream the codes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+from mirage_hf.codegen.cuda_kernel import CudaKernel
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.kernel import write_stream_kernel
+from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
+from mirage_hf.errors import CodegenError
+from mirage_hf.graph.block import (
+    Accumulator,
+    Axis,
+    BlockGraph,
+    BlockInput,
+    BlockOp,
+    BlockOutput,
+    Role,
+    Stage,
+)
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.table import as_dtype
+from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.search.search_options import SearchOptions
+from mirage_hf.tune.measure import random_inputs
+from scripts import bench_codes
+from tests.helpers import coded_programs
+from tests.helpers.cuda_on_cpu import run_kernel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block of a decoder layer with codes, and a schedule."""
+
+    weights: str
+    block: str
+    hidden: int = 256
+    width: int = 512
+    group: int = 128
+    tile: int = 1
+    stages: int = 2
+    warps: int = 2
+    blocks: int = 3
+
+    @property
+    def program(self) -> KernelGraph:
+        """The block as a program of one row."""
+        sizes = argparse.Namespace(
+            hidden=self.hidden, keys=128, width=self.width, group=self.group, weights=self.weights
+        )
+        return bench_codes.BLOCKS[self.block](1, sizes)
+
+
+def signed_linear(columns: int, width: int, group: int) -> KernelGraph:
+    """Return x · Wᵀ for W = code · scale, with int4 codes in groups of columns."""
+    g = KernelGraph()
+    x = g.new_input((1, width), "bfloat16", name="x")
+    dims = columns, width // group, group
+    codes = g.new_input(dims, "int4", name="codes", constant=True)
+    scales = g.new_input((*dims[:2], 1), "bfloat16", name="scales", constant=True)
+    w = g.mul(g.cast(codes, "bfloat16"), scales)
+    g.mark_output(g.matmul(x, g.permute(g.reshape(w, (columns, width)), (1, 0))))
+    return g
+
+
+def shifted_linear(columns: int, width: int) -> KernelGraph:
+    """Return x · Wᵀ for W = (code − 128) · scale, with uint8 codes and a scale for each row."""
+    g = KernelGraph()
+    x = g.new_input((1, width), "bfloat16", name="x")
+    codes = g.new_input((columns, width), "uint8", name="codes", constant=True)
+    scales = g.new_input((columns, 1), "bfloat16", name="scales", constant=True)
+    w = g.mul(g.sub(g.cast(codes, "bfloat16"), 128.0), scales)
+    g.mark_output(g.matmul(x, g.permute(w, (1, 0))))
+    return g
+
+
+#: Linears that no benchmark has, by name.
+LINEARS = {
+    "int4": lambda: signed_linear(64, 448, 64),
+    "uint8": lambda: shifted_linear(64, 320),
+    "float16": lambda: coded_programs.int4_linear(1, 64, 960, 64, norm=True),
+    "float16, int8": lambda: coded_programs.int8_linear(1, 64, 448, norm=True),
+    "float16, float8": lambda: coded_programs.fp8_linear(1, 256, 512),
+}
+
+
+@dataclass(frozen=True)
+class Linear(Case):
+    """One of LINEARS: `weights` is its name."""
+
+    block: str = ""
+
+    @property
+    def program(self) -> KernelGraph:
+        """The linear."""
+        return LINEARS[self.weights]()
+
+
+CASES = {
+    "int4, norm and joined linears": Case("int4", "qkv"),
+    "int4, gate and up": Case("int4", "gate_up", tile=2, stages=1, warps=4),
+    "int4, residual, chunks that end early": Case("int4", "down", width=640, tile=2, stages=3),
+    "int4, groups of 32": Case("int4", "output", group=32, tile=4),
+    "int4, groups of 64": Case("int4", "gate_up", group=64, tile=2),
+    "int4, columns that do not fill warps": Case("int4", "down", width=384, warps=4),
+    "int8, gate and up": Case("int8", "gate_up", tile=128, blocks=5),
+    "int8, residual": Case("int8", "down", tile=128, width=448, stages=3),
+    "float8, gate and up": Case("fp8", "gate_up", hidden=512, width=256, tile=2),
+    "float8, norm and joined linears": Case("fp8", "qkv", hidden=512, warps=4),
+    "float8, residual": Case("fp8", "down", stages=3),
+    "int4, 320 columns in groups of 32": Case("int4", "gate_up", hidden=320, group=32, width=64),
+    "int4, 448 columns in groups of 64": Case("int4", "qkv", hidden=448, group=64, tile=2),
+    "int4, 960 columns in groups of 64": Case("int4", "down", width=960, group=64, tile=4),
+    "int4, 960 columns in groups of 32": Case("int4", "output", hidden=960, group=32, tile=8),
+    "int8, 320 columns": Case("int8", "qkv", hidden=320, tile=64),
+    "int8, 960 columns": Case("int8", "gate_up", hidden=960, width=64, tile=256),
+    "float8, 1536 columns": Case("fp8", "down", width=1536, tile=8),
+    "signed int4": Linear("int4", warps=4),
+    "uint8 with zero 128": Linear("uint8", tile=128, stages=3),
+    "int4, float16": Linear("float16", tile=4),
+    "int8, float16": Linear("float16, int8", tile=128),
+    "float8, float16": Linear("float16, float8", tile=2),
+}
+
+
+@cache
+def streamed(case: Case) -> tuple[UGraph, PlacedOp, Products]:
+    """Return the first µGraph whose only kernel can stream its codes."""
+    options = SearchOptions(time_limit=20)
+    for c in search_and_verify(case.program, options, keep=12).candidates:
+        ops = place_kernels(c.ugraph)
+        if len(ops) == 1 and c.allows(False):
+            try:
+                return c.ugraph, ops[0], streamed_products(ops[0])
+            except CodegenError:
+                continue
+    raise AssertionError(f"no candidate of {case} can stream its codes")
+
+
+def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
+    """Return the schedule of a case, with other values of `changes`."""
+    tiles = dict.fromkeys(found.rows, 1) | {found.rows[-1]: found.rows_of_each}
+    tiles |= {found.columns[0]: case.tile}
+    if len(found.columns) > 1:
+        tiles[found.columns[1]] = next_power_of_two(found.group)
+    given = {"num_stages": case.stages, "num_warps": case.warps, "persistent_blocks": case.blocks}
+    return Schedule(tiles, cuda=True, **(given | changes))
+
+
+@dataclass(frozen=True)
+class Hand:
+    """A block graph that is built directly, with a schedule.
+
+    Attributes:
+        codes: The dtype of the codes.
+        rows: How many rows each part of a weight has.
+        columns: How many columns the codes have.
+        group: How many columns share a scale. 0: each row has one scale.
+        square: How many rows share a scale. 0: each row has its own.
+        dtype: The dtype of activations, scales and outputs.
+        has_norm: Whether x is multiplied with gamma, and the results are divided by the RMS of x.
+        has_gate: Whether two products share x. The result is silu(first) · second.
+        has_residual: Whether a residual is added.
+        scales_first: Whether scales multiply x. Otherwise they multiply the sum of each group.
+        tile: Tile along the outer columns.
+        stages: Chunks of the ring.
+        warps: Warps that multiply.
+        blocks: Thread blocks.
+    """
+
+    codes: str = "uint4"
+    rows: tuple[int, ...] = (64,)
+    columns: int = 256
+    group: int = 64
+    square: int = 0
+    dtype: str = "bfloat16"
+    has_norm: bool = False
+    has_gate: bool = False
+    has_residual: bool = False
+    scales_first: bool = True
+    tile: int = 1
+    stages: int = 2
+    warps: int = 2
+    blocks: int = 3
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes of rows."""
+        return ("n", "o") if self.square else ("n",)
+
+    @property
+    def column_axes(self) -> tuple[str, ...]:
+        """The summed axes."""
+        return ("k", "r") if self.group else ("k",)
+
+    @property
+    def column_dims(self) -> tuple[int, ...]:
+        """The sizes of the summed axes."""
+        return (self.columns // self.group, self.group) if self.group else (self.columns,)
+
+    def row_dims(self, rows: int) -> tuple[int, ...]:
+        """Return the sizes of the axes of this many rows."""
+        return (rows // self.square, self.square) if self.square else (rows,)
+
+    @cached_property
+    def graph(self) -> KernelGraph:
+        """A kernel graph whose only op is the block graph."""
+        g = KernelGraph()
+        tensors: list[DTensor] = []
+        inputs: list[BlockInput] = []
+
+        def add(name, dims, axes, dtype, constant, parts=1):
+            first = len(tensors)
+            for n in range(parts):
+                own = dims if parts == 1 else (self.row_dims(self.rows[n])[0], *dims[1:])
+                tensors.append(g.new_input(own, dtype, name=f"{name}{n}", constant=constant))
+            joined, sizes = None, ()
+            if parts > 1:
+                joined, sizes = "n", tuple(t.dims[0] for t in tensors[first:])
+            sources = tuple(range(first, first + parts))
+            inputs.append(BlockInput(name, sources, axes, joined, sizes))
+
+        column_axes, column_dims = self.column_axes, self.column_dims
+        row_axes, row_dims = self.row_axes, self.row_dims(sum(self.rows))
+        add("x", (1, *column_dims), (None, *column_axes), self.dtype, False)
+        if self.has_norm:
+            add("gamma", (1, *column_dims), (None, *column_axes), self.dtype, True)
+        for p in self.products:
+            dims, axes = (*row_dims, *column_dims), (*row_axes, *column_axes)
+            add(f"codes{p}", dims, axes, self.codes, True, len(self.rows))
+            if self.group:
+                shared = (row_dims[0], 1) if self.square else row_dims
+                axes = ("n", None) if self.square else row_axes
+                parts = len(self.rows)
+                dims, axes = (*shared, column_dims[0], 1), (*axes, "k", None)
+                add(f"scales{p}", dims, axes, self.scale_dtype, True, parts)
+            else:
+                add(f"scales{p}", row_dims, row_axes, self.dtype, True)
+        if self.has_residual:
+            add("residual", (1, *row_dims), (None, *row_axes), self.dtype, False)
+        output = BlockOutput("y", (None, *row_axes), self.dtype)
+        axes = [Axis(a, n, Role.GRID) for a, n in zip(row_axes, row_dims, strict=True)]
+        roles = (Role.LOOP, Role.TILE)
+        axes += [
+            Axis(a, n, role)
+            for a, n, role in zip(column_axes, column_dims, roles[: len(column_axes)], strict=True)
+        ]
+        g.mark_output(
+            *g.customized(
+                tensors, BlockGraph(tuple(axes), tuple(inputs), self.block_stages, (output,))
+            )
+        )
+        return g
+
+    @property
+    def products(self) -> range:
+        """The numbers of the products."""
+        return range(2 if self.has_gate else 1)
+
+    @property
+    def scale_dtype(self) -> str:
+        """The dtype of scales of groups."""
+        return "float32" if self.square else self.dtype
+
+    @property
+    def block_stages(self) -> tuple[Stage, ...]:
+        """The loop over the columns, and what comes after it."""
+        columns, rows = self.column_axes, self.row_axes
+        body, sums, after = [], [], []
+
+        def op(to, out, fn, *args, axes, over=None):
+            to.append(BlockOp(out, fn, args, axes, over=over))
+            return out
+
+        def summed(out, value, axes):
+            """Add a sum over all columns of a value that has the axes and the columns."""
+            if not self.group:
+                sums.append(Accumulator(out, value, "sum", axes))
+                return
+            sums.append(Accumulator(f"{out}_open", value, "sum", (*axes, "r")))
+            op(after, out, "sum", f"{out}_open", axes=axes, over="r")
+
+        other = "x"
+        if self.has_norm:
+            other = op(body, "weighted", "mul", "x", "gamma", axes=columns)
+            summed("squares", op(body, "square", "mul", "x", "x", axes=columns), ())
+            op(after, "mean", "mul", "squares", 1 / self.columns, axes=())
+            op(after, "more", "add", "mean", 1e-6, axes=())
+            op(after, "rms", "rsqrt", "more", axes=())
+        results = []
+        for p in self.products:
+            codes, scales, everything = f"codes{p}", f"scales{p}", (*rows, *columns)
+            if zero := ZEROS[as_dtype(self.codes)]:
+                codes = op(body, f"centered{p}", "sub", codes, zero, axes=everything)
+            result = f"sum{p}"
+            scale_axes = ("n", "k") if self.square else (*rows, "k")
+            if not self.group:
+                value = op(body, f"product{p}", "mul", codes, other, axes=everything)
+                summed(f"plain{p}", value, rows)
+                op(after, result, "mul", f"plain{p}", scales, axes=rows)
+            elif self.scales_first:
+                axes = tuple(a for a in everything if a in scale_axes or a in columns)
+                scaled = op(body, f"scaled{p}", "mul", other, scales, axes=axes)
+                value = op(body, f"product{p}", "mul", codes, scaled, axes=everything)
+                summed(result, value, rows)
+            else:
+                value = op(body, f"product{p}", "mul", codes, other, axes=everything)
+                total = op(body, f"total{p}", "sum", value, axes=(*rows, "k"), over="r")
+                scaled = op(body, f"scaled{p}", "mul", total, scales, axes=(*rows, "k"))
+                sums.append(Accumulator(result, scaled, "sum", rows))
+            if self.has_norm:
+                result = op(after, f"normed{p}", "mul", result, "rms", axes=rows)
+            results.append(result)
+        if self.has_gate:
+            gate = op(after, "gate", "silu", results[0], axes=rows)
+            results = [op(after, "gated", "mul", gate, results[1], axes=rows)]
+        if self.has_residual:
+            results = [op(after, "added", "add", results[0], "residual", axes=rows)]
+        op(after, "y", "mul", results[0], 1.0, axes=rows)
+        return Stage("k", tuple(body), tuple(sums)), Stage(None, tuple(after))
+
+    @cached_property
+    def op(self) -> PlacedOp:
+        """The op as it runs."""
+        return place_kernels(UGraph(self.graph, self.graph))[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: 8 if self.has_gate else 16}
+        tiles |= {"k": self.tile} | ({"r": next_power_of_two(self.group)} if self.group else {})
+        return Schedule(
+            tiles,
+            num_stages=self.stages,
+            num_warps=self.warps,
+            persistent_blocks=self.blocks,
+            cuda=True,
+        )
+
+    def kernel(self, name: str = "kernel") -> CudaKernel:
+        """Return the kernel in namespace `name`."""
+        return write_stream_kernel(self.op, self.schedule, name)
+
+    @cached_property
+    def inputs(self) -> list[torch.Tensor]:
+        """Random inputs. The products are about 1."""
+        sizes = {"uint4": 5.0, "int4": 5.0, "uint8": 74.0, "int8": 74.0, "float8_e4m3fn": 100.0}
+        size = sizes[self.codes] * self.columns**0.5
+        tensors = zip(self.graph.inputs, random_inputs(self.graph, "cpu"), strict=True)
+        return [x / size if t.name.startswith("scales") else x for t, x in tensors]
+
+    def run(self, kernel, name, order, folder, source="", inputs=None):
+        """Return the output of a kernel, or what went wrong.
+
+        Args:
+            kernel: The kernel.
+            name: Its namespace.
+            order: The order of threads and copies.
+            folder: Where kernels are compiled.
+            source: The text of this and other kernels. Empty: that of the kernel.
+            inputs: The inputs. None: random ones.
+        """
+        output = torch.full(self.graph.outputs[0].dims, math.nan, dtype=as_dtype(self.dtype))
+        tensors = [*(self.inputs if inputs is None else inputs), output]
+        sizes = kernel.grid, kernel.threads, kernel.shared
+        failure = run_kernel(source or kernel.source, name, *sizes, tensors, order, folder)
+        return failure or output
+
+    def exact(self, inputs=None) -> torch.Tensor:
+        """Return the result in float64."""
+        inputs = self.inputs if inputs is None else inputs
+        return run_kernel_graph(self.graph, inputs, torch.float64)[0]
+
+    def error(self, got: torch.Tensor, want: torch.Tensor) -> float:
+        """Return the largest error as a multiple of what rounding explains."""
+        largest = float(want.abs().max())
+        # x in 22 bits; halves hold 11 bits of x · gamma
+        bits = 9 if as_dtype(self.codes).is_floating_point else 18
+        allowed = torch.finfo(got.dtype).eps * want.abs() + largest * 2.0**-bits
+        allowed = 4 * allowed if self.has_gate else allowed  # the errors of both factors add up
+        return float(((got.double() - want).abs() / allowed).nan_to_num(math.inf).max())
+
+
+def random_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule that fit together."""
+    r = random.Random(seed)
+    codes = r.choice(("uint4", "int4", "uint8", "int8", "float8_e4m3fn"))
+    dtype = r.choice(("bfloat16", "bfloat16", "float16", "float32"))
+    has_gate = r.random() < 0.35
+    shape = {"codes": codes, "dtype": dtype, "has_gate": has_gate}
+    if codes == "float8_e4m3fn" and r.random() < 0.7:
+        square = r.choice((16, 32, 48, 64))
+        rows = tuple(square * r.randint(1, 3) for _ in range(r.choice((1, 1, 2, 3))))
+        group = r.choice((32, 64, 128))
+        columns = group * 4 * r.randint(1, 4)
+        shape |= {"square": square, "scales_first": False}
+    else:
+        rows = tuple(16 * r.randint(1, 5) for _ in range(r.choice((1, 1, 2, 3))))
+        group = r.choice((32, 64, 96, 128, 160, 192, 256))
+        if r.random() < (0.1 if codes in ("uint4", "int4") else 0.5):
+            group = 0
+        columns = group * r.randint(1, 12) if group else 64 * r.randint(1, 20)
+        shape |= {"scales_first": r.random() < 0.5}
+    columns += columns % 64
+    if group and columns % group:
+        columns = 2 * group * r.randint(1, 6)
+    tile = 1 << r.randint(0, 3) if group else 1 << r.randint(6, 10)
+    return Hand(
+        **shape,
+        rows=rows,
+        columns=columns,
+        group=group,
+        has_norm=r.random() < 0.5,
+        has_residual=r.random() < 0.4,
+        tile=tile,
+        stages=r.randint(1, 6),
+        warps=r.choice((1, 2, 4, 8)),
+        blocks=r.choice((1, 2, 3, 5, 7, 100)),
+    )
