@@ -360,11 +360,16 @@ def adapters(results: Sequence[Result]) -> str:
     return table(["ms", "without adapters", "with adapters", "difference"], rows)
 
 
+#: Weights of dense models in the table of weights in codes, by the name that bench_generate gives.
+CODED = ("int4", "int8", "fp8", "nf4")
+
+
 def weights_in_codes(results: Sequence[Result]) -> str:
     """Models whose linears hold codes, beside the same models in bfloat16 and torch's product."""
     rows = []
     for result in results:
-        if (result.peer, result.metric) != ("plain", "ms_per_token"):
+        weights = result.subject.rpartition(", ")[2]
+        if (result.peer, result.metric) != ("ours", "ms_per_token") or weights not in CODED:
             continue
         subject, batch, context = result.subject, result.batch, result.context
         seen = [

@@ -112,7 +112,9 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         per_graph=effort.schedules,
         rounds=effort.rounds,
         patience=effort.patience,
-        schedules=restriction.schedules if restriction else permitted(candidates),
+        schedules=restriction.schedules
+        if restriction
+        else permitted(candidates, streams=not request.all_candidates),
         resplit=restriction is None,
         progress=(lambda *detail: progress("tune", detail)) if progress else None,
         next_may_launch_early=request.key.next_may_launch_early,
@@ -231,12 +233,16 @@ def kinds_of_product(candidate: Candidate) -> set[bool]:
     return {mma for mma in (False, True) if candidate.allows(mma)}
 
 
-def permitted(candidates: Sequence[Candidate]) -> Callable[[KernelOp, Device], list[Schedule]]:
+def permitted(
+    candidates: Sequence[Candidate], streams: bool = True
+) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Return a function that lists an op's schedules whose rounding was accepted.
 
-    Schedules on tensor cores are among them only if their rounding was accepted.
+    Schedules on tensor cores are among them only if their rounding was accepted. CUDA kernels that
+    stream codes are among them if `streams`.
     """
-    return space.permitted((c.ugraph, kinds_of_product(c)) for c in candidates)
+    kinds = ((c.ugraph, kinds_of_product(c)) for c in candidates)
+    return space.permitted(kinds, streams)
 
 
 def permitted_in_cuda(

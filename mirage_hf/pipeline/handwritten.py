@@ -105,6 +105,6 @@ def _with_tiles(op: KernelOp, tiles: dict[str, int], candidate: Candidate) -> Sc
 
 def _schedules_with_tiles(op: KernelOp, tiles: dict[str, int]) -> Iterator[Schedule]:
     """Yield each schedule of the op with `tiles` in place of its own, then default schedules."""
-    ranked = [replace(s, tiles=tiles) for s in space.schedules(op) if not s.cuda]
+    ranked = [replace(s, tiles=tiles) for s in space.schedules(op)]
     plain = [Schedule(tiles, mma=mma) for mma in (False, True)]
     yield from dict.fromkeys([*ranked, *plain])

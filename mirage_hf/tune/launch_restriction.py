@@ -76,8 +76,6 @@ class LaunchRestriction:
         assert op.block is not None
         found: dict[Schedule, float] = {}
         for base in space.schedules(op, device, _BASES):
-            if base.cuda:
-                continue
             for tiles in self._tiles(op.block, dict(base.tiles)):
                 for threads in self.threads or (32 * base.num_warps,):
                     s = replace(base, tiles=tiles, num_warps=threads // 32, cooperating_blocks=1)

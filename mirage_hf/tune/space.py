@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -57,7 +57,7 @@ PREFETCH_BYTES = 48 << 10
 
 
 def schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> list[Schedule]:
-    """Return the schedules of a `customized` op, best estimate first.
+    """Return the schedules of Triton kernels for a `customized` op, best estimate first.
 
     Both multiply-adds and tensor cores are kept if both apply.
 
@@ -65,6 +65,26 @@ def schedules(op: KernelOp, device: Device = H200, limit: int = 256) -> list[Sch
         CodegenError: The block graph has no kernel at all.
     """
     return list(_ranked(op, device)[:limit])
+
+
+def with_streams(op: KernelOp, device: Device = H200) -> list[Schedule]:
+    """Return the schedules of both generators for an op, in turns.
+
+    Those of CUDA kernels stream codes. Those of the lower estimate come first, but the estimates of
+    the two generators cannot be compared well.
+
+    Raises:
+        CodegenError: The block graph has no kernel at all.
+    """
+    in_triton = schedules(op, device)
+    streams = stream_schedules(op, device)
+    if not streams:
+        return in_triton
+    in_cuda = [s for s, _ in streams]
+    best_us = estimate(plan_kernel(op, in_triton[0]), device).us
+    first, second = (in_cuda, in_triton) if streams[0][1] < best_us else (in_triton, in_cuda)
+    turns = itertools.zip_longest(first, second)
+    return [s for turn in turns for s in turn if s is not None]
 
 
 def obstacle(ops: Iterable[KernelOp], device: Device = H200) -> str:
@@ -92,7 +112,7 @@ def default_schedule(op: KernelOp, device: Device = H200) -> Schedule:
 
 
 def permitted(
-    kinds: Iterable[tuple[UGraph, Collection[bool]]],
+    kinds: Iterable[tuple[UGraph, Collection[bool]]], streams: bool = False
 ) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Return a function that lists an op's schedules whose rounding holds, best estimate first.
 
@@ -100,12 +120,14 @@ def permitted(
         kinds: Each µGraph with the kinds of product (`Schedule.mma`) whose rounding was found to
             hold in it. They count for every op with the same block graph, whatever the sizes of its
             axes.
+        streams: Also list CUDA kernels that stream codes. They round as multiply-adds do.
     """
     known: dict[object, set[bool]] = {}
     for ugraph, allowed in kinds:
         for op in ugraph.block_ops:
             known.setdefault(_form(op), set()).update(allowed)
-    return lambda op, device: [s for s in schedules(op, device) if s.mma in known[_form(op)]]
+    listed = with_streams if streams else schedules
+    return lambda op, device: [s for s in listed(op, device) if s.mma in known[_form(op)]]
 
 
 def permitted_in_cuda(
@@ -148,13 +170,8 @@ def _ranked(op: KernelOp, device: Device) -> tuple[Schedule, ...]:
     if known is not None:
         return known
     check_roles(op.block)
-    streams = stream_schedules(op, device)
     costs, reason = _costs(op, device)
-    if costs or not streams:
-        order = _order(costs) if costs else (_last_resort(op, device, reason),)
-        order = _with_streams(order, streams, min(costs.values(), default=math.inf))
-    else:
-        order = tuple(s for s, _ in streams)
+    order = _order(costs) if costs else (_last_resort(op, device, reason),)
     remember_ranked({(op, device): order})
     return order
 
@@ -256,24 +273,6 @@ def _order(costs: Mapping[Schedule, float]) -> tuple[Schedule, ...]:
     kinds.sort(key=lambda kind: kind[0][0] if kind else math.inf)
     likelier, other = ([s for _, s in kind] for kind in kinds)
     turns = itertools.zip_longest(likelier[::2], likelier[1::2], other)
-    return tuple(s for turn in turns for s in turn if s is not None)
-
-
-def _with_streams(
-    order: Sequence[Schedule], streams: Sequence[tuple[Schedule, float]], best_us: float
-) -> tuple[Schedule, ...]:
-    """Return schedules of both generators in turns, those of the lower estimate first.
-
-    Their estimates cannot be compared well.
-
-    Args:
-        order: The schedules of Triton kernels.
-        streams: Those of kernels that stream codes, with their estimates.
-        best_us: The best estimate of a Triton kernel.
-    """
-    in_cuda = [s for s, _ in streams]
-    first, second = (in_cuda, order) if streams and streams[0][1] < best_us else (order, in_cuda)
-    turns = itertools.zip_longest(first, second)
     return tuple(s for turn in turns for s in turn if s is not None)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
-from mirage_hf.codegen.placement import placed
+from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
@@ -54,19 +55,25 @@ def stream_schedules(op: KernelOp, device: Device = H200) -> list[tuple[Schedule
     op = placed(op)
     if device.sm < _LEAST_SM or not reads_codes(op) or not can_stream():
         return []
+    return list(_listed(op, device))
+
+
+@lru_cache(maxsize=512)
+def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
+    """Return what `stream_schedules` lists."""
     try:
         products = streamed_products(op)
     except errors.CodegenError:
-        return []
+        return ()
     if any(products.tensor(v).dtype is torch.float32 for v in products.read_columns):
-        return []  # three digits are 22 bits, and such products are compared with torch's of 24
+        return ()  # three digits are 22 bits, and such products are compared with torch's of 24
     found = []
     for schedule in _space(products, device):
         try:
             found.append((schedule, estimated_stream_us(stream_layout(op, schedule), device)))
         except errors.CodegenError:
             continue
-    return sorted(found, key=lambda pair: (pair[1], repr(pair[0])))[:MOST]
+    return tuple(sorted(found, key=lambda pair: (pair[1], repr(pair[0])))[:MOST])
 
 
 def _space(products: Products, device: Device) -> Iterator[Schedule]:

@@ -54,7 +54,7 @@ def test_nothing_is_listed_without_cuda_bindings(monkeypatch):
     monkeypatch.setattr(space, "_known", {})
     monkeypatch.setattr(stream_schedules, "can_stream", lambda: False)
     op = HANDS["int4"].op
-    assert listed(op) == [] and not any(s.cuda for s in space.schedules(op))
+    assert listed(op) == [] and not any(s.cuda for s in space.with_streams(op))
 
 
 def test_cuda_bindings_decide_whether_kernels_can_be_compiled(monkeypatch):
@@ -85,7 +85,7 @@ def test_nothing_is_listed_for_float32_activations(name):
     op = replace(HANDS[name], dtype="float32").op
     products = streamed_products(op)  # such a kernel could be written
     assert products.tensor("x").dtype is torch.float32
-    assert listed(op) == [] and not any(s.cuda for s in space.schedules(op))
+    assert listed(op) == [] and not any(s.cuda for s in space.with_streams(op))
     assert listed(replace(HANDS[name], dtype="float16").op)
 
 
@@ -157,7 +157,7 @@ def test_a_ring_that_does_not_fit_has_no_estimate():
 @pytest.mark.parametrize("name", ["int4", "int8", "float8"])
 def test_schedules_of_both_generators_take_turns(name):
     op = HANDS[name].op
-    found = space.schedules(op, limit=10**6)
+    found = space.with_streams(op)
     streams = [s for s, _ in listed(op)]
     assert [s for s in found if s.cuda] == streams
     others = [s for s in found if not s.cuda]
@@ -172,7 +172,7 @@ def test_the_generator_of_the_lower_estimate_comes_first(us, monkeypatch):
     op = HANDS["int4"].op
     streams = [(s, us) for s, _ in listed(op)]
     monkeypatch.setattr(space, "stream_schedules", lambda op, device: streams)
-    found = space.schedules(op)
+    found = space.with_streams(op)
     assert found[0].cuda == (us == 0.0)
     assert found[1].cuda == (us != 0.0)
 
@@ -217,3 +217,10 @@ def test_files_without_such_kernels_have_no_such_helpers():
     ugraph, op, _ = streamed(CASES["int8, residual"])
     schedule = next(s for s in space.schedules(op, limit=10**6) if not s.cuda)
     assert "copy_bytes" not in triton.generate(ugraph, [schedule]).source
+
+
+@pytest.mark.usefixtures("streaming")
+def test_streams_are_listed_only_where_they_are_asked_for():
+    op = HANDS["int4"].op
+    assert not any(s.cuda for s in space.schedules(op, limit=10**6))
+    assert not space.default_schedule(op).cuda
