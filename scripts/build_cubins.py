@@ -81,9 +81,9 @@ def without_line_numbers() -> Iterator[None]:
 
 
 def of_entry(entry: Entry, sm: int) -> Iterator[KernelToCompile]:
-    """Yield the kernels of an entry."""
+    """Yield the Triton kernels of an entry. NVRTC compiles CUDA kernels where they run."""
     program = entry.generate()
-    for launch in program.launches:
+    for launch in (x for x in program.launches if not x.cuda):
         types = [kind for _, kind in launch.signature]
         digest = cubins.digest_of(
             program.digest, launch.kernel, types, launch.num_warps, launch.num_stages, sm

@@ -21,8 +21,11 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import H200
 from mirage_hf.graph import json_format
+from mirage_hf.tune import stream_schedules
 from mirage_hf.tune.cost import estimate
+from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.ranking import rank_by_estimate
+from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.space import REGISTER_BUDGET
 from mirage_hf.zoo import hub, store
 from mirage_hf.zoo.entry import ENTRY, KERNEL, UGRAPH, Entry, Measurement
@@ -186,6 +189,8 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
         "mirage_hf.codegen.plan.pipelining.WGMMA_TAKES_8_COLUMNS", False
     )  # as with the Triton that they were tuned with
     for e in packaged_store().entries():
+        if any(s.cuda for s in e.schedules):
+            continue
         estimates = [
             estimate(plan_kernel(op, s))
             for op, s in zip(
@@ -203,6 +208,18 @@ def test_packaged_kernels_are_in_the_space_and_estimates_of_attention_are_near_t
                 us,
                 best.estimate_us,
             )
+
+
+def test_packaged_kernels_that_stream_codes_are_listed_for_their_ops(monkeypatch):
+    monkeypatch.setattr(stream_schedules, "can_stream", lambda: True)
+    entries = [e for e in packaged_store().entries() if any(s.cuda for s in e.schedules)]
+    assert len(entries) >= 11
+    for e in entries:
+        (op,), (schedule,) = place_kernels(e.ugraph, e.key.next_may_launch_early), e.schedules
+        kinds = [s.triggering_early(schedule.trigger_early) for s in cuda_schedules(op)]
+        assert schedule.tiles in [s.tiles for s in kinds], e.folder
+        us = next(t.median_us for t in e.timings if t.name == "searched kernel")
+        assert us / 1.3 < estimated_us(op, schedule) < 1.3 * us, e.folder
 
 
 @pytest.fixture
