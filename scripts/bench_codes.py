@@ -226,9 +226,9 @@ def bench(program: KernelGraph, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one block with one number of rows."""
     started = time.perf_counter()
     options = SearchOptions(time_limit=args.search_seconds)
-    usable = promising(search_and_verify(program, options, keep=KEEP).candidates)
+    usable = promising(search_and_verify(program, options, keep=KEEP).candidates, streams=True)
     ugraphs = [c.ugraph for c in usable if c.ugraph.num_kernels == 1]
-    chosen = best_of_each_kind(ugraphs, permitted(usable), args.schedules)
+    chosen = best_of_each_kind(ugraphs, permitted(usable, streams=True), args.schedules)
     searched = time.perf_counter()
     ours = [u for u in ugraphs if any(op in chosen for op in place_kernels(u))]
     result = tuner.tune(

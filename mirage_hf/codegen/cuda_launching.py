@@ -181,7 +181,8 @@ def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
     function = _functions[key]
     stream = torch._C._cuda_getCurrentRawStream(device)
     overlaps = torch.cuda.is_current_stream_capturing()
-    overlaps = overlaps and torch.cuda.get_device_capability(device) >= (9, 0)
+    # Before its wait a kernel may read constants, but not what was copied just now.
+    overlaps = overlaps and not copies and torch.cuda.get_device_capability(device) >= (9, 0)
     driver, _, _ = cuda_bindings()
     at = grid, num_warps, shared, stream, overlaps
     config = _configs.get(at)

@@ -98,7 +98,8 @@ class Schedule:
     #: Let the next kernel launch before this one's grid dependency wait (PDL). It has no effect
     #: unless the placed op says that this is safe (`PlacedOp.next_may_launch_early`).
     trigger_early: bool = False
-    #: Write the kernel as CUDA C++. Such a kernel has no tensor cores and no cooperating blocks.
+    #: Write the kernel as CUDA C++. Such a kernel has no cooperating blocks, and no tensor cores
+    #: except with `persistent_blocks`.
     #: With two or more `num_stages` each thread loads what it needs of the next loop tile into
     #: registers. With `prefetch_steps` it loads its constants of the first tile before the wait.
     cuda: bool = False
@@ -118,6 +119,10 @@ class Schedule:
                 "prefetch_steps": self.prefetch_steps or 1,
             }
         )
+        if self.persistent_blocks and not self.cuda:
+            raise errors.CodegenError(
+                f"schedule: persistent_blocks is {self.persistent_blocks}, which needs cuda=True"
+            )
         for name, count in ("num_stages", self.num_stages), ("steps_per_trip", self.steps_per_trip):
             if count < 1:
                 raise errors.CodegenError(f"schedule: {name} is {count}; it must be at least 1")

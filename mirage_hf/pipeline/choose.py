@@ -19,6 +19,7 @@ from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.tune import relatives, schedule_cost, space
 from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.relatives import TunedKernels
+from mirage_hf.tune.stream_schedules import LEAST_SM
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
 
@@ -60,8 +61,9 @@ def schedule_candidates(
             _scheduled(c) if _has_schedules(c, request) else c.ugraph for c in verified.candidates
         ]
         return Outcome(request, verified, (*scheduled, library))
-    ranked = promising(verified.candidates, request.key.next_may_launch_early)
-    best = first_scheduled(ranked[0], request.runs_generated, request.key.next_may_launch_early)
+    early, streams = request.key.next_may_launch_early, may_stream(request)
+    ranked = promising(verified.candidates, early, streams)
+    best = first_scheduled(ranked[0], request.runs_generated, early, streams)
     if best.is_fused and request.runs_generated and request.device is None:
         best = _like_a_relative(ranked, tuned(), request) or best
     if not best.is_fused:
@@ -105,7 +107,8 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
     elif request.all_candidates:
         ugraphs = outcome.verified.ugraphs()
     else:
-        ugraphs = [c.ugraph for c in promising(candidates, request.key.next_may_launch_early)]
+        early = request.key.next_may_launch_early
+        ugraphs = [c.ugraph for c in promising(candidates, early, may_stream(request))]
     result = tune(
         ugraphs[: effort.graphs],
         device=request.device,
@@ -114,7 +117,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         patience=effort.patience,
         schedules=restriction.schedules
         if restriction
-        else permitted(candidates, streams=not request.all_candidates),
+        else permitted(candidates, may_stream(request)),
         resplit=restriction is None,
         progress=(lambda *detail: progress("tune", detail)) if progress else None,
         next_may_launch_early=request.key.next_may_launch_early,
@@ -181,8 +184,20 @@ def _scheduled(candidate: Candidate) -> UGraph:
     return replace(candidate.ugraph, schedules=schedules)
 
 
+def may_stream(request: Request) -> bool:
+    """Return whether a request may be served by CUDA kernels that stream codes.
+
+    They are for models, and for GPUs of compute capability 9.0 and more.
+    """
+    target = request.key.target.removeprefix("sm_")
+    return not request.all_candidates and target.isdecimal() and int(target) >= LEAST_SM
+
+
 def first_scheduled(
-    candidate: Candidate, runs_generated: bool, next_may_launch_early: bool = False
+    candidate: Candidate,
+    runs_generated: bool,
+    next_may_launch_early: bool = False,
+    streams: bool = False,
 ) -> UGraph:
     """Return the candidate at its first permitted schedules.
 
@@ -190,7 +205,7 @@ def first_scheduled(
     schedule and generated kernels will run, return the library path. A CPU runs no schedule, so any
     will do there.
     """
-    allowed = permitted([candidate])
+    allowed = permitted([candidate], streams)
     schedules = []
     for op in place_kernels(candidate.ugraph, next_may_launch_early):
         choices = allowed(op, H200)
@@ -234,7 +249,7 @@ def kinds_of_product(candidate: Candidate) -> set[bool]:
 
 
 def permitted(
-    candidates: Sequence[Candidate], streams: bool = True
+    candidates: Sequence[Candidate], streams: bool = False
 ) -> Callable[[KernelOp, Device], list[Schedule]]:
     """Return a function that lists an op's schedules whose rounding was accepted.
 
@@ -256,7 +271,7 @@ def permitted_in_cuda(
 
 
 def promising(
-    candidates: Sequence[Candidate], next_may_launch_early: bool = False
+    candidates: Sequence[Candidate], next_may_launch_early: bool = False, streams: bool = False
 ) -> list[Candidate]:
     """Return the candidates that have a kernel, in the order in which to tune them.
 
@@ -270,11 +285,12 @@ def promising(
     Args:
         candidates: Verified candidates for one program.
         next_may_launch_early: See `placement.place_kernels`.
+        streams: Whether they may be CUDA kernels that stream codes.
     """
     usable = [
         c for c in candidates if not space.obstacle(place_kernels(c.ugraph, next_may_launch_early))
     ]
-    schedules_of = permitted(usable)
+    schedules_of = permitted(usable, streams)
 
     def estimated_us(c: Candidate) -> float:
         total = 0.0

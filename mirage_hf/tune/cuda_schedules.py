@@ -44,9 +44,9 @@ _SYSTEM_SHARED = 1024
 #: kernels.
 _PLAIN_REGISTERS = 48
 
-#: Registers of a thread of a kernel that streams codes: those of the machine code of a few kernels,
-#: and some more.
-_STREAM_REGISTERS = 72
+#: Registers of a thread of a kernel that streams codes, besides the vectors that it holds of the
+#: other factor. The machine code of a few kernels has fewer.
+_STREAM_REGISTERS = 56
 
 #: Bytes that lie side by side below which reads of device memory are wasted.
 _SEGMENT = 64
@@ -152,7 +152,10 @@ def estimate_cuda(op: PlacedOp, schedule: Schedule, device: Device = H200) -> Cu
     if schedule.persistent_blocks:
         layout = stream_layout(op, schedule)
         us = estimated_stream_us(layout, device)
-        return CudaCost(us, _STREAM_REGISTERS, layout.shared_bytes)
+        products = layout.products
+        rounds = -(-products.num_columns // (8 * 32 * layout.warps))
+        registers = _STREAM_REGISTERS + 4 * rounds * len(products.read_columns)
+        return CudaCost(us, registers, layout.shared_bytes)
     kernel = cuda_text.plan_kernel(op, schedule, "kernel")
     block = op.block
     assert block is not None

@@ -29,7 +29,7 @@ _STAGES = (2, 3, 4, 5, 6, 8)
 _WARPS = (4, 8, 16)
 
 #: The compute capability from which on threads can wait for copies of many bytes.
-_LEAST_SM = 90
+LEAST_SM = 90
 
 #: The most schedules of an op.
 MOST = 12
@@ -53,7 +53,7 @@ def stream_schedules(op: KernelOp, device: Device = H200) -> list[tuple[Schedule
     The best come first. There are none if the op has no such kernel.
     """
     op = placed(op)
-    if device.sm < _LEAST_SM or not reads_codes(op) or not can_stream():
+    if device.sm < LEAST_SM or not reads_codes(op) or not can_stream():
         return []
     return list(_listed(op, device))
 

@@ -7,8 +7,6 @@ These mistakes cannot be noticed, so they are not here:
 - The last chunk of a row is copied as if it were whole. The slot has room, and nothing reads the
   rest. Only a copy beyond the end of the memory would be noticed, on a GPU.
 - No `__syncwarp` between `expect_bytes` and the copies. The phase cannot end before the arrival.
-- No `__syncwarp` before `arrive`, if each warp has a unit of each chunk. All lanes have read their
-  codes when they meet in the products, and what they read later is overwritten much later.
 - No `publish_barriers`. The emulation has one view of memory.
 - `sums[3]` for `sums[2]` in products of halves. All columns of the right factor are equal.
 - A stride of warps along units that is too long, if each warp has one unit.
@@ -82,14 +80,14 @@ class Mutant:
 
 FULL = "wait_for_phase(&shared.full[s], (n / stages) & 1);"
 EMPTY = "if (n >= stages) wait_for_phase(&shared.empty[s], (n / stages - 1) & 1);"
-ARRIVE = "if (lane == 0) arrive(&shared.empty[s]);"
+ARRIVE = "arrive(&shared.empty[s]);"
 BYTES = "expect_bytes(&shared.full[s], 16 * "
 FROM = "from + c * chunk_bytes"
 FACTOR_READY = "meet<1>(threads + 32);"
 SUMS_READY = "meet<2>(threads);"
 STEP = "const float step = shared.steps[unit * "
 LOW_DIGITS = "digits[2][h] = pick_bytes(low_0, low_1, 0x5410)"
-TILE_ROW = "const int row_0 = (int(blockIdx.x) + i * blocks) * "
+TILE_ROW = "const long long row_0 = (int(blockIdx.x) + i * blocks) * "
 
 #: Mistakes of any kernel: what they are, what is there once, and what is there instead.
 COMMON = [
@@ -100,11 +98,11 @@ COMMON = [
     ("full waits for the first phase only", FULL, "wait_for_phase(&shared.full[s], 0);"),
     ("wait for another slot", FULL, FULL.replace("full[s]", "full[(s + 1) % stages]")),
     ("the first wait for empty is too late", EMPTY, EMPTY.replace("n >= stages", "n > stages")),
-    ("arrive before reading", FULL, f"{FULL} __syncwarp(); {ARRIVE}"),
+    ("arrive before reading", FULL, f"{FULL} {ARRIVE}"),
     ("no arrival", ARRIVE, ""),
-    ("each lane arrives", ARRIVE, ARRIVE.replace("if (lane == 0) ", "")),
-    ("too few arrivals of empty", "&shared.empty[s], warps", "&shared.empty[s], warps - 1"),
-    ("too many arrivals of empty", "&shared.empty[s], warps", "&shared.empty[s], warps + 1"),
+    ("one lane arrives", ARRIVE, f"if (lane == 0) {ARRIVE}"),
+    ("too few arrivals of empty", "&shared.empty[s], threads", "&shared.empty[s], threads - 1"),
+    ("too many arrivals of empty", "&shared.empty[s], threads", "&shared.empty[s], threads + 1"),
     ("too few bytes", BYTES, "expect_bytes(&shared.full[s], -16 + 16 * "),
     ("too many bytes", BYTES, "expect_bytes(&shared.full[s], 16 + 16 * "),
     ("copy of another chunk", FROM, "from + (chunks - 1 - c) * chunk_bytes"),
@@ -145,10 +143,6 @@ OF_DIGITS = [
 
 #: Mistakes of one kernel.
 OF_ONE = [
-    *(
-        (kernel, "arrive before all lanes have read", f"__syncwarp();\n      {ARRIVE}", ARRIVE)
-        for kernel in ("int4", "int8")
-    ),
     (
         "int4",
         "no zero point",

@@ -37,8 +37,8 @@ _FACTOR_READY, _SUMS_READY = 1, 2
 #: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
 _MAGIC = 0x4B400000
 
-#: What is added to an element before its bits are taken: the magic number, and half of what makes
-#: each of the two lower digits a byte without a sign.
+#: What is added to an element before its bits are taken: the magic number and 0x4040. The bits are
+#: then shifted by one place, so 128 is added to each of the lower digits, and no digit is negative.
 _DIGIT_OFFSET = "12599360.0f"
 
 
@@ -57,8 +57,24 @@ def write_stream_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKern
     return _StreamWriter(layout, op, name).kernel()
 
 
+#: Names of the text, which values of the block graph may not have.
+_NAMES = frozenset(
+    """
+    above at below bits blocks chunk_bytes chunks codes columns digits exponent factor g halves
+    high_0 high_1 j lane largest low_0 low_1 lower magic mine own_row own_tile pitch row row_0
+    row_bytes scaled size stages step stores sums t tiles to unit units up upper warp warps worth_0
+    worth_1 Words
+    """.split()
+)
+
+
 class _StreamWriter(NestWriter):
     """Writes the text of one kernel, top to bottom."""
+
+    def var(self, name: str) -> str:
+        """Return a C++ name for a value."""
+        name = super().var(name)
+        return name + "_" if name in _NAMES or name.startswith("sum_") else name
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
         self.layout, self.found = layout, layout.products
@@ -111,6 +127,7 @@ class _StreamWriter(NestWriter):
             "struct alignas(128) Shared {",
             *(f"  {line}" for line in self.shared()),
             "};",
+            f"static_assert(sizeof(Shared) == {layout.shared_bytes});",
             "",
             f"__global__ void __launch_bounds__(threads + 32) run({self.parameters()}) {{",
         ]
@@ -166,7 +183,9 @@ class _StreamWriter(NestWriter):
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
                 self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], 1);")
-                self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], warps);")
+                self.put(
+                    "for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], threads);"
+                )
                 self.put("publish_barriers();")
             self.put("__syncwarp();", f"announce<{_FACTOR_READY}>(threads + 32);")
             self.copy_tiles()
@@ -178,7 +197,7 @@ class _StreamWriter(NestWriter):
         whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
         scales = sum(layout.scale_bytes(n) for n in range(len(self.found.products)))
         with self.scope("for (int i = 0, n = 0; i < mine; ++i)"):
-            self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {each};")
+            self.put(f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {each};")
             with self.scope("for (int c = 0; c < chunks; ++c, ++n)"):
                 self.put(
                     "const int s = n % stages;",
@@ -339,7 +358,7 @@ class _StreamWriter(NestWriter):
             f"const int scaled = exponent < {least} ? {least} : exponent;",
             f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",
         )
-        # Codes of 4 bits are multiplied times 16, and digits count half of what `up` makes of them.
+        # Codes of 4 bits are in the upper half of a byte, which is times 16. Digits were shifted.
         down = bits if self.layout.is_in_halves else bits + 1 + 4 * (self.found.bits == 4)
         self.put(
             f"if (lane == 0) shared.steps[at / {SHARED_COLUMNS}] = "
@@ -416,7 +435,7 @@ class _StreamWriter(NestWriter):
                 self.put("#pragma unroll 4")
                 with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
                     self.multiply_unit(units)
-                self.put("__syncwarp();", "if (lane == 0) arrive(&shared.empty[s]);")
+                self.put("arrive(&shared.empty[s]);")
             if not layout.is_in_halves:
                 self.put(
                     "upper += __shfl_xor_sync(0xffffffffu, upper, 1);",

@@ -31,7 +31,7 @@ class StreamLayout:
 
     A *tile* is the rows that a warp multiplies at a time, with all columns. It passes through the
     ring in *chunks* of columns, one for each stage. The warps share the columns of a chunk in
-    *units*: what one load of each lane takes.
+    *units*: the columns that the four lanes of a row load at once.
 
     Attributes:
         products: What the kernel computes.

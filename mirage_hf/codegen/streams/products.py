@@ -19,7 +19,7 @@ from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.ops.dtypes import CODE_DTYPES
+from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
 
 #: Rows of codes that a warp multiplies at a time: those of the instruction's left factor.
 ROWS = 16
@@ -261,6 +261,13 @@ class _Finder:
         """Find the products and the sums of the loop."""
         self.parts: dict[str, _Part] = {i.name: _Part(i.name) for i in self.coded}
         self.scaled: dict[str, tuple[str, str]] = {}  # columns times a scale, by name
+        coded = {i.name for i in self.coded}
+        #: Values of columns that are inputs, or computed from such elementwise.
+        self.elementwise = {
+            i.name
+            for i in self.block.inputs
+            if i.name not in coded and set(self.block.carried[i.name]) == set(self.columns)
+        }
         self.column_sums: dict[str, str] = {}
         for op in stage.body:
             self.visit(op)
@@ -316,6 +323,10 @@ class _Finder:
                 self.column_sums[op.out] = str(op.args[0])
             elif op.fn == "mul" and (pair := self.column_and_scale(op)) is not None:
                 self.scaled[op.out] = pair
+            elif op.over is None:
+                named = [a for a in op.args if isinstance(a, str)]
+                if named and all(a in self.elementwise for a in named):
+                    self.elementwise.add(op.out)
             return
         if op.over is not None:
             if parts[0] is None or parts[0].other is None or op.fn != "sum":
@@ -356,8 +367,8 @@ class _Finder:
         return None
 
     def is_column(self, value: str) -> bool:
-        """Return whether a value has all columns and no rows."""
-        return set(self.block.carried.get(value, ())) == set(self.columns)
+        """Return whether a value has all columns and no rows, and is no result of a reduction."""
+        return value in self.elementwise
 
     def is_scale(self, value: str) -> bool:
         """Return whether a value is an input of scales: constant, for each row and group."""
@@ -384,8 +395,11 @@ class _Finder:
             raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
         for name in found.read_columns:
             i, t = self.block.inputs_by_name[name], found.tensor(name)
-            if i.joined is not None or not self.is_column(name) or not self._lies_in_rows(i, t):
+            in_order = tuple(a for a in i.axes if a) == self.columns
+            if i.joined is not None or not in_order or not self._lies_in_rows(i, t):
                 raise _refused(f"{name} does not have all columns side by side")
+            if t.dtype not in COMPUTE_DTYPES:
+                raise _refused(f"{name} holds {t.dtype}")
         for p in found.products:
             if p.scale is not None:
                 self._check_scale(found, p)
