@@ -122,7 +122,8 @@ def place_kernels(ugraph: UGraph, next_may_launch_early: bool = False) -> tuple[
             )
         elif op.name in VIEWS and isinstance(inputs[0], DTensor):
             view = op.outputs[0]
-            strides, constant = _view_strides(op, inputs[0]), inputs[0].constant
+            strides, is_copy = _laid_out(op, inputs[0])
+            constant = inputs[0].constant and not is_copy
             strided[view.index] = replace(view, strides=strides, constant=constant)
     last_may_trigger = next_may_launch_early and kernels.ops[-1].name == CUSTOMIZED
     return tuple(
@@ -164,8 +165,9 @@ def _positions(operands: Iterable[Operand], wanted: set[int]) -> frozenset[int]:
     )
 
 
-def _view_strides(op: KernelOp, x: DTensor) -> tuple[int, ...]:
-    """Return the strides that torch gives the result of a layout op."""
+def _laid_out(op: KernelOp, x: DTensor) -> tuple[tuple[int, ...], bool]:
+    """Return the strides that torch gives the result of a layout op, and whether it copies."""
     empty = torch.empty_strided(x.dims, x.strides, dtype=x.dtype, device="meta")
     result = table.lookup(op.name).oracle(empty, **dict(op.attrs))
-    return tuple(result.stride())
+    is_copy = result.untyped_storage()._cdata != empty.untyped_storage()._cdata
+    return tuple(result.stride()), is_copy

@@ -250,3 +250,46 @@ def test_persistent_blocks_belong_to_ops_with_codes():
     tensor_cores = hand.schedule.changed(mma=True)
     text = refusal(lambda: cuda_text.plan_kernel(hand.op, tensor_cores, "kernel"))
     assert "leave mma and cooperating_blocks out" in text
+
+
+def test_columns_have_to_be_in_the_order_of_the_codes():
+    hand = Hand(columns=64 * 64, group=64)
+    op, block = hand.op, hand.op.block
+    (x,) = (i for i in block.inputs if i.name == "x")
+    turned = replace(x, axes=tuple("r" if a == "k" else "k" if a == "r" else a for a in x.axes))
+    inputs = tuple(turned if i.name == "x" else i for i in block.inputs)
+    text = refusal(lambda: streamed_products(rebuilt(hand, replace(block, inputs=inputs))))
+    assert "x does not have all columns side by side" in text
+    assert streamed_products(op)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+def test_codes_are_multiplied_with_no_result_of_a_reduction(reduction):
+    hand = Hand()
+    block = hand.op.block
+    first, *rest = block.stages
+    most = BlockOp("most", reduction, ("x",), ("k",), over="r")
+    shared = BlockOp("shared", "div", ("x", "most"), ("k", "r"))
+    body = tuple(
+        replace(o, args=tuple("shared" if a == "x" else a for a in o.args)) for o in first.body
+    )
+    block = replace(block, stages=(replace(first, body=(most, shared, *body)), *rest))
+    refusal(lambda: streamed_products(rebuilt(hand, block)))
+
+
+@pytest.mark.parametrize("name", ["row", "t", "stores", "columns", "warp", "sum_1", "own_tile"])
+def test_values_may_have_names_that_the_text_uses(name):
+    hand = Hand(has_residual=True)
+    block = hand.op.block
+
+    def named(a):
+        return name if a == "residual" else a
+
+    inputs = tuple(replace(i, name=named(i.name)) for i in block.inputs)
+    stages = tuple(
+        replace(s, body=tuple(replace(o, args=tuple(map(named, o.args))) for o in s.body))
+        for s in block.stages
+    )
+    op = rebuilt(hand, replace(block, inputs=inputs, stages=stages))
+    text = write_stream_kernel(op, hand.schedule, "kernel").source
+    assert f"const float {name}_ = " in text and f"const float {name} = " not in text

@@ -31,10 +31,9 @@ def ordered(monkeypatch: pytest.MonkeyPatch, *named: tuple[str, int, float]) -> 
 
     monkeypatch.setattr(choose, "place_kernels", placed)
     monkeypatch.setattr(choose.space, "obstacle", lambda ops: "")
-    monkeypatch.setattr(choose, "permitted", lambda usable: schedules)
+    monkeypatch.setattr(choose, "permitted", lambda usable, streams: schedules)
     monkeypatch.setattr(choose, "replace", lambda schedule, trigger_early: schedule)
-    monkeypatch.setattr(choose, "plan_kernel", lambda op, schedule: op)
-    monkeypatch.setattr(choose, "estimate", lambda op: op)
+    monkeypatch.setattr(choose.schedule_cost, "estimated_us", lambda op, schedule: op.us)
     monkeypatch.setattr(choose, "kind_of", lambda ugraph: ugraph.kind)
     return [c.name for c in choose.promising(candidates)]  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ import pytest
 
 from mirage_hf.errors import Rejected
 from mirage_hf.search.lowering import lower
+from mirage_hf.tune import stream_schedules
 from scripts import bench_codes, benching
 
 
@@ -28,6 +29,7 @@ def test_blocks_are_programs(name, weights):
 def test_a_block_is_benchmarked_to_the_end(monkeypatch, weights):
     """Without a GPU, the cost model ranks what the tuner would measure."""
     monkeypatch.setattr(benching, "DEVICE", "cpu")
+    monkeypatch.setattr(stream_schedules, "can_stream", lambda: True)
     chosen = options(weights=weights)
     program = bench_codes.BLOCKS["output"](1, chosen)
     record = {"name": "output:1"} | bench_codes.bench(program, chosen)
