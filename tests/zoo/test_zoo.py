@@ -266,12 +266,13 @@ def test_a_name_that_is_no_zoo_is_an_error_and_the_hub_is_not_asked(
 
 
 def test_a_zoo_of_the_hub_is_fetched_once(tmp_path, monkeypatch, fake_hub, zoo):
-    shutil.copytree(zoo.put(entry()).parents[2], fake_hub.repo("someone/zoo"))
+    made = entry()
+    shutil.copytree(zoo.put(made).parents[2], fake_hub.repo("someone/zoo"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "someone").mkdir()  # hf:// says that it is no folder
     found = [store.named_store("hf://someone/zoo@v1") for _ in range(3)]
     assert fake_hub.calls == ["download"] and not found[0].is_trusted
-    assert found[0].get(entry().key) == entry()  # its files are links to the Hub's cache
+    assert found[0].get(made.key) == made  # its files are links to the Hub's cache
     (tmp_path / "someone").rmdir()
     with pytest.raises(errors.ZooError, match=r"could not be fetched.*404.*local copy"):
         store.named_store("someone/missing")

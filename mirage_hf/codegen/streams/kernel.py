@@ -9,6 +9,9 @@ are floats are multiplied as halves. At the end the warps add up their sums and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
 import torch
 
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST, CudaKernel
@@ -30,8 +33,8 @@ from mirage_hf.graph.printing import format_block_graph
 #: Elements of the other factor that a thread computes at a time.
 _VECTOR = 8
 
-#: The number of a barrier: all threads, after the other factor is in shared memory, and the threads
-#: that compute, at the end.
+#: Numbers of barriers. At the first one all threads meet, once the other factor is in shared memory.
+#: At the second one the threads that compute meet, after their last products.
 _FACTOR_READY, _SUMS_READY = 1, 2
 
 #: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
@@ -233,7 +236,9 @@ class _StreamWriter(NestWriter):
             i, self.found.pieces(product.codes), "row", lambda at: f" + {at} * row_bytes"
         )
 
-    def _of_source(self, i: BlockInput, pieces, row: str, address) -> str:  # type: ignore[no-untyped-def]
+    def _of_source(
+        self, i: BlockInput, pieces: Sequence[int], row: str, address: Callable[[str], str]
+    ) -> str:
         """Return an address in the source of an input that holds a row."""
         text, start = "", 0
         for k, count in enumerate(pieces):
@@ -308,7 +313,7 @@ class _StreamWriter(NestWriter):
         """Return whether an input does not change while kernels run."""
         return all(self.operands[s].constant for s in self.inputs[value].sources)
 
-    def rounds(self, count: int):  # type: ignore[no-untyped-def]
+    def rounds(self, count: int) -> AbstractContextManager[None]:
         """Write an unrolled loop over `r`."""
         self.put("#pragma unroll")
         return self.scope(f"for (int r = 0; r < {count}; ++r)")
