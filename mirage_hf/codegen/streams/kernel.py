@@ -33,7 +33,7 @@ from mirage_hf.graph.printing import format_block_graph
 #: Elements of the other factor that a thread computes at a time.
 _VECTOR = 8
 
-#: Numbers of barriers. At the first one all threads meet, once the other factor is in shared memory.
+#: Numbers of barriers. At the first one all threads meet, once the other factor is in place.
 #: At the second one the threads that compute meet, after their last products.
 _FACTOR_READY, _SUMS_READY = 1, 2
 
