@@ -1,5 +1,7 @@
 """Kernels that stream codes: a warp copies weights through a ring, others multiply them.
 
-`products` finds what such a kernel computes in a block graph, `layout` says how it lies in shared
-memory, `kernel` writes the text, and `helpers` holds the functions that the text calls.
+- `products`: Find what such a kernel computes in a block graph.
+- `layout`: Divide its work by a schedule, and lay out its shared memory.
+- `kernel`: Write its text.
+- `helpers`: The device functions that the text calls.
 """

@@ -18,7 +18,7 @@ SHARED_COLUMNS = 256
 #: Digits of a number: 8 bits each, so 22 bits of a column's value are kept.
 DIGITS = 3
 
-#: The most warps that compute. One more copies, and a block has 32 at most.
+#: The most warps that compute, a power of two. One more copies, and a block has at most 32 warps.
 MOST_WARPS = 16
 
 #: Slots of a ring of scales besides those of tiles that are under way.
