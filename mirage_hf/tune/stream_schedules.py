@@ -17,7 +17,7 @@ from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
+from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout, tiles_of_rows
 from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.coded import stored_bytes
@@ -78,7 +78,7 @@ def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
 
 def _space(products: Products, device: Device) -> Iterator[Schedule]:
     """Yield schedules to estimate."""
-    tiles = dict.fromkeys(products.rows, 1) | {products.rows[-1]: products.rows_of_each}
+    tiles = tiles_of_rows(products)
     group = 1
     if len(products.columns) > 1:
         group = products.group

@@ -14,6 +14,7 @@ from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
+from mirage_hf.codegen.streams.layout import tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import (
@@ -51,14 +52,15 @@ class Case:
     stages: int = 2
     warps: int = 2
     blocks: int = 3
+    batch: int = 1
 
     @property
     def program(self) -> KernelGraph:
-        """The block as a program of one row."""
+        """The block as a program."""
         sizes = argparse.Namespace(
             hidden=self.hidden, keys=128, width=self.width, group=self.group, weights=self.weights
         )
-        return bench_codes.BLOCKS[self.block](1, sizes)
+        return bench_codes.BLOCKS[self.block](self.batch, sizes)
 
 
 def signed_linear(columns: int, width: int, group: int) -> KernelGraph:
@@ -130,6 +132,14 @@ CASES = {
     "int4, float16": Linear("float16", tile=4),
     "int8, float16": Linear("float16, int8", tile=128),
     "float8, float16": Linear("float16, float8", tile=2),
+    "int4, norm and joined linears, 4 rows": Case("int4", "qkv", batch=4),
+    "int4, gate and up, 8 rows": Case("int4", "gate_up", tile=2, stages=1, warps=4, batch=8),
+    "int4, residual, 3 rows": Case("int4", "down", width=640, tile=2, stages=3, batch=3),
+    "int4, groups of 32, 2 rows": Case("int4", "output", group=32, tile=4, batch=2),
+    "int8, gate and up, 4 rows": Case("int8", "gate_up", tile=128, blocks=5, batch=4),
+    "int8, residual, 5 rows": Case("int8", "down", tile=128, width=448, stages=3, batch=5),
+    "float8, gate and up, 2 rows": Case("fp8", "gate_up", hidden=512, width=256, tile=2, batch=2),
+    "float8, residual, 8 rows": Case("fp8", "down", stages=3, batch=8),
 }
 
 
@@ -149,8 +159,7 @@ def streamed(case: Case) -> tuple[UGraph, PlacedOp, Products]:
 
 def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
     """Return the schedule of a case, with other values of `changes`."""
-    tiles = dict.fromkeys(found.rows, 1) | {found.rows[-1]: found.rows_of_each}
-    tiles |= {found.columns[0]: case.tile}
+    tiles = tiles_of_rows(found) | {found.columns[0]: case.tile}
     if len(found.columns) > 1:
         tiles[found.columns[1]] = next_power_of_two(found.group)
     given = {"num_stages": case.stages, "num_warps": case.warps, "persistent_blocks": case.blocks}
@@ -176,6 +185,7 @@ class Hand:
         stages: Chunks of the ring.
         warps: Warps that multiply.
         blocks: Thread blocks.
+        batch: Rows of x.
     """
 
     codes: str = "uint4"
@@ -192,6 +202,12 @@ class Hand:
     stages: int = 2
     warps: int = 2
     blocks: int = 3
+    batch: int = 1
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axis of rows of x, if there are several."""
+        return ("m",) if self.batch > 1 else ()
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -232,7 +248,8 @@ class Hand:
 
         column_axes, column_dims = self.column_axes, self.column_dims
         row_axes, row_dims = self.row_axes, self.row_dims(sum(self.rows))
-        add("x", (1, *column_dims), (None, *column_axes), self.dtype, False)
+        of_batch = "m" if self.batch > 1 else None
+        add("x", (self.batch, *column_dims), (of_batch, *column_axes), self.dtype, False)
         if self.has_norm:
             add("gamma", (1, *column_dims), (None, *column_axes), self.dtype, True)
         for p in self.products:
@@ -247,9 +264,10 @@ class Hand:
             else:
                 add(f"scales{p}", row_dims, row_axes, self.dtype, True)
         if self.has_residual:
-            add("residual", (1, *row_dims), (None, *row_axes), self.dtype, False)
-        output = BlockOutput("y", (None, *row_axes), self.dtype)
-        axes = [Axis(a, n, Role.GRID) for a, n in zip(row_axes, row_dims, strict=True)]
+            add("residual", (self.batch, *row_dims), (of_batch, *row_axes), self.dtype, False)
+        output = BlockOutput("y", (of_batch, *row_axes), self.dtype)
+        axes = [Axis(a, self.batch, Role.GRID) for a in self.batch_axes]
+        axes += [Axis(a, n, Role.GRID) for a, n in zip(row_axes, row_dims, strict=True)]
         roles = (Role.LOOP, Role.TILE)
         axes += [
             Axis(a, n, role)
@@ -275,7 +293,7 @@ class Hand:
     @property
     def block_stages(self) -> tuple[Stage, ...]:
         """The loop over the columns, and what comes after it."""
-        columns, rows = self.column_axes, self.row_axes
+        columns, rows, batch = self.column_axes, self.row_axes, self.batch_axes
         body, sums, after = [], [], []
 
         def op(to, out, fn, *args, axes, over=None):
@@ -292,41 +310,42 @@ class Hand:
 
         other = "x"
         if self.has_norm:
-            other = op(body, "weighted", "mul", "x", "gamma", axes=columns)
-            summed("squares", op(body, "square", "mul", "x", "x", axes=columns), ())
-            op(after, "mean", "mul", "squares", 1 / self.columns, axes=())
-            op(after, "more", "add", "mean", 1e-6, axes=())
-            op(after, "rms", "rsqrt", "more", axes=())
+            other = op(body, "weighted", "mul", "x", "gamma", axes=(*batch, *columns))
+            summed("squares", op(body, "square", "mul", "x", "x", axes=(*batch, *columns)), batch)
+            op(after, "mean", "mul", "squares", 1 / self.columns, axes=batch)
+            op(after, "more", "add", "mean", 1e-6, axes=batch)
+            op(after, "rms", "rsqrt", "more", axes=batch)
+        result_axes = (*batch, *rows)
         results = []
         for p in self.products:
-            codes, scales, everything = f"codes{p}", f"scales{p}", (*rows, *columns)
+            codes, scales, everything = f"codes{p}", f"scales{p}", (*batch, *rows, *columns)
             if zero := ZEROS[as_dtype(self.codes)]:
-                codes = op(body, f"centered{p}", "sub", codes, zero, axes=everything)
+                codes = op(body, f"centered{p}", "sub", codes, zero, axes=(*rows, *columns))
             result = f"sum{p}"
             scale_axes = ("n", "k") if self.square else (*rows, "k")
             if not self.group:
                 value = op(body, f"product{p}", "mul", codes, other, axes=everything)
-                summed(f"plain{p}", value, rows)
-                op(after, result, "mul", f"plain{p}", scales, axes=rows)
+                summed(f"plain{p}", value, result_axes)
+                op(after, result, "mul", f"plain{p}", scales, axes=result_axes)
             elif self.scales_first:
-                axes = tuple(a for a in everything if a in scale_axes or a in columns)
+                axes = tuple(a for a in everything if a in (*scale_axes, *columns, *batch))
                 scaled = op(body, f"scaled{p}", "mul", other, scales, axes=axes)
                 value = op(body, f"product{p}", "mul", codes, scaled, axes=everything)
-                summed(result, value, rows)
+                summed(result, value, result_axes)
             else:
                 value = op(body, f"product{p}", "mul", codes, other, axes=everything)
-                total = op(body, f"total{p}", "sum", value, axes=(*rows, "k"), over="r")
-                scaled = op(body, f"scaled{p}", "mul", total, scales, axes=(*rows, "k"))
-                sums.append(Accumulator(result, scaled, "sum", rows))
+                total = op(body, f"total{p}", "sum", value, axes=(*result_axes, "k"), over="r")
+                scaled = op(body, f"scaled{p}", "mul", total, scales, axes=(*result_axes, "k"))
+                sums.append(Accumulator(result, scaled, "sum", result_axes))
             if self.has_norm:
-                result = op(after, f"normed{p}", "mul", result, "rms", axes=rows)
+                result = op(after, f"normed{p}", "mul", result, "rms", axes=result_axes)
             results.append(result)
         if self.has_gate:
-            gate = op(after, "gate", "silu", results[0], axes=rows)
-            results = [op(after, "gated", "mul", gate, results[1], axes=rows)]
+            gate = op(after, "gate", "silu", results[0], axes=result_axes)
+            results = [op(after, "gated", "mul", gate, results[1], axes=result_axes)]
         if self.has_residual:
-            results = [op(after, "added", "add", results[0], "residual", axes=rows)]
-        op(after, "y", "mul", results[0], 1.0, axes=rows)
+            results = [op(after, "added", "add", results[0], "residual", axes=result_axes)]
+        op(after, "y", "mul", results[0], 1.0, axes=result_axes)
         return Stage("k", tuple(body), tuple(sums)), Stage(None, tuple(after))
 
     @cached_property
@@ -338,6 +357,7 @@ class Hand:
     def schedule(self) -> Schedule:
         """The schedule."""
         tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: 8 if self.has_gate else 16}
+        tiles |= {a: next_power_of_two(self.batch) for a in self.batch_axes}
         tiles |= {"k": self.tile} | ({"r": next_power_of_two(self.group)} if self.group else {})
         return Schedule(
             tiles,
@@ -385,7 +405,8 @@ class Hand:
         """Return the largest error as a multiple of what rounding explains."""
         largest = float(want.abs().max())
         # x in 22 bits; halves hold 11 bits of x · gamma
-        bits = 9 if as_dtype(self.codes).is_floating_point else 18
+        in_halves = as_dtype(self.codes).is_floating_point or self.batch > 1
+        bits = 9 if in_halves else 18
         allowed = torch.finfo(got.dtype).eps * want.abs() + largest * 2.0**-bits
         allowed = 4 * allowed if self.has_gate else allowed  # the errors of both factors add up
         return float(((got.double() - want).abs() / allowed).nan_to_num(math.inf).max())
@@ -426,4 +447,5 @@ def random_hand(seed: int) -> Hand:
         stages=r.randint(1, 6),
         warps=r.choice((1, 2, 4, 8)),
         blocks=r.choice((1, 2, 3, 5, 7, 100)),
+        batch=r.choice((1, 1, 2, 3, 4, 5, 7, 8)),
     )

@@ -243,17 +243,36 @@ inline unsigned upper_codes(unsigned word, unsigned flipped) {
   return (word ^ flipped) & 0xf0f0f0f0u;
 }
 
-// Two float8_e4m3fn as two halves.
-inline unsigned halves_of_float8(unsigned two) {
-  unsigned both = 0;
-  for (int n = 0; n < 2; ++n) {
-    const unsigned code = two >> 8 * n & 0xff, magnitude = code & 0x7f;
-    const float x = __half2float({(unsigned short)(magnitude << 7)}) * 256.0f;  // other biases
-    const unsigned half_bits =
-        magnitude == 0x7f ? 0x7fff : __float2half(x).bits | (code >> 7) << 15;
-    both |= half_bits << 16 * n;
+// Eight codes as halves: integers of 4 bits less 8, as pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+inline Words<4> halves_of_4_bits(unsigned word, unsigned flipped) {
+  Words<4> halves{};
+  for (int n = 0; n < 8; ++n) {
+    const int code = int((word ^ flipped) >> 4 * n & 15) - 8;
+    halves.w[n % 4] |= unsigned(__float2half(float(code)).bits) << 16 * (n / 4);
   }
-  return both;
+  return halves;
+}
+
+// Eight codes as halves: integers of 8 bits less 128.
+inline Words<4> halves_of_8_bits(unsigned first, unsigned second, unsigned flipped) {
+  Words<4> halves{};
+  for (int n = 0; n < 8; ++n) {
+    const int code = int(((n < 4 ? first : second) ^ flipped) >> 8 * (n % 4) & 255) - 128;
+    halves.w[n / 2] |= unsigned(__float2half(float(code)).bits) << 16 * (n % 2);
+  }
+  return halves;
+}
+
+// Eight float8_e4m3fn as halves.
+inline Words<4> halves_of_float8(unsigned first, unsigned second) {
+  Words<4> halves{};
+  for (int n = 0; n < 8; ++n) {
+    const unsigned code = (n < 4 ? first : second) >> 8 * (n % 4) & 0xff, magnitude = code & 0x7f;
+    const float x = __half2float({(unsigned short)(magnitude << 7)}) * 256.0f;  // other biases
+    const unsigned bits = magnitude == 0x7f ? 0x7fff : __float2half(x).bits | (code >> 7) << 15;
+    halves.w[n / 2] |= bits << 16 * (n % 2);
+  }
+  return halves;
 }
 
 // prmt.b32: each of four digits of the selector names a byte, 0 to 3 of a or 4 to 7 of b.

@@ -77,10 +77,44 @@ __device__ __forceinline__ void multiply_halves(
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// two codes e4m3 in the low bytes as two halves
-__device__ __forceinline__ unsigned halves_of_float8(unsigned two) {
+// Eight codes as halves, after their zero was subtracted. Bits of signed codes are flipped, so that
+// they count from the zero, too. Codes of 4 bits come as pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+// A half with the bits 0x6400 + n is 1024 + n.
+__device__ __forceinline__ unsigned subtract_halves(unsigned two, unsigned from_each) {
+  unsigned halves;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(two), "r"(from_each));
+  return halves;
+}
+__device__ __forceinline__ unsigned sixteenth_less_72(unsigned two) {
+  unsigned halves;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(halves) : "r"(two), "r"(0x2c002c00u), "r"(0xd480d480u));
+  return halves;
+}
+__device__ __forceinline__ Words<4> halves_of_4_bits(unsigned word, unsigned flipped) {
+  const unsigned low = 0x64006400u ^ (flipped & 0x000f000fu), high = 0x64006400u ^ (flipped & 0x00f000f0u);
+  const unsigned upper = word >> 8;
+  return Words<4>{subtract_halves((word & 0x000f000fu) ^ low, 0x64086408u),
+                  sixteenth_less_72((word & 0x00f000f0u) ^ high),
+                  subtract_halves((upper & 0x000f000fu) ^ low, 0x64086408u),
+                  sixteenth_less_72((upper & 0x00f000f0u) ^ high)};
+}
+__device__ __forceinline__ Words<4> halves_of_8_bits(unsigned first, unsigned second, unsigned flipped) {
+  first ^= flipped;
+  second ^= flipped;
+  const unsigned one = 0x64646464u, zero = 0x64806480u;
+  return Words<4>{subtract_halves(pick_bytes(first, one, 0x4140), zero),
+                  subtract_halves(pick_bytes(first, one, 0x4342), zero),
+                  subtract_halves(pick_bytes(second, one, 0x4140), zero),
+                  subtract_halves(pick_bytes(second, one, 0x4342), zero)};
+}
+
+// eight codes e4m3 as halves
+__device__ __forceinline__ unsigned two_float8(unsigned two) {
   unsigned halves;
   asm("{\\n.reg .b16 low, high;\\nmov.b32 {low, high}, %1;\\ncvt.rn.f16x2.e4m3x2 %0, low;\\n}" : "=r"(halves) : "r"(two));
   return halves;
+}
+__device__ __forceinline__ Words<4> halves_of_float8(unsigned first, unsigned second) {
+  return Words<4>{two_float8(first), two_float8(first >> 16), two_float8(second), two_float8(second >> 16)};
 }
 """

@@ -3,8 +3,9 @@
 One warp copies the codes and scales of a block's tiles through a ring in shared memory, from the
 start of the kernel on. The others first compute the other factor. They store it as digits: signed
 bytes d₀, d₁ and d₂ with d₀ + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then
-they multiply codes and digits as signed bytes on tensor cores, so these sums are exact. Codes that
-are floats are multiplied as halves. At the end the warps add up their sums and store the outputs.
+they multiply codes and digits as signed bytes on tensor cores, so these sums are exact. If codes
+are floats, or if the other factor has several rows, codes and the other factor become halves
+instead. At the end the warps add up their sums and store the outputs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from mirage_hf.graph.printing import format_block_graph
 
 #: Elements of the other factor that a thread computes at a time.
 _VECTOR = 8
+
+#: The most loads of 16 bytes of the other factor that a thread has under way, with up to 8 warps.
+#: With more warps a thread has half of the registers.
+_MOST_LOADS = 16
 
 #: Numbers of barriers. At the first one all threads meet, once the other factor is in place.
 #: At the second one the threads that compute meet, after their last products.
@@ -63,10 +68,10 @@ def write_stream_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKern
 #: Names of the text, which values of the block graph may not have.
 _NAMES = frozenset(
     """
-    above at below bits blocks chunk_bytes chunks codes columns digits exponent factor g halves
-    high_0 high_1 j lane largest low_0 low_1 lower magic mine own_row own_tile pitch row row_0
-    row_bytes scaled size stages step stores sums t tiles to unit units up upper warp warps worth_0
-    worth_1 Words
+    above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits exponent factor
+    first g halves high_0 high_1 j lane largest left m low_0 low_1 lower lower_0 lower_1 magic mine
+    own own_row own_tile piece pitch right row row_0 row_bytes scaled second size stages step stores
+    sums t tiles to unit units up upper upper_0 upper_1 warp warps worth_0 worth_1 Words
     """.split()
 )
 
@@ -109,12 +114,15 @@ class _StreamWriter(NestWriter):
         """Return everything before the kernel's body."""
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
         layout, found = self.layout, self.found
+        # A batch needs more registers than the compiler would give, and there is one block at a time.
+        bounds = "threads + 32, 1" if layout.batch > 1 else "threads + 32"
         sizes = {
             "warps": layout.warps,
             "threads": self.threads,
             "blocks": layout.blocks,
             "tiles": layout.tiles,
             "stages": layout.stages,
+            **({"batch": layout.batch} if layout.batch > 1 else {}),
             "columns": found.num_columns,
             "chunks": layout.chunks,
             "row_bytes": found.row_bytes,
@@ -132,7 +140,7 @@ class _StreamWriter(NestWriter):
             "};",
             f"static_assert(sizeof(Shared) == {layout.shared_bytes});",
             "",
-            f"__global__ void __launch_bounds__(threads + 32) run({self.parameters()}) {{",
+            f"__global__ void __launch_bounds__({bounds}) run({self.parameters()}) {{",
         ]
 
     def shared(self) -> list[str]:
@@ -149,11 +157,15 @@ class _StreamWriter(NestWriter):
         lines += [
             f"alignas(16) unsigned char factor[{layout.other_bytes}];",
             f"alignas(16) float steps[{layout.num_steps}];",
-            f"alignas(16) float partial[{tiles}][warps][{ROWS}];",
+            f"alignas(16) float partial[{tiles}][warps][{self.of_batch(ROWS)}];",
         ]
         if self.found.sums:
-            lines.append(f"alignas(16) float sums[{len(self.found.sums)}][warps];")
+            lines.append(f"alignas(16) float sums[{self.of_batch(len(self.found.sums))}][warps];")
         return [*lines, "unsigned long long full[stages], empty[stages];"]
+
+    def of_batch(self, count: int) -> str:
+        """Return the text of this many for each row of the batch."""
+        return f"{count} * batch" if self.layout.batch > 1 else f"{count}"
 
     def parameters(self) -> str:
         """Return the kernel's parameters: a pointer for each source and each output."""
@@ -275,68 +287,118 @@ class _StreamWriter(NestWriter):
 
     def compute_factor(self) -> None:
         """Write how the threads that compute bring the other factor into shared memory."""
-        columns = self.found.num_columns
+        found, layout = self.found, self.layout
+        columns = found.num_columns
         rounds = -(-columns // (_VECTOR * self.threads))
         is_partial = columns % (_VECTOR * self.threads) != 0
-        is_ragged = columns % SHARED_COLUMNS != 0
-        names = self.found.read_columns
-        constant = [v for v in names if self.is_constant(v)]
-        for v in constant:
-            self.hold(v, rounds, is_partial)
+        names = found.read_columns
+        shared = [v for v in names if self.is_constant(v) and not found.batch_stride(v)]
+        own = [v for v in names if v not in shared]
+        for v in shared:
+            self.declare(v, rounds)
+            with self.rounds("r", rounds):
+                self.load(v, is_partial)
         self.put("wait_for_previous_kernel();")
         if not self.early:
             self.put("launch_next_kernel();")
-        for v in names:
-            if v not in constant:
-                self.hold(v, rounds, is_partial)
-        self.load_for_end()
+        if layout.batch == 1:
+            for v in own:
+                self.declare(v, rounds)
+                with self.rounds("r", rounds):
+                    self.load(v, is_partial)
+            self.load_for_end()
+            self.factor_of_row(names, rounds, is_partial)
+        else:
+            self.load_for_end()
+            at_once = self.rows_at_once(own, rounds)
+            self.put("#pragma unroll")
+            with self.scope(f"for (int b_0 = 0; b_0 < batch; b_0 += {at_once})"):
+                for v in own:
+                    self.declare(v, rounds, at_once)
+                    with self.rounds("m", at_once), self.rounds("r", rounds):
+                        self.load(v, is_partial, of_batch=True)
+                with self.rounds("m", at_once):
+                    self.put("const int b = b_0 + m;")
+                    self.factor_of_row(names, rounds, is_partial, frozenset(own))
+        self.put(f"meet<{_FACTOR_READY}>(threads + 32);")
+
+    def rows_at_once(self, names: Sequence[str], rounds: int) -> int:
+        """Return how many rows of the batch a thread loads before it computes."""
+        loads = sum(rounds * self.width(v) for v in names)
+        most = _MOST_LOADS if self.layout.warps <= 8 else _MOST_LOADS // 2
+        divisors = [n for n in range(1, self.layout.batch + 1) if self.layout.batch % n == 0]
+        return max((n for n in divisors if n * loads <= most), default=1)
+
+    def factor_of_row(
+        self, names: Sequence[str], rounds: int, is_partial: bool, own: frozenset[str] = frozenset()
+    ) -> None:
+        """Write how the warps compute a row of the other factor, and its sums.
+
+        Args:
+            names: The inputs that are read.
+            rounds: How often a thread computes 8 columns.
+            is_partial: Whether the last round has fewer columns.
+            own: The inputs of which the row `j` is read, among those that were loaded.
+        """
+        is_ragged = self.found.num_columns % SHARED_COLUMNS != 0
         for n in range(len(self.found.sums)):
             self.put(f"float sum_{n} = 0.0f;")
-        with self.rounds(rounds):
+        with self.rounds("r", rounds):
             self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
             if is_partial:
                 with self.scope(f"if (at - lane * {_VECTOR} < columns)"):
-                    self.factor_of(names, is_ragged)
+                    self.factor_of(names, is_ragged, own)
             else:
-                self.factor_of(names, is_ragged)
+                self.factor_of(names, is_ragged, own)
         for n in range(len(self.found.sums)):
+            row = f"{n} * batch + b" if self.layout.batch > 1 else str(n)
             self.put(
                 f"sum_{n} = join_lanes<Sum, 32>(sum_{n});",
-                f"if (lane == 0) shared.sums[{n}][warp] = sum_{n};",
+                f"if (lane == 0) shared.sums[{row}][warp] = sum_{n};",
             )
-        self.put(f"meet<{_FACTOR_READY}>(threads + 32);")
 
     def is_constant(self, value: str) -> bool:
         """Return whether an input does not change while kernels run."""
         return all(self.operands[s].constant for s in self.inputs[value].sources)
 
-    def rounds(self, count: int) -> AbstractContextManager[None]:
-        """Write an unrolled loop over `r`."""
+    def rounds(self, index: str, count: int) -> AbstractContextManager[None]:
+        """Write an unrolled loop."""
         self.put("#pragma unroll")
-        return self.scope(f"for (int r = 0; r < {count}; ++r)")
+        return self.scope(f"for (int {index} = 0; {index} < {count}; ++{index})")
 
-    def hold(self, value: str, rounds: int, is_partial: bool) -> None:
-        """Write the loads of a thread's elements of an input."""
-        wide = 2 if self.operands[self.inputs[value].sources[0]].dtype.itemsize == 4 else 1
+    def width(self, value: str) -> int:
+        """Return how many loads of 16 bytes give 8 elements of an input."""
+        return 2 if self.operands[self.inputs[value].sources[0]].dtype.itemsize == 4 else 1
+
+    def declare(self, value: str, rounds: int, rows: int = 0) -> None:
+        """Declare the registers that hold a thread's elements of an input."""
+        of_rows = f"[{rows}]" if rows else ""
+        self.put(f"uint4 {self.var(value)}_held{of_rows}[{rounds}][{self.width(value)}];")
+
+    def load(self, value: str, is_partial: bool, of_batch: bool = False) -> None:
+        """Write the loads of 8 elements of an input, in a loop over `r`.
+
+        If it has a row for each of the batch, the loop is inside one over `m`.
+        """
         load = "load_constant" if self.is_constant(value) else "load_plain"
         pointer = self.pointer(self.inputs[value], 0)
-        self.put(f"uint4 {self.var(value)}_held[{rounds}][{wide}];")
-        with self.rounds(rounds):
-            self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
-            for n in range(wide):
-                held = f"{self.var(value)}_held[r][{n}]"
-                more = f" + {4 * n}" if n else ""
-                text = f"{load}({pointer} + at{more})"
-                if is_partial:
-                    text = f"at < columns ? {text} : uint4{{0, 0, 0, 0}}"
-                self.put(f"{held} = {text};")
+        self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+        if of_batch and (stride := self.found.batch_stride(value)):
+            pointer += f" + (b_0 + m) * {stride}LL"
+        for n in range(self.width(value)):
+            held = f"{self.var(value)}_held{'[m]' if of_batch else ''}[r][{n}]"
+            more = f" + {4 * n}" if n else ""
+            text = f"{load}({pointer} + at{more})"
+            if is_partial:
+                text = f"at < columns ? {text} : uint4{{0, 0, 0, 0}}"
+            self.put(f"{held} = {text};")
 
-    def factor_of(self, names: tuple[str, ...], is_ragged: bool) -> None:
+    def factor_of(self, names: Sequence[str], is_ragged: bool, own: frozenset[str]) -> None:
         """Write how a warp computes 256 columns of the other factor, and stores them."""
         for v in names:
             self.put(
                 f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}"
-                f"(&)[{_VECTOR}]>({self.var(v)}_held[r]);"
+                f"(&)[{_VECTOR}]>({self.var(v)}_held{'[m]' if v in own else ''}[r]);"
             )
         self.put(f"float factor[{_VECTOR}], largest = 0.0f;", "#pragma unroll")
         with self.scope(f"for (int j = 0; j < {_VECTOR}; ++j)"):
@@ -360,10 +422,12 @@ class _StreamWriter(NestWriter):
             f"const int scaled = exponent < {least} ? {least} : exponent;",
             f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",
         )
-        # Codes of 4 bits are in the upper half of a byte, which is times 16. Digits were shifted.
+        # As bytes, codes of 4 bits are in the upper half, which is times 16. Digits were shifted.
         down = bits if self.layout.is_in_halves else bits + 1 + 4 * (self.found.bits == 4)
+        step = f"at / {SHARED_COLUMNS}"
+        step += " * batch + b" if self.layout.batch > 1 else ""
         self.put(
-            f"if (lane == 0) shared.steps[at / {SHARED_COLUMNS}] = "
+            f"if (lane == 0) shared.steps[{step}] = "
             "__uint_as_float(exponent == 255 ? 0x7fc00000u : "
             f"unsigned(scaled - {down}) << 23);"
         )
@@ -376,12 +440,7 @@ class _StreamWriter(NestWriter):
     def store_factor(self) -> None:
         """Write how a thread stores its columns of the other factor."""
         if self.layout.is_in_halves:
-            self.put("alignas(16) half halves[8];", "#pragma unroll")
-            self.put("for (int j = 0; j < 8; ++j) halves[j] = from_float<half>(factor[j] * up);")
-            self.put(
-                "*reinterpret_cast<uint4*>(shared.factor + 2 * at) = "
-                "*reinterpret_cast<const uint4*>(halves);"
-            )
+            self.store_halves()
             return
         unit, columns = self.layout.unit, self.layout.lane_columns
         row = min(columns, 16)
@@ -410,12 +469,36 @@ class _StreamWriter(NestWriter):
             " = Words<2>{digits[d][0], digits[d][1]};",
         )
 
+    def store_halves(self) -> None:
+        """Write how a thread stores 8 columns as halves, in the order in which codes become halves.
+
+        For each piece of 8 columns of each lane, the rows of the batch follow each other.
+        """
+        unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
+        which = "j / 2 + j % 2 * 4" if self.found.bits == 4 else "j"
+        piece = f" + at % {columns} / 8 * {64 * batch}" if columns > 8 else ""
+        row = " + b * 64" if batch > 1 else ""
+        self.put(
+            "alignas(16) half halves[8];",
+            "#pragma unroll",
+            f"for (int j = 0; j < 8; ++j) halves[j] = from_float<half>(factor[{which}] * up);",
+            f"unsigned char* to = shared.factor + at / {unit} * {2 * unit * batch}{piece}{row} + "
+            f"at % {unit} / {columns} * 16;",
+            "*reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(halves);",
+        )
+
     # -- products ---------------------------------------------------------------------------------
 
     def multiply(self) -> None:
         """Write the loop over the block's tiles."""
         layout = self.layout
         self.put("const int g = lane / 4, t = lane % 4;")
+        if layout.batch > 1:
+            self.put(
+                "// the row of the batch that a lane reads, and those of its two columns of sums",
+                "const int own = g < batch ? g : 0, first = 2 * t < batch ? 2 * t : 0, "
+                "second = 2 * t + 1 < batch ? 2 * t + 1 : 0;",
+            )
         if not layout.is_in_halves:
             self.put(
                 "// what the digits of the lane's two columns are worth",
@@ -423,7 +506,8 @@ class _StreamWriter(NestWriter):
                 "worth_1 = t == 0 ? 256.0f : 0.0f;",
             )
         with self.scope("for (int i = 0, n = 0; i < mine; ++i)"):
-            self.put("float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8")
+            totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
+            self.put(f"float {totals};  // of rows g and g + 8")
             with self.scope("for (int c = 0; c < chunks; ++c, ++n)"):
                 self.put(
                     "const int s = n % stages;",
@@ -443,10 +527,28 @@ class _StreamWriter(NestWriter):
                     "upper += __shfl_xor_sync(0xffffffffu, upper, 1);",
                     "lower += __shfl_xor_sync(0xffffffffu, lower, 1);",
                 )
+            self.store_totals()
+
+    def totals(self) -> list[str]:
+        """Return the names of a lane's sums, for the upper and the lower half of the rows."""
+        halves = ("upper", "lower")
+        return [f"{h}_{n}" for h in halves for n in (0, 1)] if self.layout.batch > 1 else [*halves]
+
+    def store_totals(self) -> None:
+        """Write how a lane stores its sums of a tile."""
+        if self.layout.batch == 1:
             with self.scope("if (t == 0)"):
                 self.put(
                     "shared.partial[i][warp][g] = upper;",
                     "shared.partial[i][warp][g + 8] = lower;",
+                )
+            return
+        for n in (0, 1):
+            with self.scope(f"if (2 * t{f' + {n}' if n else ''} < batch)"):
+                at = f"2 * t{f' + {n}' if n else ''}"
+                self.put(
+                    f"shared.partial[i][warp][g * batch + {at}] = upper_{n};",
+                    f"shared.partial[i][warp][(g + 8) * batch + {at}] = lower_{n};",
                 )
 
     def multiply_unit(self, units: int) -> None:
@@ -462,24 +564,8 @@ class _StreamWriter(NestWriter):
             f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);",
         )
         if layout.is_in_halves:
-            self.put(
-                f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit} + "
-                f"t * {2 * columns};",
-                "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
-                "const auto x = *reinterpret_cast<const Words<4>*>(factor);",
-            )
-            if columns > 8:
-                self.put("const auto y = *reinterpret_cast<const Words<4>*>(factor + 16);")
-            for j in range(words):
-                x = "x" if j < 2 else "y"
-                at = 2 * (j % 2)
-                codes = [
-                    f"halves_of_float8({w}.w[{j}]{high})" for high in ("", " >> 16") for w in "ab"
-                ]
-                self.put(
-                    f"multiply_halves(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
-                )
-            upper, lower = "sums[0]", "sums[2]"
+            self.half_products()
+            upper, lower = ["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]
         else:
             row = min(columns, 16)
             self.put(
@@ -501,18 +587,67 @@ class _StreamWriter(NestWriter):
                 "const float below = (__int_as_float(sums[2]) - magic) * worth_0 + "
                 "(__int_as_float(sums[3]) - magic) * worth_1;",
             )
-            upper, lower = "above", "below"
-        self.put(f"const float step = shared.steps[unit * {layout.unit} / {SHARED_COLUMNS}];")
-        for half, (total, result) in enumerate((("upper", upper), ("lower", lower))):
+            upper, lower = ["above"], ["below"]
+        steps = ["step"]
+        at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
+        if layout.batch == 1:
+            self.put(f"const float step = shared.steps[{at}];")
+        else:
+            steps = ["step_0", "step_1"]
+            self.put(
+                f"const float* steps = shared.steps + {at} * batch;",
+                "const float step_0 = steps[first], step_1 = steps[second];",
+            )
+        per_half = len(steps)
+        for half, results in enumerate((upper, lower)):
             number = half if len(found.products) > 1 else 0
             scale = self.scale_text(number, half)
-            self.put(f"{total} += {result} * {f'(step * {scale})' if scale else 'step'};")
+            if scale and per_half > 1:
+                self.put(f"const float scale_{half} = {scale};")
+                scale = f"scale_{half}"
+            totals = self.totals()[half * per_half : (half + 1) * per_half]
+            for total, result, own_step in zip(totals, results, steps, strict=False):
+                factor = f"({own_step} * {scale})" if scale else own_step
+                self.put(f"{total} += {result} * {factor};")
+
+    def half_products(self) -> None:
+        """Write the products of a unit's codes and the other factor, as halves."""
+        layout = self.layout
+        own = "own * 64 + " if layout.batch > 1 else ""
+        words = self.found.bits // 4
+        convert = {4: "halves_of_4_bits", 8: "halves_of_8_bits"}[self.found.bits]
+        flipped = ", 0u"
+        if self.is_signed:
+            flipped = ", 0x88888888u" if self.found.bits == 4 else ", 0x80808080u"
+        if self.found.dtype.is_floating_point:
+            convert, flipped = "halves_of_float8", ""
+        self.put(
+            f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit * layout.batch}"
+            f" + {own}t * 16;",
+            "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
+            "#pragma unroll",
+        )
+        with self.scope(f"for (int piece = 0; piece < {layout.pieces}; ++piece)"):
+            self.put(
+                f"const auto x = *reinterpret_cast<const Words<4>*>(factor + piece * "
+                f"{64 * layout.batch});"
+            )
+            for name, codes in (("left", "a"), ("right", "b")):
+                each = [f"{codes}.w[{words} * piece{f' + {n}' if n else ''}]" for n in range(words)]
+                self.put(f"const auto {name} = {convert}({', '.join(each)}{flipped});")
+            for n in (0, 2):
+                codes = [f"{name}.w[{n + k}]" for k in (0, 1) for name in ("left", "right")]
+                self.put(f"multiply_halves(sums, {', '.join(codes)}, x.w[{n}], x.w[{n + 1}]);")
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether codes are signed integers."""
+        return self.found.dtype in (torch.int4, torch.int8)
 
     def digit_products(self, words: int) -> None:
         """Write the products of a unit's codes and digits, as signed bytes."""
-        dtype = self.found.dtype
         if self.found.bits == 4:
-            flipped = "0x80808080u" if dtype is torch.uint4 else "0u"
+            flipped = "0u" if self.is_signed else "0x80808080u"
             for j in range(words):
                 x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
                 codes = [
@@ -524,7 +659,7 @@ class _StreamWriter(NestWriter):
                     f"multiply_digits(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
                 )
             return
-        flip = " ^ 0x80808080u" if dtype is torch.uint8 else ""
+        flip = "" if self.is_signed else " ^ 0x80808080u"
         for j in range(0, words, 2):
             codes = [f"{word}.w[{k}]{flip}" for k in (j, j + 1) for word in "ab"]
             self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
@@ -547,17 +682,11 @@ class _StreamWriter(NestWriter):
 
     def finish(self) -> None:
         """Write how the warps add up their sums, and how the outputs are stored."""
-        found, each = self.found, self.found.rows_of_each
+        each = self.found.rows_of_each
         self.put(f"meet<{_SUMS_READY}>(threads);")
         nest = Nest((), None, 1)
-        for n, (out, _) in enumerate(found.sums):
-            name = self.var(out)
-            self.put(
-                f"float {name} = 0.0f;",
-                "#pragma unroll",
-                f"for (int w = 0; w < warps; ++w) {name} += shared.sums[{n}][w];",
-            )
-            nest.known[out] = name
+        if self.layout.batch == 1:
+            self.add_sums(nest)
         nest.known |= self.known_at_end
         if self.stores_once:
             with self.scope("if (stores)"):
@@ -565,14 +694,27 @@ class _StreamWriter(NestWriter):
             return
         for name in self.read_at_end():
             self.put(self.address(self.inputs[name]))
-        with self.scope(f"for (int e = tid; e < mine * {each}; e += threads)"):
+        with self.scope(f"for (int e = tid; e < mine * {self.of_batch(each)}; e += threads)"):
             self.place("e")
             self.store_row(nest)
+
+    def add_sums(self, nest: Nest) -> None:
+        """Write how a thread adds up the warps' sums over columns, of row `b` of a batch."""
+        for n, (out, _) in enumerate(self.found.sums):
+            name = self.var(out)
+            row = f"{n} * batch + b" if self.layout.batch > 1 else str(n)
+            self.put(
+                f"float {name} = 0.0f;",
+                "#pragma unroll",
+                f"for (int w = 0; w < warps; ++w) {name} += shared.sums[{row}][w];",
+            )
+            nest.known[out] = name
 
     @property
     def stores_once(self) -> bool:
         """Whether each thread stores one element of each output at most."""
-        return self.layout.most_tiles * self.found.rows_of_each <= self.threads
+        layout = self.layout
+        return layout.most_tiles * self.found.rows_of_each * layout.batch <= self.threads
 
     def read_at_end(self) -> list[str]:
         """Return the inputs that are read when outputs are stored, such as a residual."""
@@ -583,7 +725,7 @@ class _StreamWriter(NestWriter):
         """Write the loads of what a thread needs at the end, if it stores one row at most."""
         if not self.stores_once:
             return
-        self.put(f"const bool stores = tid < mine * {self.found.rows_of_each};")
+        self.put(f"const bool stores = tid < mine * {self.of_batch(self.found.rows_of_each)};")
         self.place("tid")
         for name in self.read_at_end():
             self.put(
@@ -595,8 +737,14 @@ class _StreamWriter(NestWriter):
     def place(self, element: str) -> None:
         """Write the tile, the row and its coordinates of an element that a thread stores."""
         found, each = self.found, self.found.rows_of_each
+        batch = self.layout.batch
+        if batch > 1:
+            self.put(f"const int b = {element} / {each} % batch;")
+            if found.batch:
+                self.put(f"const int at_{found.batch} = b;")
         self.put(
-            f"const int own_tile = {element} / {each}, own_row = {element} % {each};",
+            f"const int own_tile = {element} / {f'({each} * batch)' if batch > 1 else each}, "
+            f"own_row = {element} % {each};",
             f"const int row = (int(blockIdx.x) + own_tile * blocks) * {each} + own_row;",
         )
         inner = 1
@@ -610,13 +758,16 @@ class _StreamWriter(NestWriter):
     def store_row(self, nest: Nest) -> None:
         """Write how a thread adds up the warps' sums for its row, and stores the outputs."""
         each = self.found.rows_of_each
+        if self.layout.batch > 1:
+            self.add_sums(nest)
         for n, p in enumerate(self.found.products):
-            name, more = self.var(p.out), f" + {n * each}" if n else ""
+            name, at = self.var(p.out), f"own_row + {n * each}" if n else "own_row"
+            if self.layout.batch > 1:
+                at = f"({at}) * batch + b" if n else f"{at} * batch + b"
             self.put(
                 f"float {name} = 0.0f;",
                 "#pragma unroll",
-                f"for (int w = 0; w < warps; ++w) {name} += "
-                f"shared.partial[own_tile][w][own_row{more}];",
+                f"for (int w = 0; w < warps; ++w) {name} += shared.partial[own_tile][w][{at}];",
             )
             nest.known[p.out] = name
         for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):

@@ -9,10 +9,10 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
-from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.products import ROWS, Products, streamed_products
 
-#: Columns of the other factor that share a power of two: 8 for each lane of a warp.
+#: Columns of a row of the other factor that share a power of two: 8 for each lane of a warp.
 SHARED_COLUMNS = 256
 
 #: Digits of a number: 8 bits each, so 22 bits of a column's value are kept.
@@ -114,8 +114,22 @@ class StreamLayout:
 
     @property
     def is_in_halves(self) -> bool:
-        """Whether products are of halves. Otherwise they are of signed bytes."""
-        return self.products.dtype is torch.float8_e4m3fn
+        """Whether products are of halves. Otherwise they are of signed bytes.
+
+        An instruction has eight columns. The digits of one row take three of them, and halves of a
+        batch one for each row.
+        """
+        return self.products.dtype is torch.float8_e4m3fn or self.products.batch_size > 1
+
+    @property
+    def batch(self) -> int:
+        """Rows of the other factor."""
+        return self.products.batch_size
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a unit: 8 columns of each lane."""
+        return self.lane_columns // 8
 
     # -- shared memory ----------------------------------------------------------------------------
 
@@ -147,12 +161,12 @@ class StreamLayout:
     def other_bytes(self) -> int:
         """Bytes of the other factor: halves, or digits."""
         columns = -(-self.products.num_columns // self.unit) * self.unit
-        return columns * (2 if self.is_in_halves else DIGITS)
+        return columns * self.batch * (2 if self.is_in_halves else DIGITS)
 
     @property
     def num_steps(self) -> int:
         """How many powers of two the other factor has."""
-        return -(-self.products.num_columns // SHARED_COLUMNS)
+        return -(-self.products.num_columns // SHARED_COLUMNS) * self.batch
 
     @property
     def shared_bytes(self) -> int:
@@ -160,13 +174,21 @@ class StreamLayout:
         slots = self.scale_slots * sum(
             self.scale_bytes(n) for n in range(len(self.products.products))
         )
-        partial = 4 * self.most_tiles * self.warps * ROWS
-        sums = 4 * self.warps * len(self.products.sums)
+        partial = 4 * self.most_tiles * self.warps * ROWS * self.batch
+        sums = 4 * self.warps * len(self.products.sums) * self.batch
         size = self.stages * ROWS * self.pitch
         for part in (slots, self.other_bytes, 4 * self.num_steps, partial, sums):
             size = -(-size // 16) * 16 + part
         size = -(-size // 8) * 8 + 2 * 8 * self.stages
         return -(-size // 128) * 128
+
+
+def tiles_of_rows(products: Products) -> dict[str, int]:
+    """Return the tiles that schedules have along the rows of codes and the batch."""
+    tiles = dict.fromkeys(products.rows, 1) | {products.rows[-1]: products.rows_of_each}
+    if products.batch is not None:
+        tiles[products.batch] = next_power_of_two(products.batch_size)
+    return tiles
 
 
 def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
@@ -183,7 +205,7 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"{schedule}: a kernel that streams codes has persistent blocks, of at most "
             f"{MOST_WARPS} warps that compute"
         )
-    tiles = {a: products.rows_of_each if a == products.rows[-1] else 1 for a in products.rows}
+    tiles = tiles_of_rows(products)
     if any(schedule.tiles[a] != n for a, n in tiles.items()):
         raise errors.CodegenError(
             f"{schedule}: a kernel that streams codes has tiles of "

@@ -1,8 +1,9 @@
 """Find the products with codes that a kernel can stream.
 
-Such a kernel computes Σ (codes − zero) · other for one row of `other`. Sums over groups of columns
-may be multiplied by scales. All rows of codes share `other`, and any sums that no row enters, such
-as the sum of squares of a norm. What follows the sums is elementwise.
+Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
+eight. Sums over groups of columns may be multiplied by scales. All rows of codes share `other`, and
+any sums that no row of codes enters, such as the sum of squares of a norm. What follows the sums is
+elementwise.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ ZEROS = {
     torch.int8: 0.0,
     torch.float8_e4m3fn: 0.0,
 }
+
+#: The most rows of the other factor: the columns of the instruction's right factor.
+MOST_BATCH = 8
+
+#: Bytes that a thread loads at a time.
+_LOADED = 16
 
 #: The most weights whose rows the 16 rows of an instruction are divided among.
 _MOST_PRODUCTS = 2
@@ -70,10 +77,12 @@ class Products:
     Attributes:
         op: The placed op.
         products: The sums of codes times `other`.
-        other: The value that all codes are multiplied with. It carries `columns` only.
-        sums: Accumulators of values that carry `columns` only, with these values.
+        other: The value that all codes are multiplied with. It carries `columns`, and `batch` if
+            there is one.
+        sums: Accumulators of values that carry the same axes as `other`, with these values.
         rows: The axes that number the rows of codes, the outer one first.
         columns: The summed axes, the outer one first.
+        batch: The axis that numbers the rows of `other`. None if it has one row.
     """
 
     op: PlacedOp
@@ -82,6 +91,7 @@ class Products:
     sums: tuple[tuple[str, str], ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
+    batch: str | None = None
 
     @property
     def block(self) -> BlockGraph:
@@ -102,6 +112,11 @@ class Products:
     def num_columns(self) -> int:
         """How many columns all codes have."""
         return self._size(self.columns)
+
+    @property
+    def batch_size(self) -> int:
+        """How many rows `other` has."""
+        return 1 if self.batch is None else self.block.axis(self.batch).size
 
     @property
     def group(self) -> int:
@@ -130,11 +145,16 @@ class Products:
 
     @property
     def read_columns(self) -> tuple[str, ...]:
-        """The inputs that carry columns and no rows: what `other` and `sums` are computed from."""
+        """The inputs that carry columns: what `other` and `sums` are computed from."""
         read = dict.fromkeys(
             name for value in (self.other, *(v for _, v in self.sums)) for name in self._read(value)
         )
         return tuple(read)
+
+    def batch_stride(self, name: str) -> int:
+        """Return the elements between rows of an input of `read_columns`, 0 if it has one row."""
+        i, t = self.block.inputs_by_name[name], self.tensor(name)
+        return sum(s for a, s in zip(i.axes, t.strides, strict=True) if a and a == self.batch)
 
     def scale_rows(self, product: Product) -> int:
         """Return how many rows of scales a product has for the rows of a tile."""
@@ -208,21 +228,31 @@ class _Finder:
             raise _refused(f"the sum {next(iter(self.open))} ends nowhere")
         self.choose()
         for o in self.block.outputs:
-            if set(self.block.carried[o.value]) != set(self.rows):
+            if set(self.block.carried[o.value]) != {*self.rows, *self.batches}:
                 raise _refused(f"output {o.value} does not have the rows of the codes")
-        found = Products(self.op, self.products, self.other, self.sums, self.rows, self.columns)
+        found = Products(
+            self.op, self.products, self.other, self.sums, self.rows, self.columns, self.batch
+        )
         self.check_sizes(found)
         return found
 
     def find_axes(self) -> None:
-        """Find the rows and columns of codes."""
+        """Find the rows and columns of codes, and the batch."""
         axes = [a for a in self.coded[0].axes if a is not None]
         self.rows = tuple(a for a in axes if self.block.role(a) is Role.GRID)
         self.columns = tuple(a for a in axes if a not in self.rows)
         if not self.rows or not 1 <= len(self.columns) <= 2:
             raise _refused("the codes have no rows, or more than two axes of columns")
-        if {a.name for a in self.block.axes} != {*self.rows, *self.columns}:
-            raise _refused("it has other axes than the rows and columns of the codes")
+        if any(a.split_axis is not None for a in self.block.axes):
+            raise _refused("an axis is split")
+        others = [a for a in self.block.axes if a.name not in axes]
+        if any(a.role is not Role.GRID for a in others) or len(others) > 1:
+            raise _refused("it has other axes than the rows and columns of the codes, and a batch")
+        if others and others[0].size > MOST_BATCH:
+            raise _refused(f"the other factor has {others[0].size} rows, more than {MOST_BATCH}")
+        #: The axis that numbers the rows of the other factor, as a set: empty if it has one row.
+        self.batches = {a.name for a in others}
+        self.batch = others[0].name if others else None
 
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, and that codes lie row after row."""
@@ -249,7 +279,7 @@ class _Finder:
         """Return whether each axis of a tensor follows the one after it without gaps."""
         expected = 1  # the outermost axis may be joined, and its size does not count
         for axis, stride in reversed([*zip(i.axes, t.strides, strict=True)]):
-            if axis is not None:
+            if axis is not None and axis != self.batch:
                 if stride != expected:
                     return False
                 expected *= self.block.axis(axis).size
@@ -266,7 +296,8 @@ class _Finder:
         self.elementwise = {
             i.name
             for i in self.block.inputs
-            if i.name not in coded and set(self.block.carried[i.name]) == set(self.columns)
+            if i.name not in coded
+            and {*self.block.carried[i.name]} - self.batches == {*self.columns}
         }
         self.column_sums: dict[str, str] = {}
         for op in stage.body:
@@ -395,9 +426,11 @@ class _Finder:
             raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
         for name in found.read_columns:
             i, t = self.block.inputs_by_name[name], found.tensor(name)
-            in_order = tuple(a for a in i.axes if a) == self.columns
+            in_order = tuple(a for a in i.axes if a and a != self.batch) == self.columns
             if i.joined is not None or not in_order or not self._lies_in_rows(i, t):
                 raise _refused(f"{name} does not have all columns side by side")
+            if found.batch_stride(name) * t.dtype.itemsize % _LOADED:
+                raise _refused(f"the rows of {name} do not begin at multiples of {_LOADED} bytes")
             if t.dtype not in COMPUTE_DTYPES:
                 raise _refused(f"{name} holds {t.dtype}")
         for p in found.products:
