@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mirage_hf.codegen.cuda_kernel import CudaKernel
+from mirage_hf.codegen.streams import layout
+from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.errors import CodegenError
-from tests.helpers.streamed_graphs import random_hand
+from tests.helpers.streamed_graphs import Hand, random_hand
 
 #: Random layouts are compiled so many at a time.
 AT_ONCE = 12
 SLOW_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.slow) for n in (2, 3, 4))
+
+
+def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
+    """Compare the results of kernels, in some orders of threads, with those of float64."""
+    source = "\n".join(k.source for k in kernels)
+    for n, k in enumerate(kernels):
+        source += f"\nstatic_assert(sizeof(kernel_{n}::Shared) == {k.shared});"
+    for n, (hand, kernel) in enumerate(zip(hands, kernels, strict=True)):
+        want = hand.exact()
+        for order in (1, 2 + n):
+            got = hand.run(kernel, f"kernel_{n}", order, folder, source)
+            assert not isinstance(got, str), f"{hand}: {got}"
+            assert hand.error(got, want) <= 1, f"{hand}, order {order}"
 
 
 @pytest.mark.parametrize("first", [0, AT_ONCE, *SLOW_STARTS])
@@ -26,12 +44,38 @@ def test_random_layouts_give_the_results_of_float64(first, tmp_path):
         if len(hands) == AT_ONCE:
             break
     assert len(hands) == AT_ONCE and refused < AT_ONCE
-    source = "\n".join(k.source for k in kernels)
-    for n, k in enumerate(kernels):
-        source += f"\nstatic_assert(sizeof(kernel_{n}::Shared) == {k.shared});"
-    for n, (hand, kernel) in enumerate(zip(hands, kernels, strict=True)):
-        want = hand.exact()
-        for order in (1, 2 + n):
-            got = hand.run(kernel, f"kernel_{n}", order, tmp_path, source)
-            assert not isinstance(got, str), f"{hand}: {got}"
-            assert hand.error(got, want) <= 1, f"{hand}, order {order}"
+    check(hands, kernels, tmp_path)
+
+
+def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
+    """Limit shared memory so that the other factor has several spans, at most so many."""
+    monkeypatch.undo()
+    try:
+        whole = stream_layout(hand.op, hand.schedule)
+    except CodegenError:
+        return None
+    if whole.chunks < 2:
+        return None
+    limit = whole._shared_bytes(-(-whole.chunks // most))
+    if limit >= whole.shared_bytes:
+        return None
+    monkeypatch.setattr(layout, "SHARED_MOST", limit)
+    return stream_layout(hand.op, hand.schedule)
+
+
+def test_other_factors_in_spans_give_the_results_of_float64(tmp_path, monkeypatch):
+    hands, kernels, seen = [], [], set()
+    for seed in range(200):
+        hand = random_hand(7 * seed)
+        divided = with_spans(hand, 2 + seed % 3, monkeypatch)
+        if divided is None:
+            continue
+        assert divided.spans > 1
+        seen.add((divided.spans > 2, divided.last_span < divided.span, divided.batch > 1))
+        seen.add(("norm", hand.has_norm))
+        kernels.append(hand.kernel(f"kernel_{len(hands)}"))
+        hands.append(hand)
+        if len(hands) == 2 * AT_ONCE:
+            break
+    assert len(hands) == 2 * AT_ONCE and len(seen) >= 9
+    check(hands, kernels, tmp_path)

@@ -2,6 +2,9 @@
 
 - `products`: Find what such a kernel computes in a block graph.
 - `layout`: Divide its work by a schedule, and lay out its shared memory.
-- `kernel`: Write its text.
+- `writer`: What all parts of its text need.
+- `factor`: Write how threads compute what codes are multiplied with.
+- `multiplying`: Write the products.
+- `kernel`: Write the kernel.
 - `helpers`: The device functions that the text calls.
 """

@@ -90,13 +90,18 @@ __device__ __forceinline__ unsigned sixteenth_less_72(unsigned two) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(halves) : "r"(two), "r"(0x2c002c00u), "r"(0xd480d480u));
   return halves;
 }
+__device__ __forceinline__ unsigned masked_and_flipped(unsigned word, unsigned mask, unsigned flips) {
+  unsigned bits;  // one instruction, which two operators would not be
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(word), "r"(mask), "r"(flips));
+  return bits;
+}
 __device__ __forceinline__ Words<4> halves_of_4_bits(unsigned word, unsigned flipped) {
   const unsigned low = 0x64006400u ^ (flipped & 0x000f000fu), high = 0x64006400u ^ (flipped & 0x00f000f0u);
   const unsigned upper = word >> 8;
-  return Words<4>{subtract_halves((word & 0x000f000fu) ^ low, 0x64086408u),
-                  sixteenth_less_72((word & 0x00f000f0u) ^ high),
-                  subtract_halves((upper & 0x000f000fu) ^ low, 0x64086408u),
-                  sixteenth_less_72((upper & 0x00f000f0u) ^ high)};
+  return Words<4>{subtract_halves(masked_and_flipped(word, 0x000f000fu, low), 0x64086408u),
+                  sixteenth_less_72(masked_and_flipped(word, 0x00f000f0u, high)),
+                  subtract_halves(masked_and_flipped(upper, 0x000f000fu, low), 0x64086408u),
+                  sixteenth_less_72(masked_and_flipped(upper, 0x00f000f0u, high))};
 }
 __device__ __forceinline__ Words<4> halves_of_8_bits(unsigned first, unsigned second, unsigned flipped) {
   first ^= flipped;

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from mirage_hf import errors
+from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.products import ROWS, Products, streamed_products
@@ -31,7 +32,8 @@ class StreamLayout:
 
     A *tile* is the rows that a warp multiplies at a time, with all columns. It passes through the
     ring in *chunks* of columns, one for each stage. The warps share the columns of a chunk in
-    *units*: the columns that the four lanes of a row load at once.
+    *units*: the columns that the four lanes of a row load at once. If the other factor does not fit
+    beside the ring, the block walks its tiles once for each *span* of columns.
 
     Attributes:
         products: What the kernel computes.
@@ -82,6 +84,35 @@ class StreamLayout:
     def last_chunk(self) -> int:
         """Columns of the last chunk of a tile."""
         return self.products.num_columns - (self.chunks - 1) * self.chunk
+
+    @cached_property
+    def span_chunks(self) -> int:
+        """Chunks of a span: all, or so many that shared memory holds their other factor."""
+        for spans in range(1, self.chunks + 1):
+            count = -(-self.chunks // spans)
+            if self._shared_bytes(count) <= SHARED_MOST:
+                return count
+        return 1
+
+    @property
+    def spans(self) -> int:
+        """Spans of columns."""
+        return -(-self.chunks // self.span_chunks)
+
+    @property
+    def last_span_chunks(self) -> int:
+        """Chunks of the last span."""
+        return self.chunks - (self.spans - 1) * self.span_chunks
+
+    @property
+    def span(self) -> int:
+        """Columns of a span. The last one may have fewer."""
+        return self.products.num_columns if self.spans == 1 else self.span_chunks * self.chunk
+
+    @property
+    def last_span(self) -> int:
+        """Columns of the last span."""
+        return self.products.num_columns - (self.spans - 1) * self.span
 
     @cached_property
     def lane_bytes(self) -> int:
@@ -146,7 +177,10 @@ class StreamLayout:
     @property
     def scale_slots(self) -> int:
         """Tiles whose scales are held."""
-        return self.stages // self.chunks + _MORE_SLOTS
+        return self._scale_slots(self.span_chunks)
+
+    def _scale_slots(self, span_chunks: int) -> int:
+        return self.stages // (self.chunks % span_chunks or span_chunks) + _MORE_SLOTS
 
     def scale_bytes(self, number: int) -> int:
         """Return the bytes of the scales of a product for one tile."""
@@ -160,24 +194,33 @@ class StreamLayout:
     @property
     def other_bytes(self) -> int:
         """Bytes of the other factor: halves, or digits."""
-        columns = -(-self.products.num_columns // self.unit) * self.unit
+        return self._other_bytes(self.span)
+
+    def _other_bytes(self, span: int) -> int:
+        columns = -(-span // self.unit) * self.unit
         return columns * self.batch * (2 if self.is_in_halves else DIGITS)
 
     @property
     def num_steps(self) -> int:
         """How many powers of two the other factor has."""
-        return -(-self.products.num_columns // SHARED_COLUMNS) * self.batch
+        return -(-self.span // SHARED_COLUMNS) * self.batch
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block. The kernel's struct has this size."""
-        slots = self.scale_slots * sum(
+        return self._shared_bytes(self.span_chunks)
+
+    def _shared_bytes(self, span_chunks: int) -> int:
+        """Return the bytes of shared memory of a block whose spans have so many chunks."""
+        span = min(self.products.num_columns, span_chunks * self.chunk)
+        slots = self._scale_slots(span_chunks) * sum(
             self.scale_bytes(n) for n in range(len(self.products.products))
         )
+        steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
         partial = 4 * self.most_tiles * self.warps * ROWS * self.batch
         sums = 4 * self.warps * len(self.products.sums) * self.batch
         size = self.stages * ROWS * self.pitch
-        for part in (slots, self.other_bytes, 4 * self.num_steps, partial, sums):
+        for part in (slots, self._other_bytes(span), steps, partial, sums):
             size = -(-size // 16) * 16 + part
         size = -(-size // 8) * 8 + 2 * 8 * self.stages
         return -(-size // 128) * 128

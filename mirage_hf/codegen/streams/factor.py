@@ -1,0 +1,264 @@
+"""Write how threads compute the other factor and store it in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from mirage_hf.codegen.cuda_nests import Nest
+from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
+from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY, StreamWriter
+
+#: Elements of the other factor that a thread computes at a time.
+_VECTOR = 8
+
+#: The most loads of 16 bytes of the other factor that a thread has under way, with up to 8 warps.
+#: With more warps a thread has half of the registers.
+_MOST_LOADS = 16
+
+#: What is added to an element before its bits are taken: the magic number and 0x4040. The bits are
+#: then shifted by one place, so 128 is added to each of the lower digits, and no digit is negative.
+_DIGIT_OFFSET = "12599360.0f"
+
+
+class FactorWriter(StreamWriter):
+    """Writes the other factor, as digits or as halves, and the sums over its columns."""
+
+    def hold_inputs(self) -> None:
+        """Write the wait for the previous kernel, and the loads that are before it or follow it."""
+        shared, own = self.inputs_by_row()
+        if not self.has_spans:
+            for v in shared:
+                self.hold(v)
+        self.put("wait_for_previous_kernel();")
+        if not self.early:
+            self.put("launch_next_kernel();")
+        if not self.has_spans and self.layout.batch == 1:
+            for v in own:
+                self.hold(v)
+
+    def compute_factor(self) -> None:
+        """Write how the threads that compute bring the other factor into shared memory.
+
+        If it has several spans, this is one of them.
+        """
+        shared, own = self.inputs_by_row()
+        if self.has_spans:
+            size = self.of_span(self.layout.span, self.layout.last_span)
+            self.put(
+                f"const int size = {size};  // columns of the span",
+                f"if (span > 0) meet<{COMPUTED}>(threads);",
+            )
+            for v in shared:
+                self.hold(v)
+        if self.layout.batch == 1:
+            if self.has_spans:
+                for v in own:
+                    self.hold(v)
+            self.factor_of_row()
+        else:
+            at_once = self.rows_at_once(own)
+            self.put("#pragma unroll")
+            with self.scope(f"for (int b_0 = 0; b_0 < batch; b_0 += {at_once})"):
+                for v in own:
+                    self.hold(v, at_once)
+                with self.rounds("m", at_once):
+                    self.put("const int b = b_0 + m;")
+                    self.factor_of_row(frozenset(own))
+        ready = f"meet<{FACTOR_READY}>(threads + 32);"
+        if self.has_spans:
+            ready = f"if (span == 0) {ready} else meet<{COMPUTED}>(threads);"
+        self.put(ready)
+
+    def inputs_by_row(self) -> tuple[list[str], list[str]]:
+        """Return the inputs that a thread loads once before the wait, and the others."""
+        found = self.found
+        shared = [
+            v for v in found.read_columns if self.is_constant(v) and not found.batch_stride(v)
+        ]
+        return shared, [v for v in found.read_columns if v not in shared]
+
+    @property
+    def end_of_columns(self) -> str:
+        """The end of the columns that are computed."""
+        return "size" if self.has_spans else "columns"
+
+    @property
+    def num_rounds(self) -> int:
+        """How often a thread computes 8 columns of a row."""
+        return -(-self.layout.span // (_VECTOR * self.threads))
+
+    def ends_within(self, count: int) -> bool:
+        """Return whether columns do not end at a multiple of `count`."""
+        return any(n % count for n in (self.layout.span, self.layout.last_span))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some threads compute nothing in the last round."""
+        count = self.num_rounds * _VECTOR * self.threads
+        return any(n != count for n in (self.layout.span, self.layout.last_span))
+
+    def rows_at_once(self, names: Sequence[str]) -> int:
+        """Return how many rows of the batch a thread loads before it computes."""
+        loads = sum(self.num_rounds * self.width(v) for v in names)
+        most = _MOST_LOADS if self.layout.warps <= 8 else _MOST_LOADS // 2
+        divisors = [n for n in range(1, self.layout.batch + 1) if self.layout.batch % n == 0]
+        return max((n for n in divisors if n * loads <= most), default=1)
+
+    def factor_of_row(self, own: frozenset[str] = frozenset()) -> None:
+        """Write how the warps compute a row of the other factor, and its sums.
+
+        Args:
+            own: The inputs of which the row `m` is read, among those that were loaded.
+        """
+        for n in range(len(self.found.sums)):
+            self.put(f"float sum_{n} = 0.0f;")
+        with self.rounds("r", self.num_rounds):
+            self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+            if self.is_partial:
+                with self.scope(f"if (at - lane * {_VECTOR} < {self.end_of_columns})"):
+                    self.factor_of(own)
+            else:
+                self.factor_of(own)
+        for n in range(len(self.found.sums)):
+            row = f"{n} * batch + b" if self.layout.batch > 1 else str(n)
+            self.put(
+                f"sum_{n} = join_lanes<Sum, 32>(sum_{n});",
+                f"if (lane == 0) {self.add_to(f'shared.sums[{row}][warp]', f'sum_{n}')}",
+            )
+
+    def is_constant(self, value: str) -> bool:
+        """Return whether an input does not change while kernels run."""
+        return all(self.operands[s].constant for s in self.inputs[value].sources)
+
+    def rounds(self, index: str, count: int) -> AbstractContextManager[None]:
+        """Write an unrolled loop."""
+        self.put("#pragma unroll")
+        return self.scope(f"for (int {index} = 0; {index} < {count}; ++{index})")
+
+    def width(self, value: str) -> int:
+        """Return how many loads of 16 bytes give 8 elements of an input."""
+        return 2 if self.operands[self.inputs[value].sources[0]].dtype.itemsize == 4 else 1
+
+    def hold(self, value: str, rows: int = 0) -> None:
+        """Write the loads of a thread's elements of an input, or of so many rows of the batch."""
+        of_rows = f"[{rows}]" if rows else ""
+        self.put(f"uint4 {self.var(value)}_held{of_rows}[{self.num_rounds}][{self.width(value)}];")
+        if rows:
+            with self.rounds("m", rows), self.rounds("r", self.num_rounds):
+                self.load(value, of_batch=True)
+        else:
+            with self.rounds("r", self.num_rounds):
+                self.load(value)
+
+    def load(self, value: str, of_batch: bool = False) -> None:
+        """Write the loads of 8 elements of an input, of row `m` if it has the batch."""
+        load = "load_constant" if self.is_constant(value) else "load_plain"
+        pointer = self.pointer(self.inputs[value], 0)
+        self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+        if self.has_spans:
+            pointer += f" + span * {self.layout.span}"
+        if of_batch and (stride := self.found.batch_stride(value)):
+            pointer += f" + (b_0 + m) * {stride}LL"
+        for n in range(self.width(value)):
+            held = f"{self.var(value)}_held{'[m]' if of_batch else ''}[r][{n}]"
+            more = f" + {4 * n}" if n else ""
+            text = f"{load}({pointer} + at{more})"
+            if self.is_partial:
+                text = f"at < {self.end_of_columns} ? {text} : uint4{{0, 0, 0, 0}}"
+            self.put(f"{held} = {text};")
+
+    def factor_of(self, own: frozenset[str]) -> None:
+        """Write how a warp computes 256 columns of the other factor, and stores them."""
+        is_ragged, names = self.ends_within(SHARED_COLUMNS), self.found.read_columns
+        for v in names:
+            self.put(
+                f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}"
+                f"(&)[{_VECTOR}]>({self.var(v)}_held{'[m]' if v in own else ''}[r]);"
+            )
+        self.put(f"float factor[{_VECTOR}], largest = 0.0f;", "#pragma unroll")
+        with self.scope(f"for (int j = 0; j < {_VECTOR}; ++j)"):
+            nest = Nest((), None, 1)
+            for v in names:
+                self.put(f"const float {self.var(v)} = to_float({self.var(v)}_v[j]);")
+                nest.known[v] = self.var(v)
+            other = self.ref(nest, self.found.other)
+            inside = f"at < {self.end_of_columns} ? {{}} : 0.0f" if is_ragged else "{}"
+            self.put(f"factor[j] = {inside.format(other)};")
+            for n, (_, value) in enumerate(self.found.sums):
+                self.put(f"sum_{n} += {inside.format(self.ref(nest, value))};")
+            self.put("largest = maximum(largest, fabsf(factor[j]));")
+        self.put(
+            "// a power of two that makes the largest of 256 columns fill its digits",
+            "const int exponent = int(largest_in_warp(__float_as_uint(largest)) >> 23);",
+        )
+        bits = 14 if self.layout.is_in_halves else 20
+        least = 26  # so that what the digits count is no subnormal number
+        self.put(
+            f"const int scaled = exponent < {least} ? {least} : exponent;",
+            f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",
+        )
+        # As bytes, codes of 4 bits are in the upper half, which is times 16. Digits were shifted.
+        down = bits if self.layout.is_in_halves else bits + 1 + 4 * (self.found.bits == 4)
+        step = f"at / {SHARED_COLUMNS}"
+        step += " * batch + b" if self.layout.batch > 1 else ""
+        self.put(
+            f"if (lane == 0) shared.steps[{step}] = "
+            "__uint_as_float(exponent == 255 ? 0x7fc00000u : "
+            f"unsigned(scaled - {down}) << 23);"
+        )
+        if is_ragged:
+            with self.scope(f"if (at < {self.end_of_columns})"):
+                self.store_factor()
+        else:
+            self.store_factor()
+
+    def store_factor(self) -> None:
+        """Write how a thread stores its columns of the other factor."""
+        if self.layout.is_in_halves:
+            self.store_halves()
+            return
+        unit, columns = self.layout.unit, self.layout.lane_columns
+        row = min(columns, 16)
+        is_packed = self.found.bits == 4
+        self.put("unsigned digits[3][2];", "#pragma unroll")
+        with self.scope("for (int h = 0; h < 2; ++h)"):
+            self.put("unsigned bits[4];", "#pragma unroll")
+            which = "2 * j + h" if is_packed else "4 * h + j"
+            self.put(
+                f"for (int j = 0; j < 4; ++j) bits[j] = __float_as_uint(fmaf(factor[{which}], up, "
+                f"{_DIGIT_OFFSET})) << 1;",
+                "const unsigned low_0 = pick_bytes(bits[0], bits[1], 0x5140), "
+                "low_1 = pick_bytes(bits[2], bits[3], 0x5140);",
+                "const unsigned high_0 = pick_bytes(bits[0], bits[1], 0x0062), "
+                "high_1 = pick_bytes(bits[2], bits[3], 0x0062);",
+                "digits[0][h] = pick_bytes(high_0, high_1, 0x5410) ^ 0x80808080u;",
+                "digits[1][h] = pick_bytes(low_0, low_1, 0x7632) ^ 0x80808080u;",
+                "digits[2][h] = pick_bytes(low_0, low_1, 0x5410) ^ 0x80808080u;",
+            )
+        half = f" + at % {columns} / 16 * {4 * row * DIGITS}" if columns > 16 else ""
+        self.put(
+            f"unsigned char* to = shared.factor + at / {unit} * {DIGITS * unit}{half} + "
+            f"at % {unit} / {columns} * {row} + at % {row};",
+            "#pragma unroll",
+            f"for (int d = 0; d < {DIGITS}; ++d) *reinterpret_cast<Words<2>*>(to + d * {4 * row})"
+            " = Words<2>{digits[d][0], digits[d][1]};",
+        )
+
+    def store_halves(self) -> None:
+        """Write how a thread stores 8 columns as halves, in the order in which codes become halves.
+
+        For each piece of 8 columns of each lane, the rows of the batch follow each other.
+        """
+        unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
+        which = "j / 2 + j % 2 * 4" if self.found.bits == 4 else "j"
+        piece = f" + at % {columns} / 8 * {64 * batch}" if columns > 8 else ""
+        row = " + b * 64" if batch > 1 else ""
+        self.put(
+            "alignas(16) half halves[8];",
+            "#pragma unroll",
+            f"for (int j = 0; j < 8; ++j) halves[j] = from_float<half>(factor[{which}] * up);",
+            f"unsigned char* to = shared.factor + at / {unit} * {2 * unit * batch}{piece}{row} + "
+            f"at % {unit} / {columns} * 16;",
+            "*reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(halves);",
+        )

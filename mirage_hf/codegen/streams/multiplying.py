@@ -1,0 +1,206 @@
+"""Write the products of codes and the other factor on tensor cores."""
+
+from __future__ import annotations
+
+from mirage_hf.codegen.streams.factor import FactorWriter
+from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
+
+#: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
+_MAGIC = 0x4B400000
+
+
+class ProductWriter(FactorWriter):
+    """Writes the loop over the tiles of a block, whose chunks the copying warp brings."""
+
+    def multiply(self) -> None:
+        """Write the loop over the block's tiles."""
+        layout = self.layout
+        self.put("const int g = lane / 4, t = lane % 4;")
+        if layout.batch > 1:
+            self.put(
+                "// the row of the batch that a lane reads, and those of its two columns of sums",
+                "const int own = g < batch ? g : 0, first = 2 * t < batch ? 2 * t : 0, "
+                "second = 2 * t + 1 < batch ? 2 * t + 1 : 0;",
+            )
+        if not layout.is_in_halves:
+            self.put(
+                "// what the digits of the lane's two columns are worth",
+                "const float worth_0 = t == 0 ? 65536.0f : t == 1 ? 1.0f : 0.0f, "
+                "worth_1 = t == 0 ? 256.0f : 0.0f;",
+            )
+        with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
+            totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
+            self.put(f"float {totals};  // of rows g and g + 8")
+            chunks = "chunks"
+            if self.has_spans:
+                chunks = self.of_span(layout.span_chunks, layout.last_span_chunks)
+            with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
+                self.put(
+                    "const int s = n % stages;",
+                    "wait_for_phase(&shared.full[s], (n / stages) & 1);",
+                )
+                units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
+                count = str(units)
+                if last != units:
+                    self.put(
+                        f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};"
+                    )
+                    count = "units"
+                self.put("#pragma unroll 4")
+                with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
+                    self.multiply_unit(units)
+                self.put("arrive(&shared.empty[s]);")
+            if not layout.is_in_halves:
+                self.put(
+                    "upper += __shfl_xor_sync(0xffffffffu, upper, 1);",
+                    "lower += __shfl_xor_sync(0xffffffffu, lower, 1);",
+                )
+            self.store_totals()
+
+    def totals(self) -> list[str]:
+        """Return the names of a lane's sums, for the upper and the lower half of the rows."""
+        halves = ("upper", "lower")
+        return [f"{h}_{n}" for h in halves for n in (0, 1)] if self.layout.batch > 1 else [*halves]
+
+    def store_totals(self) -> None:
+        """Write how a lane stores its sums of a tile."""
+        if self.layout.batch == 1:
+            with self.scope("if (t == 0)"):
+                self.put(
+                    self.add_to("shared.partial[i][warp][g]", "upper"),
+                    self.add_to("shared.partial[i][warp][g + 8]", "lower"),
+                )
+            return
+        for n in (0, 1):
+            with self.scope(f"if (2 * t{f' + {n}' if n else ''} < batch)"):
+                at = f"2 * t{f' + {n}' if n else ''}"
+                self.put(
+                    self.add_to(f"shared.partial[i][warp][g * batch + {at}]", f"upper_{n}"),
+                    self.add_to(f"shared.partial[i][warp][(g + 8) * batch + {at}]", f"lower_{n}"),
+                )
+
+    def multiply_unit(self, units: int) -> None:
+        """Write the products of a unit."""
+        layout, found = self.layout, self.found
+        words, columns = layout.lane_bytes // 4, layout.lane_columns
+        first = f"c * {units} + u" if layout.chunks > 1 else "u"
+        self.put(f"const int unit = {first};")
+        self.put(
+            "const unsigned char* codes = shared.codes[s] + g * pitch + "
+            f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
+            f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
+            f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);",
+        )
+        if layout.is_in_halves:
+            self.half_products()
+            halves = ["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]
+        else:
+            row = min(columns, 16)
+            self.put(
+                f"const unsigned char* digits = shared.factor + unit * {DIGITS * layout.unit} + "
+                f"(g < {DIGITS} ? g : 0) * {4 * row} + t * {row};",
+                f"const auto x = *reinterpret_cast<const Words<{row // 4}>*>(digits);",
+            )
+            if columns > 16:
+                self.put(
+                    "const auto y = *reinterpret_cast<const Words<4>*>"
+                    f"(digits + {4 * row * DIGITS});"
+                )
+            self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
+            self.digit_products(words)
+            self.put(
+                "const float magic = 12582912.0f;",
+                "const float above = (__int_as_float(sums[0]) - magic) * worth_0 + "
+                "(__int_as_float(sums[1]) - magic) * worth_1;",
+                "const float below = (__int_as_float(sums[2]) - magic) * worth_0 + "
+                "(__int_as_float(sums[3]) - magic) * worth_1;",
+            )
+            halves = ["above"], ["below"]
+        steps = ["step"]
+        at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
+        if layout.batch == 1:
+            self.put(f"const float step = shared.steps[{at}];")
+        else:
+            steps = ["step_0", "step_1"]
+            self.put(
+                f"const float* steps = shared.steps + {at} * batch;",
+                "const float step_0 = steps[first], step_1 = steps[second];",
+            )
+        per_half = len(steps)
+        for half, results in enumerate(halves):
+            number = half if len(found.products) > 1 else 0
+            scale = self.scale_text(number, half)
+            if scale and per_half > 1:
+                self.put(f"const float scale_{half} = {scale};")
+                scale = f"scale_{half}"
+            totals = self.totals()[half * per_half : (half + 1) * per_half]
+            for total, result, own_step in zip(totals, results, steps, strict=False):
+                factor = f"({own_step} * {scale})" if scale else own_step
+                self.put(f"{total} += {result} * {factor};")
+
+    def half_products(self) -> None:
+        """Write the products of a unit's codes and the other factor, as halves."""
+        layout = self.layout
+        own = "own * 64 + " if layout.batch > 1 else ""
+        words = self.found.bits // 4
+        convert = {4: "halves_of_4_bits", 8: "halves_of_8_bits"}[self.found.bits]
+        flipped = ", 0u"
+        if self.is_signed:
+            flipped = ", 0x88888888u" if self.found.bits == 4 else ", 0x80808080u"
+        if self.found.dtype.is_floating_point:
+            convert, flipped = "halves_of_float8", ""
+        self.put(
+            f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit * layout.batch}"
+            f" + {own}t * 16;",
+            "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
+            "#pragma unroll",
+        )
+        with self.scope(f"for (int piece = 0; piece < {layout.pieces}; ++piece)"):
+            self.put(
+                f"const auto x = *reinterpret_cast<const Words<4>*>(factor + piece * "
+                f"{64 * layout.batch});"
+            )
+            for name, loaded in (("left", "a"), ("right", "b")):
+                each = [
+                    f"{loaded}.w[{words} * piece{f' + {n}' if n else ''}]" for n in range(words)
+                ]
+                self.put(f"const auto {name} = {convert}({', '.join(each)}{flipped});")
+            for n in (0, 2):
+                codes = [f"{name}.w[{n + k}]" for k in (0, 1) for name in ("left", "right")]
+                self.put(f"multiply_halves(sums, {', '.join(codes)}, x.w[{n}], x.w[{n + 1}]);")
+
+    def digit_products(self, words: int) -> None:
+        """Write the products of a unit's codes and digits, as signed bytes."""
+        if self.found.bits == 4:
+            flipped = "0u" if self.is_signed else "0x80808080u"
+            for j in range(words):
+                x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
+                codes = [
+                    f"upper_codes({word}.w[{j}]{shift}, {flipped})"
+                    for shift in (" << 4", "")
+                    for word in "ab"
+                ]
+                self.put(
+                    f"multiply_digits(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
+                )
+            return
+        flip = "" if self.is_signed else " ^ 0x80808080u"
+        for j in range(0, words, 2):
+            codes = [f"{word}.w[{k}]{flip}" for k in (j, j + 1) for word in "ab"]
+            self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
+
+    def scale_text(self, number: int, half: int) -> str:
+        """Return the scale of a unit's products in one half of the rows; empty if there is none."""
+        product, found = self.found.products[number], self.found
+        if product.scale is None:
+            return ""
+        ctype, groups = self.ctype(product.scale), found.num_columns // found.group
+        row = "0"
+        if found.scale_rows(product) > 1:
+            row = "g" if len(found.products) > 1 or not half else "(g + 8)"
+        first = f"unit * {self.layout.unit}"
+        if self.has_spans:
+            first = f"(span * {self.layout.span} + {first})"
+        group, slot = f"{first} / {found.group}", self.scale_slot(number)
+        at = f"{row} * {groups} + {group}" if row != "0" else group
+        return f"to_float(reinterpret_cast<const {ctype}*>({slot})[{at}])"
