@@ -111,6 +111,8 @@ def search_options(
     if clusters:
         _check_clusters(backend, restricted=restriction is not None or preset["maps"] is not None)
         preset["clusters"] = True
+    if CUDA in generators(backend, clusters):
+        _check_bindings(clusters)
     limit = time_limit or settings().search_seconds
     options = SearchOptions(time_limit=limit, gpu=current_gpu(), **preset)
     return options, restriction
@@ -129,20 +131,20 @@ def _check_backend(backend: object) -> None:
         raise errors.SearchError(
             f"superoptimize: unknown backend {backend!r}; backends are {', '.join(BACKENDS)}"
         )
-    if backend == "cuda":
-        if not torch.cuda.is_available():
-            raise errors.SearchError(
-                "superoptimize: backend 'cuda' measures kernels, and there is no GPU; search with "
-                "backend='cpu', then call generate_cuda_program on a result"
-            )
-        _check_bindings()
+    if backend == "cuda" and not torch.cuda.is_available():
+        raise errors.SearchError(
+            "superoptimize: backend 'cuda' measures kernels, and there is no GPU; search with "
+            "backend='cpu', then call generate_cuda_program on a result"
+        )
 
 
-def _check_bindings() -> None:
+def _check_bindings(clusters: bool) -> None:
+    """Check that CUDA kernels can be compiled and launched, before a search for them."""
     try:
         cuda_launching.cuda_bindings()
-    except RuntimeError as e:
-        raise errors.SearchError(f"superoptimize: {e}") from e
+    except RuntimeError as e:  # the message ends with (backend='triton')
+        condition = " without clusters=True" if clusters else ""
+        raise errors.SearchError(f"superoptimize: {e}{condition}") from e
 
 
 def generators(backend: str, clusters: bool) -> tuple[str, ...]:
@@ -165,13 +167,11 @@ def _check_clusters(backend: str, restricted: bool) -> None:
             "superoptimize: allowed maps, blocks, threads and trips do not hold for clusters; "
             "leave them out with clusters=True"
         )
-    if backend != "cpu":
-        if torch.cuda.get_device_capability() < (9, 0):
-            raise errors.SearchError(
-                f"superoptimize: {torch.cuda.get_device_name()} has no clusters of thread blocks, "
-                "which need compute capability 9.0; leave clusters=True out, or pass backend='cpu'"
-            )
-        _check_bindings()
+    if backend != "cpu" and torch.cuda.get_device_capability() < (9, 0):
+        raise errors.SearchError(
+            f"superoptimize: {torch.cuda.get_device_name()} has no clusters of thread blocks, "
+            "which need compute capability 9.0; leave clusters=True out, or pass backend='cpu'"
+        )
 
 
 def _check_count(name: str, value: object) -> None:

@@ -81,12 +81,12 @@ class _NarrowSizes:
             ResizeError: They contradict each other.
         """
         while True:
+            self._keep_whole_rules()
             sizes = {
                 root: n if root in self.kept else min(n, self._limit(root))
                 for root, n in self.full.items()
             }
-            for rule in self.classes.rules:
-                self._apply(rule, sizes)
+            self._apply_rules(sizes)
             self._cut_outputs(sizes)
             broken = [rule for rule in self.classes.rules if not self._holds(rule, sizes)]
             if not broken:
@@ -128,26 +128,49 @@ class _NarrowSizes:
         uses = indices_of(self.classes.program).values()
         return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 
-    def _apply(self, rule: SizeRule, sizes: dict[Key, int]) -> None:
-        """Cut a dim and its parts alike.
+    def _keep_whole_rules(self) -> None:
+        """Keep the sizes of a dim and of all its parts if results depend on one of them."""
+        before = -1
+        while before < len(self.kept):
+            before = len(self.kept)
+            for rule in self.classes.rules:
+                roots = self._classes_of(rule)
+                if not self.kept.isdisjoint(roots):
+                    self.kept |= {*roots}
 
-        If results depend on the dim or on a part, all keep their full size. The sizes of the parts
-        of a joined dim are added, and those of a dim that is split are multiplied.
+    def _apply_rules(self, sizes: dict[Key, int]) -> None:
+        """Cut dims and their parts alike.
+
+        A part may have parts of its own, as a dim of joined blocks has. So limits go from totals to
+        parts first. Then sizes go from parts to totals. No total is smaller than its parts, so an
+        order by full size is such an order.
+        """
+        limits = {root: self._limit(root) for root in sizes}
+        rules = [r for r in self.classes.rules if self.kept.isdisjoint(self._classes_of(r))]
+        rules.sort(key=lambda rule: -self.classes.full[rule.total])
+        for rule in rules:
+            self._cut_parts(rule, sizes, limits)
+        for rule in reversed(rules):
+            total, parts = self._roots_of(rule)
+            sizes[total] = rule.value([sizes[p] for p in parts])
+
+    def _cut_parts(self, rule: SizeRule, sizes: dict[Key, int], limits: dict[Key, int]) -> None:
+        """Choose the sizes of the parts of a dim, and the limits of parts that are totals.
+
+        The sizes of the parts of a joined dim are added, and those of a dim that is split are
+        multiplied.
         """
         total, parts = self._roots_of(rule)
-        if not self.kept.isdisjoint((total, *parts)):
-            self.kept |= {total, *parts}
-            sizes |= {root: self.full[root] for root in (total, *parts)}
-        elif rule.kind == "sum":
+        if rule.kind == "sum":
             for p in parts:
-                sizes[p] = min(self.full[p], max(self._limit(total) // 2, 1))
+                limits[p] = max(limits[total] // 2, 1)
+                sizes[p] = min(self.full[p], limits[p])
         else:
-            left = self._limit(total)
+            left = limits[total]
             for n, p in reversed([*enumerate(parts)]):
-                wanted = left // 2 if n else left
-                sizes[p] = min(self.full[p], max(wanted, _WIDE_BATCH))
+                limits[p] = max(left // 2 if n else left, _WIDE_BATCH)
+                sizes[p] = min(self.full[p], limits[p])
                 left = max(left // sizes[p], 1)
-        sizes[total] = rule.value([sizes[p] for p in parts])
 
     def _holds(self, rule: SizeRule, sizes: dict[Key, int]) -> bool:
         total, parts = self._roots_of(rule)

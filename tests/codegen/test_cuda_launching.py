@@ -273,7 +273,13 @@ def test_backend_cuda_needs_a_gpu_and_nvrtc(monkeypatch):
     with pytest.raises(errors.SearchError, match="there is no GPU; search with backend='cpu'"):
         mi.superoptimize(g, backend="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(cuda_launching, "_bindings", [])
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(errors.SearchError, match="cuda-bindings and nvidia-cuda-nvrtc"):
+    missing = "superoptimize: .*cannot be used.*install the packages cuda-bindings and nvidia-.*"
+    with pytest.raises(errors.SearchError, match=rf"{missing} \(backend='triton'\)$"):
         mi.superoptimize(g, backend="cuda")
+    # Triton has no clusters
+    for backend in "cuda", "auto":
+        with pytest.raises(errors.SearchError, match=rf"{missing} without clusters=True$"):
+            mi.superoptimize(g, backend=backend, clusters=True)

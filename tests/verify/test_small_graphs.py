@@ -11,6 +11,8 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf.errors import GraphError, Rejected
+from mirage_hf.formats.coding import Coding
+from mirage_hf.formats.stored import Split
 from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.block import (
     Axis,
@@ -37,7 +39,7 @@ from mirage_hf.verify.shrink import shrink, small_graph
 from mirage_hf.verify.size_classes import SizeClasses
 from mirage_hf.verify.size_relations import KERNELS, PROGRAM, BlockAxis, ResizeError, TensorDim
 from mirage_hf.verify.verdict import Accepted
-from tests.helpers import coded_programs, multi_kernel_ugraphs, ugraphs
+from tests.helpers import coded_mutants, coded_programs, multi_kernel_ugraphs, ugraphs
 
 GRID = Role.GRID
 
@@ -237,9 +239,14 @@ def test_what_cannot_be_shrunk_is_rejected(
 # -- narrowing ------------------------------------------------------------------------------------
 
 
-def narrow_sizes(g: KernelGraph, *tensors: DTensor) -> list[tuple[int, ...]]:
-    """Return the narrow dims of some tensors of a program that is its own kernels."""
+def narrow_sizes(g: KernelGraph, *tensors: DTensor, reverse: bool = False) -> list[tuple[int, ...]]:
+    """Return the narrow dims of some tensors of a program that is its own kernels.
+
+    `reverse` reverses the order of the rules.
+    """
     classes = SizeClasses(g, g)
+    if reverse:
+        classes.rules.reverse()
     sizes = _NarrowSizes(classes).run()
     keys = [[TensorDim(PROGRAM, t.index, d) for d in range(len(t.dims))] for t in tensors]
     return [tuple(sizes[classes.find(key)] for key in dims) for dims in keys]
@@ -339,6 +346,42 @@ def test_a_join_that_is_split_afterwards() -> None:
     assert narrow_sizes(g, a, b, y) == [(32, 40), (32, 60), (32, 2, 70)]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_join_that_is_part_of_a_dim_is_cut_with_it(reverse: bool) -> None:
+    g = mi.new_kernel_graph()
+    a, b, c = g.new_input((32, 40)), g.new_input((8, 40)), g.new_input((9, 40))
+    g.mark_output(y := g.reshape(g.concat([a, b, c], 0), (49 * 40,)))
+    sizes = narrow_sizes(g, a, b, c, y, reverse=reverse)
+    assert sizes == [(1, 16), (1, 16), (1, 16), (3 * 16,)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_split_dim_that_is_joined_is_cut_with_the_join(reverse: bool) -> None:
+    g = mi.new_kernel_graph()
+    a, b = g.new_input((32, 40)), g.new_input((8, 50))
+    g.mark_output(y := g.concat([g.reshape(a, (32 * 40,)), g.reshape(b, (8 * 50,))], 0))
+    assert narrow_sizes(g, a, b, y, reverse=reverse) == [(2, 8), (2, 8), (32,)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_join_of_splits_that_is_split_again_is_cut_with_its_parts(reverse: bool) -> None:
+    g = mi.new_kernel_graph()
+    a, b = g.new_input((6, 40, 50)), g.new_input((2, 40, 50))
+    halves = [g.reshape(t, (t.dims[0] * 40, 50)) for t in (a, b)]
+    g.mark_output(y := g.reshape(g.concat(halves, 0), (320 * 50,)))
+    sizes = narrow_sizes(g, a, b, y, reverse=reverse)
+    assert sizes == [(2, 2, 16), (2, 2, 16), (8 * 16,)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_reduced_part_of_a_join_keeps_all_dims_that_it_is_part_of(reverse: bool) -> None:
+    g = mi.new_kernel_graph()
+    a, b = g.new_input((32, 40)), g.new_input((8, 40))
+    y = g.reshape(g.concat([a, b], 0), (40 * 40,))
+    g.mark_output(g.reduction(a, 0), y)
+    assert narrow_sizes(g, a, b, y, reverse=reverse) == [(32, 40), (8, 40), (40 * 40,)]
+
+
 def test_full_sizes_that_contradict_each_other_cannot_be_narrowed() -> None:
     g = mi.new_kernel_graph()
     a, b = g.new_input((50, 40)), g.new_input((50, 60))
@@ -355,6 +398,21 @@ def test_blocks_of_codes_are_cut_along_the_columns() -> None:
     small = narrowed(search(g, SearchOptions())[0][0].ugraph)
     assert small is not None
     assert [t.dims for t in small.program.inputs] == [(1, 512), (2, 16, 4, 128), (2, 1, 4, 1)]
+
+
+def test_joined_blocks_of_codes_are_cut_to_one_each() -> None:
+    """A check of q, k and v in float8 at their full size takes seconds."""
+    codings = []
+    for rows in (1024, 256, 256):
+        split = Split(rows, 512, 128, 128)
+        codes, scales = split.codes(torch.float8_e4m3fn), split.per_block(torch.float32)
+        codings.append(Coding(rows, 512, torch.bfloat16, codes, scales))
+    g = coded_mutants.coded_linear(codings, 1, norm=True).graph
+    small = narrowed(search(g, SearchOptions())[0][0].ugraph)
+    assert small is not None
+    assert [t.dims for t in small.program.inputs[:2]] == [(1, 512), (1, 512)]
+    assert [t.dims for t in small.program.inputs[2:]] == [(1, 16, 4, 128), (1, 1, 4, 1)] * 3
+    assert small.program.outputs[0].dims == (1, 48)
 
 
 def in_one_kernel(build: Callable[[KernelGraph, list[DTensor]], DTensor], *dims: Any) -> UGraph:
