@@ -37,9 +37,12 @@ MOST = 12
 #: µs from the request of a chunk to its end while memory is busy: for rows of 2 KiB, and of 1 KiB.
 _COPY_US, _SHORT_COPY_US, _SHORT_BYTES = 2.4, 3.4, 2048
 
-#: µs before a block begins to compute and after it ends, and µs that each warp takes to compute the
-#: other factor of 1,024 columns.
-_ENDS_US, _FACTOR_US = 1.5, 1.1
+#: What copies of short rows get of the bandwidth, however many are under way.
+_SHORT_SHARE = 0.75
+
+#: µs before a block begins to compute and after it ends, µs that each warp takes to compute 1,024
+#: columns of a row of the other factor, and µs without products between spans.
+_ENDS_US, _FACTOR_US, _SPAN_US = 1.5, 1.1, 1.0
 
 
 def can_stream() -> bool:
@@ -112,8 +115,11 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     read = sum(map(stored_bytes, {t.index: t for t in op.operands}.values()))
     uneven = layout.most_tiles * layout.blocks / layout.tiles
     under_way = layout.stages * ROWS * layout.chunk_bytes * min(layout.blocks, device.sms)
-    latency_us = _COPY_US if layout.chunk_bytes >= _SHORT_BYTES else _SHORT_COPY_US
-    rate = min(device.bandwidth, 1e6 * under_way / latency_us)
-    factor_us = _FACTOR_US * layout.products.num_columns / 1024 / layout.warps
+    latency_us, share = _COPY_US, 1.0
+    if layout.chunk_bytes < min(_SHORT_BYTES, layout.products.row_bytes):
+        latency_us, share = _SHORT_COPY_US, _SHORT_SHARE
+    rate = min(share * device.bandwidth, 1e6 * under_way / latency_us)
+    factor_us = _FACTOR_US * layout.batch * layout.products.num_columns / 1024 / layout.warps
     early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile
-    return _ENDS_US + factor_us * (1 - early) + 1e6 * read * uneven / rate
+    ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1)
+    return ends_us + factor_us * (1 - early) + 1e6 * read * uneven / rate
