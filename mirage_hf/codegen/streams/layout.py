@@ -90,7 +90,7 @@ class StreamLayout:
         """Chunks of a span: all, or so many that shared memory holds their other factor."""
         for spans in range(1, self.chunks + 1):
             count = -(-self.chunks // spans)
-            if self._shared_bytes(count) <= SHARED_MOST:
+            if self.bytes_with_spans_of(count) <= SHARED_MOST:
                 return count
         return 1
 
@@ -208,9 +208,9 @@ class StreamLayout:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block. The kernel's struct has this size."""
-        return self._shared_bytes(self.span_chunks)
+        return self.bytes_with_spans_of(self.span_chunks)
 
-    def _shared_bytes(self, span_chunks: int) -> int:
+    def bytes_with_spans_of(self, span_chunks: int) -> int:
         """Return the bytes of shared memory of a block whose spans have so many chunks."""
         span = min(self.products.num_columns, span_chunks * self.chunk)
         slots = self._scale_slots(span_chunks) * sum(
