@@ -9,6 +9,7 @@ import pytest
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.streams import layout
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
+from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.errors import CodegenError
 from tests.helpers.streamed_graphs import Hand, random_hand
 
@@ -30,9 +31,10 @@ def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
             assert hand.error(got, want) <= 1, f"{hand}, order {order}"
 
 
-@pytest.mark.parametrize("first", [0, AT_ONCE, *SLOW_STARTS])
-def test_random_layouts_give_the_results_of_float64(first, tmp_path):
-    hands, kernels, refused = [], [], 0
+def drawn(first: int) -> tuple[list[Hand], list[CudaKernel]]:
+    """Return random block graphs and their kernels. Few that are drawn are refused."""
+    hands: list[Hand] = []
+    kernels, refused = [], 0
     for seed in range(1000 * first, 1000 * first + 100):
         hand = random_hand(seed)
         try:
@@ -44,7 +46,24 @@ def test_random_layouts_give_the_results_of_float64(first, tmp_path):
         if len(hands) == AT_ONCE:
             break
     assert len(hands) == AT_ONCE and refused < AT_ONCE
-    check(hands, kernels, tmp_path)
+    return hands, kernels
+
+
+@pytest.mark.parametrize("first", [0, AT_ONCE, *SLOW_STARTS])
+def test_random_layouts_give_the_results_of_float64(first, tmp_path):
+    check(*drawn(first), tmp_path)
+
+
+def test_random_layouts_have_batches_of_each_kind():
+    hands = [hand for first in (0, AT_ONCE) for hand in drawn(first)[0] if hand.batch > 1]
+    assert {hand.batch for hand in hands} == {2, 3, 4, 5, 7, 8}
+    assert {hand.codes for hand in hands} == {str(t).removeprefix("torch.") for t in ZEROS}
+    assert {hand.dtype for hand in hands} == {"bfloat16", "float16", "float32"}
+    for has in ("has_norm", "has_gate", "has_residual"):
+        assert len({hand.batch for hand in hands if getattr(hand, has)}) >= 3, has
+    assert {len(hand.rows) > 1 for hand in hands} == {True, False}
+    scales = {"block" if h.square else "group" if h.group else "row" for h in hands}
+    assert scales == {"block", "group", "row"}
 
 
 def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
@@ -56,7 +75,7 @@ def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
         return None
     if whole.chunks < 2:
         return None
-    limit = whole._shared_bytes(-(-whole.chunks // most))
+    limit = whole.bytes_with_spans_of(-(-whole.chunks // most))
     if limit >= whole.shared_bytes:
         return None
     monkeypatch.setattr(layout, "SHARED_MOST", limit)
@@ -72,10 +91,10 @@ def test_other_factors_in_spans_give_the_results_of_float64(tmp_path, monkeypatc
             continue
         assert divided.spans > 1
         seen.add((divided.spans > 2, divided.last_span < divided.span, divided.batch > 1))
-        seen.add(("norm", hand.has_norm))
+        seen.add(("norm", hand.has_norm, divided.batch > 1))
         kernels.append(hand.kernel(f"kernel_{len(hands)}"))
         hands.append(hand)
         if len(hands) == 2 * AT_ONCE:
             break
-    assert len(hands) == 2 * AT_ONCE and len(seen) >= 9
+    assert len(hands) == 2 * AT_ONCE and len(seen) >= 11
     check(hands, kernels, tmp_path)

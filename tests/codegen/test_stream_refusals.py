@@ -1,10 +1,14 @@
-"""Block graphs and schedules that no kernel can stream are refused with a reason."""
+"""Block graphs and schedules that no kernel can stream are refused with a reason.
+
+Graphs that are nearly refused are accepted, and their kernels give the results of float64.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.placement import Append, PlacedOp, place_kernels
@@ -23,9 +27,13 @@ from mirage_hf.graph.block import (
     Role,
     Stage,
 )
+from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.strided import flat
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.table import as_dtype
+from mirage_hf.tune.measure import random_inputs
+from tests.helpers.cuda_on_cpu import CXX, ORDERS, run_kernel
 from tests.helpers.streamed_graphs import Hand
 
 
@@ -36,22 +44,73 @@ def refusal(call) -> str:
     return str(raised.value)
 
 
-def rebuilt(hand: Hand, block: BlockGraph | None = None, strides=None) -> PlacedOp:
-    """Return the op of another block graph with the operands of `hand`.
+def rebuilt_graph(
+    hand: Hand, block: BlockGraph | None = None, strides=None, dims=None, changing=()
+) -> KernelGraph:
+    """Return a kernel graph of another block graph with the operands of `hand`.
 
     Args:
         hand: A block graph that fits.
         block: The other block graph. None: that of `hand`.
         strides: Strides of operands, by name. Others lie row after row.
+        dims: Dims of operands, by name. Others are those of `hand`.
+        changing: Names of operands that are not constant. Others are as in `hand`.
     """
     g = KernelGraph()
     old = hand.op
     tensors = [
-        g.new_input(t.dims, t.dtype, (strides or {}).get(t.name), name=t.name, constant=t.constant)
+        g.new_input(
+            (dims or {}).get(t.name, t.dims),
+            t.dtype,
+            (strides or {}).get(t.name),
+            name=t.name,
+            constant=t.constant and t.name not in changing,
+        )
         for t in old.operands
     ]
     g.mark_output(*g.customized(tensors, block or old.block))
-    return place_kernels(UGraph(g, g))[0]
+    return g
+
+
+def placed(graph: KernelGraph) -> PlacedOp:
+    """Return the only op of a kernel graph."""
+    return place_kernels(UGraph(graph, graph))[0]
+
+
+def rebuilt(hand: Hand, block: BlockGraph | None = None, **changes) -> PlacedOp:
+    """Return the op of `rebuilt_graph`."""
+    return placed(rebuilt_graph(hand, block, **changes))
+
+
+def with_input(hand: Hand, name: str, axes: tuple[str | None, ...]) -> BlockGraph:
+    """Return the block graph of `hand` with an input that has other axes."""
+    block = hand.op.block
+    inputs = tuple(replace(i, axes=axes) if i.name == name else i for i in block.inputs)
+    return replace(block, inputs=inputs)
+
+
+def with_axis(hand: Hand, axis: Axis) -> BlockGraph:
+    """Return the block graph of `hand` with one more axis, which x and all that it enters have."""
+    block = hand.op.block
+    entered, stages = {"x"}, []
+
+    def widened(part, read):
+        """Return an op or an accumulator, with the axis if what it reads has it."""
+        if not entered & {*read}:
+            return part
+        entered.add(part.out)
+        return replace(part, axes=(axis.name, *part.axes))
+
+    for stage in block.stages:
+        body = tuple(widened(op, op.args) for op in stage.body)
+        sums = tuple(widened(a, (a.arg,)) for a in stage.accumulators)
+        stages.append(replace(stage, body=body, accumulators=sums))
+    inputs = tuple(
+        replace(i, axes=(axis.name, *i.axes)) if i.name == "x" else i for i in block.inputs
+    )
+    outputs = tuple(replace(o, axes=(axis.name, *o.axes)) for o in block.outputs)
+    axes = (axis, *block.axes)
+    return replace(block, axes=axes, inputs=inputs, stages=tuple(stages), outputs=outputs)
 
 
 def with_body(hand: Hand, **ops: BlockOp) -> BlockGraph:
@@ -293,3 +352,131 @@ def test_values_may_have_names_that_the_text_uses(name):
     op = rebuilt(hand, replace(block, inputs=inputs, stages=stages))
     text = write_stream_kernel(op, hand.schedule, "kernel").source
     assert f"const float {name}_ = " in text and f"const float {name} = " not in text
+
+
+def test_a_batch_has_8_rows_at_most():
+    assert streamed_products(Hand(batch=8).op).batch_size == 8
+    text = refusal(lambda: streamed_products(Hand(batch=9).op))
+    assert "the other factor has 9 rows, more than 8" in text
+
+
+def test_a_batch_is_one_axis():
+    hand = Hand(columns=256, group=64)
+    dims = {"x0": (2, 1, 4, 64)}
+    one = rebuilt(hand, with_axis(hand, Axis("l", 2, Role.GRID)), dims=dims)
+    assert streamed_products(one).batch == "l"
+    hand = replace(hand, batch=3)
+    two = rebuilt(hand, with_axis(hand, Axis("l", 2, Role.GRID)), dims={"x0": (2, 3, 4, 64)})
+    text = refusal(lambda: streamed_products(two))
+    assert "other axes than the rows and columns of the codes, and a batch" in text
+
+
+def test_rows_of_a_batch_belong_to_the_grid():
+    hand = Hand(batch=2)
+    axes = tuple(replace(a, role=Role.TILE) if a.name == "m" else a for a in hand.op.block.axes)
+    op = rebuilt(hand, replace(hand.op.block, axes=axes))
+    text = refusal(lambda: streamed_products(op))
+    assert "other axes than the rows and columns of the codes, and a batch" in text
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [("bfloat16", 4), ("float16", 12), ("float32", 2)])
+def test_rows_of_a_batch_begin_at_multiples_of_16_bytes(dtype, gap):
+    hand = Hand(batch=2, dtype=dtype)
+    odd = rebuilt(hand, strides={"x0": (256 + gap, 64, 1)})
+    text = refusal(lambda: streamed_products(odd))
+    assert "the rows of x do not begin at multiples of 16 bytes" in text
+    even = rebuilt(hand, strides={"x0": (256 + 2 * gap, 64, 1)})
+    assert streamed_products(even).batch_stride("x") == 256 + 2 * gap
+
+
+def test_outputs_have_the_batch():
+    hand = Hand(batch=2, has_residual=True)
+    block = with_input(hand, "residual", (None, "n"))
+    first, second = block.stages
+    alone = BlockOp("alone", "mul", ("residual", 2.0), ("n",))
+    stages = (first, replace(second, body=(*second.body, alone)))
+    outputs = (*block.outputs, BlockOutput("alone", ("n",), hand.dtype))
+    block = replace(block, stages=stages, outputs=outputs)
+    op = rebuilt(hand, block, dims={"residual0": (1, 64)})
+    text = refusal(lambda: streamed_products(op))
+    assert "output alone does not have the rows of the codes" in text
+
+
+#: Graphs of a batch that are accepted: `hand`, and what is changed in its graph.
+ACCEPTED = {
+    "an input of the loop that changes and has no batch": (
+        Hand(batch=3, has_norm=True),
+        lambda hand: {"changing": ("gamma0",)},
+    ),
+    "an input of the loop that is constant and has the batch": (
+        Hand(batch=3, has_norm=True),
+        lambda hand: {
+            "block": with_input(hand, "gamma", ("m", "k", "r")),
+            "dims": {"gamma0": (3, 4, 64)},
+        },
+    ),
+    "a residual without the batch": (
+        Hand(batch=3, has_residual=True, rows=(32, 16)),
+        lambda hand: {
+            "block": with_input(hand, "residual", (None, "n")),
+            "dims": {"residual0": (1, 48)},
+        },
+    ),
+    "an output whose rows come before the batch": (
+        Hand(batch=5, codes="int8", group=0, tile=64),
+        lambda hand: {
+            "block": replace(hand.op.block, outputs=(BlockOutput("y", ("n", "m"), hand.dtype),))
+        },
+    ),
+    "an output whose batch is in the middle": (
+        Hand(
+            batch=2,
+            codes="float8_e4m3fn",
+            rows=(128,),
+            square=64,
+            columns=512,
+            group=128,
+            scales_first=False,
+        ),
+        lambda hand: {
+            "block": replace(
+                hand.op.block, outputs=(BlockOutput("y", ("n", "m", "o"), hand.dtype),)
+            )
+        },
+    ),
+    "rows of x with gaps": (
+        Hand(batch=4, codes="int4"),
+        lambda hand: {"strides": {"x0": (264, 64, 1)}},
+    ),
+}
+
+
+@pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_other_graphs_of_a_batch_give_the_results_of_float64(name, tmp_path):
+    hand, changes = ACCEPTED[name]
+    graph = rebuilt_graph(hand, **changes(hand))
+    kernel = write_stream_kernel(placed(graph), hand.schedule, "kernel")
+    inputs = random_inputs(graph, "cpu")
+    (want,) = run_kernel_graph(graph, inputs, torch.float64)
+    for order in ORDERS:
+        got = torch.full(want.shape, torch.nan, dtype=as_dtype(hand.dtype))
+        sizes = kernel.grid, kernel.threads, kernel.shared
+        tensors = [*(flat(x) for x in inputs), got]
+        assert run_kernel(kernel.source, "kernel", *sizes, tensors, order, tmp_path) == ""
+        assert hand.error(got, want) <= 1
+
+
+@pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
+def test_a_batch_may_have_one_row(tmp_path):
+    hand = Hand(has_norm=True, has_residual=True)
+    block = with_axis(hand, Axis("l", 1, Role.GRID))
+    graph = rebuilt_graph(hand, block, dims={"x0": (1, 1, 4, 64)})
+    schedule = hand.schedule.changed(tiles={**hand.schedule.tiles, "l": 1})
+    kernel = write_stream_kernel(placed(graph), schedule, "kernel")
+    inputs = random_inputs(graph, "cpu")
+    (want,) = run_kernel_graph(graph, inputs, torch.float64)
+    got = torch.full(want.shape, torch.nan, dtype=as_dtype(hand.dtype))
+    sizes = kernel.grid, kernel.threads, kernel.shared
+    assert run_kernel(kernel.source, "kernel", *sizes, [*inputs, got], 0, tmp_path) == ""
+    assert hand.error(got, want) <= 1

@@ -1,8 +1,15 @@
-"""The emulation of bulk copies, barriers and tensor cores: tests/helpers/streams_on_cpu.h."""
+"""The emulation of what kernels that stream codes call: tests/helpers/streams_on_cpu.h.
+
+It has copies, barriers, tensor cores and conversions of codes. The conversions are compared with
+the CUDA text, whose PTX instructions are emulated here.
+"""
+
+import re
 
 import pytest
 import torch
 
+from mirage_hf.codegen.streams.helpers import HELPERS
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, run_kernel
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
@@ -18,8 +25,9 @@ __global__ void __launch_bounds__(64, 1) run(const unsigned* f, int* sums) {
 }  // namespace digits
 
 namespace bytes {
-__global__ void run(const unsigned short* codes, unsigned* halves, unsigned* others) {
-  for (int n = threadIdx.x; n < 128; n += 64) halves[n] = halves_of_float8(codes[n]);
+__global__ void run(const unsigned* codes, unsigned* halves, unsigned* others) {
+  for (int n = threadIdx.x; n < 32; n += 64)
+    reinterpret_cast<Words<4>*>(halves)[n] = halves_of_float8(codes[2 * n], codes[2 * n + 1]);
   others[threadIdx.x] = largest_in_warp(threadIdx.x ^ 5);
   others[64 + threadIdx.x] = pick_bytes(0x33221100u, 0x77665544u, 0x6024u);
 }
@@ -78,6 +86,142 @@ DIGITS = SOURCE[: SOURCE.index("namespace bytes")]
 HALVES = DIGITS.replace("digits", "halves").replace("int*", "float*").replace("int(", "float(")
 
 
+#: PTX instructions of `HELPERS`. Halves are rounded once, because these sums are exact in double.
+PTX = r"""
+namespace ptx {
+inline unsigned lop3_b32(unsigned a, unsigned b, unsigned c, unsigned table) {
+  unsigned bits = 0;
+  for (int n = 0; n < 32; ++n)
+    bits |= (table >> ((a >> n & 1) * 4 + (b >> n & 1) * 2 + (c >> n & 1)) & 1) << n;
+  return bits;
+}
+inline double of_half(unsigned two, int n) {
+  return __half2float({(unsigned short)(two >> 16 * n)});
+}
+inline unsigned as_halves(double low, double high) {
+  return __float2half(float(low)).bits | unsigned(__float2half(float(high)).bits) << 16;
+}
+inline unsigned sub_f16x2(unsigned a, unsigned b) {
+  return as_halves(of_half(a, 0) - of_half(b, 0), of_half(a, 1) - of_half(b, 1));
+}
+inline unsigned fma_rn_f16x2(unsigned a, unsigned b, unsigned c) {
+  return as_halves(of_half(a, 0) * of_half(b, 0) + of_half(c, 0),
+                   of_half(a, 1) * of_half(b, 1) + of_half(c, 1));
+}
+inline unsigned half_of_e4m3(unsigned code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7f) == 0x7f) return 0x7fff;
+  const double size = ldexp(exponent ? 8 + mantissa : mantissa, (exponent ? exponent : 1) - 10);
+  return __float2half(float(size)).bits | (code >> 7 & 1) << 15;
+}
+inline unsigned cvt_rn_f16x2_e4m3x2(unsigned short two) {
+  return half_of_e4m3(two) | half_of_e4m3(two >> 8) << 16;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned words[2] = {a, b};
+  unsigned picked = 0;
+  for (int n = 0; n < 4; ++n) {
+    const unsigned at = selector >> 4 * n & 15, byte = words[at / 4 % 2] >> at % 4 * 8 & 255;
+    picked |= (at < 8 ? byte : byte / 128 * 255) << 8 * n;
+  }
+  return picked;
+}
+}  // namespace ptx
+"""
+
+#: A thread converts two words in each way.
+CONVERT = r"""
+__global__ void run(const unsigned* words, unsigned* converted) {
+  for (int n = threadIdx.x; n < 2048; n += 64) {
+    const unsigned first = words[2 * n], second = words[2 * n + 1];
+    auto to = reinterpret_cast<Words<4>*>(converted) + 6 * n;
+    to[0] = halves_of_4_bits(first, 0u);
+    to[1] = halves_of_4_bits(first, 0x88888888u);
+    to[2] = halves_of_8_bits(first, second, 0u);
+    to[3] = halves_of_8_bits(first, second, 0x80808080u);
+    to[4] = halves_of_float8(first, second);
+    to[5] = Words<4>{upper_codes(first, 0u), upper_codes(first, 0x80808080u),
+                     pick_bytes(first, second, 0x5140), pick_bytes(first, second, 0x7632)};
+  }
+}
+"""
+
+_FUNCTION = re.compile(r"^__device__ __forceinline__ .*?^\}", re.M | re.S)
+_ASM = re.compile(r'asm\("(.*?)"\s*: "=r"\((\w+)\) : (.*?)\);')
+_INPUT = re.compile(r'"r"\((\w+)\)')
+_MOVE = re.compile(r"mov\.b32 \{(\w+), (\w+)\}, (\w+)")
+
+
+def as_calls(asm: re.Match[str]) -> str:
+    """Return an asm statement as calls of the functions in `PTX`."""
+    values = [asm[2], *_INPUT.findall(asm[3])]
+    text = re.sub(r"%(\d)", lambda place: values[int(place[1])], asm[1].replace("\\n", ""))
+    calls = []
+    for instruction in filter(None, text.removeprefix("{").removesuffix("}").split(";")):
+        opcode, _, rest = instruction.partition(" ")
+        to, *read = rest.split(", ")
+        if opcode == ".reg":
+            calls.append(f"unsigned short {rest.removeprefix('.b16 ')};")
+        elif moved := _MOVE.fullmatch(instruction):
+            low, high, word = moved.groups()
+            calls.append(f"{low} = {word} & 0xffff; {high} = {word} >> 16;")
+        else:
+            calls.append(f"{to} = {opcode.replace('.', '_')}({', '.join(read)});")
+    return " ".join(calls)
+
+
+def cuda_helpers(helpers: str) -> str:
+    """Return the functions of `HELPERS` that compute with registers alone, as C++."""
+    functions = [
+        f for f in _FUNCTION.findall(helpers) if "asm volatile" not in f and "shared" not in f
+    ]
+    return "using namespace ptx;\n" + _ASM.sub(as_calls, "\n".join(functions))
+
+
+#: Changes of `HELPERS` that give other halves, bytes or codes.
+OTHER_HELPERS = [
+    ("0x6a;", "0xea;"),
+    ("0xf0f0f0f0, 0x28;", "0xf0f0f0f0, 0x20;"),
+    ("0xf0f0f0f0, 0x28;", "0xf0f0f0f1, 0x28;"),
+    ("0x2c002c00u", "0x2c003000u"),
+    ("0xd480d480u", "0xd400d480u"),
+    ("low), 0x64086408u", "low), 0x64006408u"),
+    ("(word, 0x000f000fu", "(word, 0x000f0007u"),
+    ("(upper, 0x00f000f0u", "(upper, 0x007000f0u"),
+    ("low = 0x64006400u", "low = 0x60006400u"),
+    ("high = 0x64006400u", "high = 0x64006000u"),
+    ("(flipped & 0x000f000fu)", "(flipped & 0x000f0000u)"),
+    ("(flipped & 0x00f000f0u)", "(flipped & 0x000000f0u)"),
+    ("word >> 8", "word >> 4"),
+    ("one = 0x64646464u", "one = 0x64646465u"),
+    ("zero = 0x64806480u", "zero = 0x64806400u"),
+    ("first, one, 0x4140", "first, one, 0x4041"),
+    ("first, one, 0x4342", "first, one, 0x4340"),
+    ("second, one, 0x4140", "second, one, 0x4141"),
+    ("second, one, 0x4342", "second, one, 0x4243"),
+    ("  first ^= flipped;", ""),
+    ("  second ^= flipped;", ""),
+    ("e4m3x2 %0, low;", "e4m3x2 %0, high;"),
+    ("mov.b32 {low, high}", "mov.b32 {high, low}"),
+    ("first >> 16", "first >> 8"),
+    ("two_float8(second >> 16)", "two_float8(second)"),
+    ("__byte_perm(a, b,", "__byte_perm(b, a,"),
+]
+
+
+def conversions() -> str:
+    """Return kernels that convert: with the CUDA text, with that of the CPU, and with changes."""
+    parts = [PTX]
+    texts = {"cuda": HELPERS}
+    for n, (before, after) in enumerate(OTHER_HELPERS):
+        assert HELPERS.count(before) >= 1, before
+        texts[f"other_{n}"] = HELPERS.replace(before, after, 1)
+    for name, text in texts.items():
+        parts.append(f"namespace {name} {{\n{cuda_helpers(text)}\n{CONVERT}}}  // namespace {name}")
+    parts.append(f"namespace cpu {{\n{CONVERT}}}  // namespace cpu\n")
+    return "\n".join(parts)
+
+
 WAIT = "wait_for_phase(full + slot, row / 2 % 2);"
 
 #: A kernel, what is changed in it, and what is found then: a wrong result or an error.
@@ -112,7 +256,7 @@ def changed(n):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
-    source = SOURCE + HALVES + "".join(changed(n) for n in range(len(MISTAKES)))
+    source = SOURCE + HALVES + "".join(changed(n) for n in range(len(MISTAKES))) + conversions()
 
     def run(name, tensors, order=0, threads=96):
         return run_kernel(source, name, 1, threads, 1024, tensors, order, folder)
@@ -152,6 +296,52 @@ def test_bytes_are_converted_and_picked(run):
     want = codes.view(torch.float8_e4m3fn).half()
     torch.testing.assert_close(halves.view(torch.float16), want, rtol=0, atol=0, equal_nan=True)
     assert others.tolist() == [31] * 32 + [63] * 32 + [0x66002244] * 64
+
+
+def each_byte_in_each_place():
+    """Return rows of eight bytes: each byte in each place, among random ones."""
+    codes = torch.randint(256, (256, 8, 8), dtype=torch.uint8)
+    for place in range(8):
+        codes[:, place, place] = torch.arange(256, dtype=torch.uint8)
+    return codes.view(2048, 8)
+
+
+def converted(run, name, codes):
+    """Return what a kernel of `conversions` converts rows of bytes to, as halves and as words."""
+    words = torch.zeros(len(codes), 6, 4, dtype=torch.int32)
+    assert run(name, (codes, words), threads=64) == ""
+    return words[:, :5].contiguous().view(torch.float16), words[:, 5]
+
+
+def test_the_cuda_text_converts_codes_as_the_emulation_does(run):
+    codes = each_byte_in_each_place()
+    halves, words = converted(run, "cuda", codes)
+    nibbles = torch.stack((codes[:, :4] & 15, codes[:, :4] >> 4), 2).view(-1, 8).int()
+    nibbles = nibbles[:, [0, 4, 1, 5, 2, 6, 3, 7]]  # the order of halves
+    whole = codes.int()
+    want = [
+        nibbles - 8,
+        (nibbles ^ 8) - 8,
+        whole - 128,
+        codes.view(torch.int8),
+        codes.view(torch.float8_e4m3fn).half(),
+    ]
+    for n, x in enumerate(want):
+        torch.testing.assert_close(halves[:, n], x.half(), rtol=0, atol=0, equal_nan=True)
+    same_halves, same_words = converted(run, "cpu", codes)
+    assert torch.equal(halves.view(torch.int16), same_halves.view(torch.int16))
+    assert torch.equal(words, same_words)
+
+
+@pytest.mark.parametrize("n", range(len(OTHER_HELPERS)))
+def test_a_change_of_the_cuda_text_is_noticed(run, n):
+    codes = each_byte_in_each_place()
+    found, want = converted(run, f"other_{n}", codes), converted(run, "cpu", codes)
+    same = (
+        torch.equal(x.view(torch.int16), y.view(torch.int16))
+        for x, y in zip(found, want, strict=True)
+    )
+    assert not all(same)
 
 
 def outcomes(run, name, copies):

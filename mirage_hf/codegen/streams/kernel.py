@@ -320,8 +320,8 @@ class _KernelWriter(ProductWriter):
         batch = self.layout.batch
         if batch > 1:
             self.put(f"const int b = {element} / {each} % batch;")
-            if found.batch:
-                self.put(f"const int at_{found.batch} = b;")
+        if found.batch is not None:
+            self.put(f"const int at_{found.batch} = {'b' if batch > 1 else '0'};")
         self.put(
             f"const int own_tile = {element} / {f'({each} * batch)' if batch > 1 else each}, "
             f"own_row = {element} % {each};",
