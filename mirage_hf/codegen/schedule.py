@@ -105,8 +105,9 @@ class Schedule:
     cuda: bool = False
     #: Blocks of a CUDA kernel that multiplies codes. Each walks tiles of rows. One more warp copies
     #: the codes of the next tiles, `num_stages` chunks of columns ahead, through a ring in shared
-    #: memory. The others multiply signed bytes, or halves, on tensor cores. What each byte is
-    #: multiplied with has 22 bits, and sums are exact. 0: a block for each tile, and no such warp.
+    #: memory. The others multiply on tensor cores. As signed bytes, what codes are multiplied with
+    #: has 22 bits, and sums are exact. As halves it has 11. 0: a block for each tile, and no such
+    #: warp.
     persistent_blocks: int = 0
 
     def __post_init__(self) -> None:

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.generated_program import CUDA, TRITON
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.streams.products import reads_codes
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
@@ -78,9 +76,7 @@ def _in_cuda(request: Request, verified: VerifiedCandidates, library: UGraph) ->
     """Return the outcome of a request for CUDA kernels, at the schedules of the best estimates."""
     usable = tuple(promising_in_cuda(verified.candidates, request.key.next_may_launch_early))
     left_out = len(verified.candidates) - len(usable)
-    missing = _missing_tools(verified.candidates)
-    why = missing or "the CUDA generator does not write them"
-    notes = (f"{left_out} µGraphs were left out: {why}",)
+    notes = (f"{left_out} µGraphs were left out: the CUDA generator does not write them",)
     report = replace(verified.report, notes=(*verified.report.notes, *notes[: min(1, left_out)]))
     verified = replace(verified, candidates=usable, report=report)
     scheduled = []
@@ -88,18 +84,9 @@ def _in_cuda(request: Request, verified: VerifiedCandidates, library: UGraph) ->
         ops = place_kernels(c.ugraph, request.key.next_may_launch_early)
         schedules = tuple(cuda_schedules(op)[0] for op in ops)
         scheduled.append(replace(c.ugraph, schedules=schedules))
-    none = "the CUDA generator writes no candidate; use backend='triton'"
-    reason = "" if usable else verified.report.reason or missing or none
+    none = verified.report.reason or "the CUDA generator writes no candidate; use backend='triton'"
+    reason = "" if usable else none
     return Outcome(request, verified, (*scheduled, library), reason)
-
-
-def _missing_tools(candidates: Sequence[Candidate]) -> str:
-    """Return why candidates that read codes have no CUDA kernel on this machine, or "".
-
-    Other CUDA kernels can be written without the tools that compile and launch them.
-    """
-    ops = (op for c in candidates for op in place_kernels(c.ugraph))
-    return cuda_text.missing_tools() if any(map(reads_codes, ops)) else ""
 
 
 def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = None) -> Outcome:

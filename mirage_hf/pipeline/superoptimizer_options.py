@@ -142,9 +142,9 @@ def _check_bindings(clusters: bool) -> None:
     """Check that CUDA kernels can be compiled and launched, before a search for them."""
     try:
         cuda_launching.cuda_bindings()
-    except RuntimeError as e:  # the message ends with (backend='triton')
-        condition = " without clusters=True" if clusters else ""
-        raise errors.SearchError(f"superoptimize: {e}{condition}") from e
+    except RuntimeError as e:
+        more = ". Triton kernels have no clusters: leave out clusters=True" if clusters else ""
+        raise errors.SearchError(f"superoptimize: {e}{more}") from e
 
 
 def generators(backend: str, clusters: bool) -> tuple[str, ...]:

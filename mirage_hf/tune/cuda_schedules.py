@@ -152,9 +152,8 @@ def estimate_cuda(op: PlacedOp, schedule: Schedule, device: Device = H200) -> Cu
     if schedule.persistent_blocks:
         layout = stream_layout(op, schedule)
         us = estimated_stream_us(layout, device)
-        products = layout.products
-        rounds = -(-products.num_columns // (8 * 32 * layout.warps))
-        registers = _STREAM_REGISTERS + 4 * rounds * len(products.read_columns)
+        loads = layout.rounds * len(layout.products.read_columns)
+        registers = _STREAM_REGISTERS + 4 * loads * layout.rows_at_once(loads)
         return CudaCost(us, registers, layout.shared_bytes)
     kernel = cuda_text.plan_kernel(op, schedule, "kernel")
     block = op.block

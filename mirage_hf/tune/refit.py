@@ -10,6 +10,8 @@ from mirage_hf.codegen.placement import placed
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.plan.layout import MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.layout import tiles_of_rows
+from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
@@ -72,6 +74,8 @@ def _refit_in_cuda(
     """
     assert op.block is not None
     tiles = {names[a] if names else a: tile for a, tile in schedule.tiles.items()}
+    if schedule.persistent_blocks:
+        tiles |= tiles_of_rows(streamed_products(placed(op)))
     clipped = clip(replace(schedule, tiles=tiles), op.block)
     estimate_cuda(placed(op), clipped, device)  # raises if it fits on no SM
     return clipped

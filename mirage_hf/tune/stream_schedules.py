@@ -1,7 +1,7 @@
 """List schedules of CUDA kernels that stream codes, best estimate first, and estimate their times.
 
 The estimate counts bytes, the bytes that are under way, and what comes before and after the copies.
-Its numbers are from hand-written kernels of this kind on one H200.
+Its numbers are from kernels on one H200, most of them hand-written.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MOST = 12
 #: µs from the request of a chunk to its end while memory is busy: for rows of 2 KiB, and of 1 KiB.
 _COPY_US, _SHORT_COPY_US, _SHORT_BYTES = 2.4, 3.4, 2048
 
-#: What copies of short rows get of the bandwidth, however many are under way.
-_SHORT_SHARE = 0.75
+#: What copies of short rows get of the bandwidth: those that fill the ring first, and later ones.
+_SHORT_SHARES = 0.75, 0.6
 
 #: µs before a block begins to compute and after it ends, µs that each warp takes to compute 1,024
 #: columns of a row of the other factor, and µs without products between spans.
@@ -69,7 +69,7 @@ def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
     except errors.CodegenError:
         return ()
     if any(products.tensor(v).dtype is torch.float32 for v in products.read_columns):
-        return ()  # three digits are 22 bits, and such products are compared with torch's of 24
+        return ()  # digits have 22 bits, halves 11, and torch's products of float32 have 24
     found = []
     for schedule in _space(products, device):
         try:
@@ -115,11 +115,14 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     read = sum(map(stored_bytes, {t.index: t for t in op.operands}.values()))
     uneven = layout.most_tiles * layout.blocks / layout.tiles
     under_way = layout.stages * ROWS * layout.chunk_bytes * min(layout.blocks, device.sms)
-    latency_us, share = _COPY_US, 1.0
-    if layout.chunk_bytes < min(_SHORT_BYTES, layout.products.row_bytes):
-        latency_us, share = _SHORT_COPY_US, _SHORT_SHARE
-    rate = min(share * device.bandwidth, 1e6 * under_way / latency_us)
+    latency_us, shares = _COPY_US, (1.0, 1.0)
+    if layout.chunk_bytes < _SHORT_BYTES:
+        latency_us, shares = _SHORT_COPY_US, _SHORT_SHARES
+    first, later = (share * device.bandwidth for share in shares)
+    later = min(later, 1e6 * under_way / latency_us)
+    in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks))
+    copy_us = 1e6 * read * uneven * (in_first / first + (1 - in_first) / later)
     factor_us = _FACTOR_US * layout.batch * layout.products.num_columns / 1024 / layout.warps
     early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile
     ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1)
-    return ends_us + factor_us * (1 - early) + 1e6 * read * uneven / rate
+    return ends_us + factor_us * (1 - early) + copy_us

@@ -142,8 +142,8 @@ class _NarrowSizes:
         """Cut dims and their parts alike.
 
         A part may have parts of its own, as a dim of joined blocks has. So limits go from totals to
-        parts first. Then sizes go from parts to totals. No total is smaller than its parts, so an
-        order by full size is such an order.
+        parts first. Then sizes go from parts to totals. No total is smaller than its parts, so the
+        order is that of full sizes. A part may be as large as its total: `run` checks all sizes.
         """
         limits = {root: self._limit(root) for root in sizes}
         rules = [r for r in self.classes.rules if self.kept.isdisjoint(self._classes_of(r))]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.streams import layout
+from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.errors import CodegenError
+from mirage_hf.graph.block import BlockGraph
 from tests.helpers.streamed_graphs import Hand, random_hand
 
 #: Random layouts are compiled so many at a time.
@@ -98,3 +102,48 @@ def test_other_factors_in_spans_give_the_results_of_float64(tmp_path, monkeypatc
             break
     assert len(hands) == 2 * AT_ONCE and len(seen) >= 11
     check(hands, kernels, tmp_path)
+
+
+#: What declares a name in the text of a kernel.
+_DECLARED = re.compile(r"\b(?:int|float|unsigned|bool|auto|uint4|half|char)[&*]* (\w+)\b(?! ?\()")
+
+
+def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
+    """Return a block graph in which a value has another name."""
+
+    def name(value):
+        return new if value == old else value
+
+    stages = tuple(
+        replace(
+            stage,
+            body=tuple(
+                replace(op, out=name(op.out), args=tuple(map(name, op.args))) for op in stage.body
+            ),
+            accumulators=tuple(
+                replace(a, out=name(a.out), arg=name(a.arg)) for a in stage.accumulators
+            ),
+        )
+        for stage in block.stages
+    )
+    inputs = tuple(replace(i, name=name(i.name)) for i in block.inputs)
+    outputs = tuple(replace(o, value=name(o.value)) for o in block.outputs)
+    return replace(block, inputs=inputs, stages=stages, outputs=outputs)
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_values_may_have_the_names_of_the_text(batch, spans, tmp_path, monkeypatch):
+    shape = {"columns": 512, "has_norm": True, "has_residual": True, "warps": 8}
+    hand = Hand(tile=4, batch=batch, **shape)
+    if spans > 1:
+        assert with_spans(hand, spans, monkeypatch).spans == spans
+    names = sorted({*_DECLARED.findall(hand.kernel().source)} - {*hand.op.block.carried})
+    assert {"row", "w", "warps", "s"} < set(names)
+    values = ("sum0", "squares", "residual")
+    kernels = []
+    for n, name in enumerate(names):
+        for value in values if name in ("n", "w") else values[n % 3 : n % 3 + 1]:
+            op = replace(hand.op, block=renamed(hand.op.block, value, name))
+            kernels.append(write_stream_kernel(op, hand.schedule, f"kernel_{len(kernels)}"))
+    check([hand] * len(kernels), kernels, tmp_path)

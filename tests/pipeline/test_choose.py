@@ -1,4 +1,4 @@
-"""The candidates of a search: the order in which they are tuned, and why some are left out."""
+"""The order in which the tuner tries the candidates of a search."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from mirage_hf.codegen import cuda_text
-from mirage_hf.codegen.generated_program import CUDA
 from mirage_hf.pipeline import choose
-from mirage_hf.pipeline.request import Request
-from mirage_hf.pipeline.search_and_verify import search_and_verify
-from mirage_hf.search.search_options import SearchOptions
-from mirage_hf.tune import cuda_schedules
-from mirage_hf.zoo.key import ANY_TARGET, key_of
-from tests.helpers.streamed_graphs import CASES
 
 
 def ordered(monkeypatch: pytest.MonkeyPatch, *named: tuple[str, int, float]) -> list[str]:
@@ -60,20 +52,3 @@ def test_pairs_of_three_kinds_come_fifth_at_the_latest(monkeypatch: pytest.Monke
     pairs = [("a", 2, 20.0), ("b", 2, 21.0), ("a", 2, 22.0), ("c", 2, 23.0)]
     found = ordered(monkeypatch, *single, *pairs)
     assert found == ["held0", "loop1", "a4", "b5", "c7", "held2", "held3", "a6"]
-
-
-@pytest.mark.parametrize("missing", ["", "cuda.bindings cannot be used; install it"])
-def test_missing_tools_are_the_reason_that_codes_have_no_cuda_kernel(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    monkeypatch.setattr(cuda_text, "missing_tools", lambda: missing)
-    monkeypatch.setattr(cuda_schedules, "_known", {})
-    program = CASES["int8, residual"].program
-    key = key_of(program, ANY_TARGET)
-    request = Request(program, key, SearchOptions(), all_candidates=True, generators=(CUDA,))
-    verified = search_and_verify(program, SearchOptions())
-    outcome = choose.schedule_candidates(request, verified, lambda: ())
-    assert outcome.reason == missing
-    assert outcome.ugraphs[0].is_fused == (not missing)
-    (note,) = outcome.verified.report.notes
-    assert note.endswith(f"left out: {missing or 'the CUDA generator does not write them'}")

@@ -10,11 +10,15 @@ import torch
 from mirage_hf import errors, gpus
 from mirage_hf.codegen import cuda_text, triton
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
+from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import stream_layout
 from mirage_hf.codegen.streams.products import streamed_products
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space, stream_schedules
+from mirage_hf.tune.cuda_schedules import estimate_cuda
+from mirage_hf.tune.refit import refit
 from mirage_hf.tune.stream_schedules import MOST, estimated_stream_us
 from tests.helpers import kernel_cases
 from tests.helpers.streamed_graphs import CASES, Case, Hand, streamed
@@ -224,3 +228,49 @@ def test_streams_are_listed_only_where_they_are_asked_for():
     op = HANDS["int4"].op
     assert not any(s.cuda for s in space.schedules(op, limit=10**6))
     assert not space.default_schedule(op).cuda
+
+
+@pytest.mark.parametrize("old, new", [(4, 8), (8, 4), (4, 3), (2, 5), (4, 1), (1, 4)])
+def test_a_schedule_is_refitted_to_another_batch(old, new):
+    tuned = Hand(rows=(4096,), columns=4096, group=128, has_norm=True, batch=old, blocks=132)
+    other = replace(tuned, batch=new)
+    # an op of one row has no such axis: relatives have the same axes, and one of them one row
+    ops = [_with_batch(hand) for hand in (tuned, other)]
+    schedule = replace(tuned, tile=32, stages=3, warps=8).schedule
+    if old == 1:
+        schedule = schedule.changed(tiles={**schedule.tiles, "m": 1})
+    refitted = refit(schedule, *ops)
+    write_stream_kernel(ops[1], refitted, "kernel")
+    expected = {**schedule.tiles, "m": next_power_of_two(new)}
+    assert dict(refitted.tiles) == expected and refitted.num_stages == 3
+
+
+def _with_batch(hand: Hand) -> PlacedOp:
+    """Return the op of a block graph with an axis of the batch, which may have one row."""
+    if hand.batch > 1:
+        return hand.op
+    several = replace(hand, batch=2)
+    axes = tuple(replace(a, size=1) if a.name == "m" else a for a in several.op.block.axes)
+    g = KernelGraph()
+    tensors = [
+        g.new_input(
+            (1, *t.dims[1:]) if t.name in ("x0", "residual0") else t.dims,
+            t.dtype,
+            name=t.name,
+            constant=t.constant,
+        )
+        for t in several.graph.inputs
+    ]
+    g.mark_output(*g.customized(tensors, replace(several.op.block, axes=axes)))
+    return place_kernels(UGraph(g, g))[0]
+
+
+def test_a_batch_needs_registers_for_the_rows_that_are_loaded_together():
+    one, four = (
+        estimate_cuda(hand.op, hand.schedule, gpus.H200).registers
+        for hand in (
+            Hand(rows=(4096,), columns=4096, group=128, tile=32, warps=8, blocks=132),
+            Hand(rows=(4096,), columns=4096, group=128, tile=32, warps=8, blocks=132, batch=4),
+        )
+    )
+    assert four == one + 3 * 4 * 2  # a thread has two loads of 16 bytes for each row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from mirage_hf.codegen.cuda_nests import Nest
@@ -11,10 +10,6 @@ from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY, StreamWrite
 
 #: Elements of the other factor that a thread computes at a time.
 _VECTOR = 8
-
-#: The most loads of 16 bytes of the other factor that a thread has under way, with up to 8 warps.
-#: With more warps a thread has half of the registers.
-_MOST_LOADS = 16
 
 #: What is added to an element before its bits are taken: the magic number and 0x4040. The bits are
 #: then shifted by one place, so 128 is added to each of the lower digits, and no digit is negative.
@@ -57,7 +52,8 @@ class FactorWriter(StreamWriter):
                     self.hold(v)
             self.factor_of_row()
         else:
-            at_once = self.rows_at_once(own)
+            loads = sum(self.layout.rounds * self.width(v) for v in own)
+            at_once = self.layout.rows_at_once(loads)
             self.put("#pragma unroll")
             with self.scope(f"for (int b_0 = 0; b_0 < batch; b_0 += {at_once})"):
                 for v in own:
@@ -83,11 +79,6 @@ class FactorWriter(StreamWriter):
         """The end of the columns that are computed."""
         return "size" if self.has_spans else "columns"
 
-    @property
-    def num_rounds(self) -> int:
-        """How often a thread computes 8 columns of a row."""
-        return -(-self.layout.span // (_VECTOR * self.threads))
-
     def ends_within(self, count: int) -> bool:
         """Return whether columns do not end at a multiple of `count`."""
         return any(n % count for n in (self.layout.span, self.layout.last_span))
@@ -95,25 +86,18 @@ class FactorWriter(StreamWriter):
     @property
     def is_partial(self) -> bool:
         """Whether some threads compute nothing in the last round."""
-        count = self.num_rounds * _VECTOR * self.threads
+        count = self.layout.rounds * _VECTOR * self.threads
         return any(n != count for n in (self.layout.span, self.layout.last_span))
-
-    def rows_at_once(self, names: Sequence[str]) -> int:
-        """Return how many rows of the batch a thread loads before it computes."""
-        loads = sum(self.num_rounds * self.width(v) for v in names)
-        most = _MOST_LOADS if self.layout.warps <= 8 else _MOST_LOADS // 2
-        divisors = [n for n in range(1, self.layout.batch + 1) if self.layout.batch % n == 0]
-        return max((n for n in divisors if n * loads <= most), default=1)
 
     def factor_of_row(self, own: frozenset[str] = frozenset()) -> None:
         """Write how the warps compute a row of the other factor, and its sums.
 
         Args:
-            own: The inputs of which the row `m` is read, among those that were loaded.
+            own: Inputs that were loaded for several rows. Row `m` is used.
         """
         for n in range(len(self.found.sums)):
             self.put(f"float sum_{n} = 0.0f;")
-        with self.rounds("r", self.num_rounds):
+        with self.rounds("r", self.layout.rounds):
             self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
             if self.is_partial:
                 with self.scope(f"if (at - lane * {_VECTOR} < {self.end_of_columns})"):
@@ -143,12 +127,14 @@ class FactorWriter(StreamWriter):
     def hold(self, value: str, rows: int = 0) -> None:
         """Write the loads of a thread's elements of an input, or of so many rows of the batch."""
         of_rows = f"[{rows}]" if rows else ""
-        self.put(f"uint4 {self.var(value)}_held{of_rows}[{self.num_rounds}][{self.width(value)}];")
+        self.put(
+            f"uint4 {self.var(value)}_held{of_rows}[{self.layout.rounds}][{self.width(value)}];"
+        )
         if rows:
-            with self.rounds("m", rows), self.rounds("r", self.num_rounds):
+            with self.rounds("m", rows), self.rounds("r", self.layout.rounds):
                 self.load(value, of_batch=True)
         else:
-            with self.rounds("r", self.num_rounds):
+            with self.rounds("r", self.layout.rounds):
                 self.load(value)
 
     def load(self, value: str, of_batch: bool = False) -> None:

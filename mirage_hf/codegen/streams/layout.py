@@ -19,6 +19,10 @@ SHARED_COLUMNS = 256
 #: Digits of a number: 8 bits each, so 22 bits of a column's value are kept.
 DIGITS = 3
 
+#: The most loads of 16 bytes of the other factor that a thread has under way, with up to 8 warps.
+#: With more warps a thread has half of the registers.
+_MOST_LOADS = 16
+
 #: The most warps that compute, a power of two. One more copies, and a block has at most 32 warps.
 MOST_WARPS = 16
 
@@ -114,6 +118,21 @@ class StreamLayout:
         """Columns of the last span."""
         return self.products.num_columns - (self.spans - 1) * self.span
 
+    @property
+    def rounds(self) -> int:
+        """How often a thread computes 8 columns of a row of the other factor."""
+        return -(-self.span // (8 * 32 * self.warps))
+
+    def rows_at_once(self, loads: int) -> int:
+        """Return how many rows of the batch a thread loads before it computes.
+
+        Args:
+            loads: Loads of 16 bytes for one row.
+        """
+        most = _MOST_LOADS if self.warps <= 8 else _MOST_LOADS // 2
+        divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+        return max((n for n in divisors if n * loads <= most), default=1)
+
     @cached_property
     def lane_bytes(self) -> int:
         """Bytes of a row of codes that a lane loads at a time. Four lanes share a row.
@@ -147,8 +166,8 @@ class StreamLayout:
     def is_in_halves(self) -> bool:
         """Whether products are of halves. Otherwise they are of signed bytes.
 
-        An instruction has eight columns. The digits of one row take three of them, and halves of a
-        batch one for each row.
+        An instruction has eight columns. The digits of one row take three. As halves, each row
+        takes one.
         """
         return self.products.dtype is torch.float8_e4m3fn or self.products.batch_size > 1
 

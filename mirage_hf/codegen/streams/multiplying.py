@@ -72,8 +72,8 @@ class ProductWriter(FactorWriter):
                 )
             return
         for n in (0, 1):
-            with self.scope(f"if (2 * t{f' + {n}' if n else ''} < batch)"):
-                at = f"2 * t{f' + {n}' if n else ''}"
+            at = f"2 * t{f' + {n}' if n else ''}"
+            with self.scope(f"if ({at} < batch)"):
                 self.put(
                     self.add_to(f"shared.partial[i][warp][g * batch + {at}]", f"upper_{n}"),
                     self.add_to(f"shared.partial[i][warp][(g + 8) * batch + {at}]", f"lower_{n}"),
@@ -134,7 +134,8 @@ class ProductWriter(FactorWriter):
                 self.put(f"const float scale_{half} = {scale};")
                 scale = f"scale_{half}"
             totals = self.totals()[half * per_half : (half + 1) * per_half]
-            for total, result, own_step in zip(totals, results, steps, strict=False):
+            pairs = zip(totals, results[:per_half], steps, strict=True)
+            for total, result, own_step in pairs:
                 factor = f"({own_step} * {scale})" if scale else own_step
                 self.put(f"{total} += {result} * {factor};")
 

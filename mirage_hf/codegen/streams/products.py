@@ -77,12 +77,12 @@ class Products:
     Attributes:
         op: The placed op.
         products: The sums of codes times `other`.
-        other: The value that all codes are multiplied with. It carries `columns`, and `batch` if
-            there is one.
-        sums: Accumulators of values that carry the same axes as `other`, with these values.
+        other: The value that all codes are multiplied with. It carries `columns`, and may carry
+            `batch`.
+        sums: Accumulators of values that carry `columns`, and may carry `batch`, with these values.
         rows: The axes that number the rows of codes, the outer one first.
         columns: The summed axes, the outer one first.
-        batch: The axis that numbers the rows of `other`. None if it has one row.
+        batch: The axis that numbers the rows of `other`, if there is one.
     """
 
     op: PlacedOp
@@ -228,7 +228,7 @@ class _Finder:
             raise _refused(f"the sum {next(iter(self.open))} ends nowhere")
         self.choose()
         for o in self.block.outputs:
-            if set(self.block.carried[o.value]) != {*self.rows, *self.batches}:
+            if set(self.block.carried[o.value]) != {*self.rows} | {self.batch} - {None}:
                 raise _refused(f"output {o.value} does not have the rows of the codes")
         found = Products(
             self.op, self.products, self.other, self.sums, self.rows, self.columns, self.batch
@@ -250,8 +250,6 @@ class _Finder:
             raise _refused("it has other axes than the rows and columns of the codes, and a batch")
         if others and others[0].size > MOST_BATCH:
             raise _refused(f"the other factor has {others[0].size} rows, more than {MOST_BATCH}")
-        #: The axis that numbers the rows of the other factor, as a set: empty if it has one row.
-        self.batches = {a.name for a in others}
         self.batch = others[0].name if others else None
 
     def check_input(self, i: BlockInput) -> None:
@@ -297,7 +295,7 @@ class _Finder:
             i.name
             for i in self.block.inputs
             if i.name not in coded
-            and {*self.block.carried[i.name]} - self.batches == {*self.columns}
+            and {*self.block.carried[i.name]} - {self.batch} == {*self.columns}
         }
         self.column_sums: dict[str, str] = {}
         for op in stage.body:

@@ -8,8 +8,9 @@ from mirage_hf.codegen.cuda_nests import NestWriter, Operand
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.streams.layout import StreamLayout
 
-#: Numbers of barriers. At the first one all threads meet, once the other factor is in place.
-#: At the second one the threads that compute meet.
+#: Numbers of barriers. At the first one all threads meet, once the other factor is in place. At the
+#: second one the threads that compute meet: before and after a later span's factor is written, and
+#: at the end.
 FACTOR_READY, COMPUTED = 1, 2
 
 #: Names of the text, which values of the block graph may not have.
@@ -17,9 +18,9 @@ _NAMES = frozenset(
     """
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits exponent factor
     first g halves high_0 high_1 j lane largest left m low_0 low_1 lower lower_0 lower_1 magic mine
-    own own_row own_tile piece pitch right row row_0 row_bytes scaled second size span stages step
+    n own own_row own_tile piece pitch right row row_0 row_bytes scaled second size span stages step
     stores sums t tiles to unit units up upper upper_0 upper_1 warp warps worth_0 worth_1
-    Words
+    w Words
     """.split()
 )
 
@@ -30,7 +31,8 @@ class StreamWriter(NestWriter):
     def var(self, name: str) -> str:
         """Return a C++ name for a value."""
         name = super().var(name)
-        return name + "_" if name in _NAMES or name.startswith("sum_") else name
+        is_taken = name in _NAMES or name.startswith("sum_") or name.endswith("_held")
+        return name + "_" if is_taken else name
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
         self.layout, self.found = layout, layout.products
@@ -65,7 +67,7 @@ class StreamWriter(NestWriter):
         return f"{place} = {value}{f' + (span ? {place} : 0.0f)' if self.has_spans else ''};"
 
     def of_batch(self, count: int) -> str:
-        """Return the text of this many for each row of the batch."""
+        """Return the text of `count` times the batch."""
         return f"{count} * batch" if self.layout.batch > 1 else f"{count}"
 
     @property
