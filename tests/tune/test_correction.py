@@ -25,8 +25,11 @@ RAW = Path(__file__).parents[2] / "docs" / "benchmarks" / "raw"
 @cache
 def packaged():
     """Return the plan of a packaged kernel of RMSNorm and a linear, of one row."""
-    titles = {e.key.title: e for e in packaged_store().entries()}
-    entry = titles["1x2048-to-1x3072-bfloat16"]
+    (entry,) = (
+        e
+        for e in packaged_store().entries()
+        if e.key.title == "1x2048-to-1x3072-bfloat16" and not any(s.cuda for s in e.schedules)
+    )
     (op,) = place_kernels(entry.ugraph)
     return plan_kernel(op, entry.schedules[0])
 

@@ -43,7 +43,9 @@ LLAMA_1B = {
 
 @cache
 def entries():
-    return {e.key.title: e for e in packaged_store().entries() if e.key.title.startswith("1x")}
+    """Return the packaged entries of one row by title, without those of CUDA kernels of codes."""
+    of_one_row = (e for e in packaged_store().entries() if e.key.title.startswith("1x"))
+    return {e.key.title: e for e in of_one_row if not any(s.cuda for s in e.schedules)}
 
 
 def tuned_kernels(title):
