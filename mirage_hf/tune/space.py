@@ -121,7 +121,8 @@ def permitted(
             hold in it. They count for every op with the same block graph, whatever the sizes of its
             axes.
         streams: Also list CUDA kernels that stream codes, where multiply-adds are allowed. They
-            keep 22 bits of what codes are multiplied with, or 11 beside float8. bfloat16 has 8.
+            keep 22 bits of what codes are multiplied with. Beside float8, and with several rows,
+            they keep 11. bfloat16 has 8.
     """
     known: dict[object, set[bool]] = {}
     for ugraph, allowed in kinds:

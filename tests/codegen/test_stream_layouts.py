@@ -109,7 +109,7 @@ _DECLARED = re.compile(r"\b(?:int|float|unsigned|bool|auto|uint4|half|char)[&*]*
 
 
 def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
-    """Return a block graph in which a value has another name."""
+    """Return a block graph with the value `old` named `new`."""
 
     def name(value):
         return new if value == old else value

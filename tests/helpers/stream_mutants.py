@@ -8,10 +8,11 @@ No emulation on the CPU notices these mistakes, so they are not here:
   rest. Only a copy beyond the end of the memory would be noticed, on a GPU.
 - No `__syncwarp` between `expect_bytes` and the copies. The phase cannot end before the arrival.
 - No `publish_barriers`. The emulation has one view of memory.
-- `sums[3]` for `sums[2]` in products of halves. All columns of the right factor are equal.
+- `sums[3]` for `sums[2]` in products of halves with one row. All columns of the right factor are
+  equal.
 - A stride of warps along units that is too long, if each warp has one unit.
-- `own = g` for a batch of fewer than 8 rows, and `first` or `second` beyond the batch. Nothing
-  stores these columns of the sums.
+- `own = g` for a batch of fewer than 8 rows. The sums in columns beyond the batch are then others,
+  and nothing stores them. The same holds for `first` and `second` beyond the batch.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from mirage_hf.codegen.cuda_nests import Nest
-from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
+from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS, VECTOR
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY, StreamWriter
-
-#: Elements of the other factor that a thread computes at a time.
-_VECTOR = 8
 
 #: What is added to an element before its bits are taken: the magic number and 0x4040. The bits are
 #: then shifted by one place, so 128 is added to each of the lower digits, and no digit is negative.
@@ -86,7 +83,7 @@ class FactorWriter(StreamWriter):
     @property
     def is_partial(self) -> bool:
         """Whether some threads compute nothing in the last round."""
-        count = self.layout.rounds * _VECTOR * self.threads
+        count = self.layout.rounds * VECTOR * self.threads
         return any(n != count for n in (self.layout.span, self.layout.last_span))
 
     def factor_of_row(self, own: frozenset[str] = frozenset()) -> None:
@@ -98,9 +95,9 @@ class FactorWriter(StreamWriter):
         for n in range(len(self.found.sums)):
             self.put(f"float sum_{n} = 0.0f;")
         with self.rounds("r", self.layout.rounds):
-            self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+            self.put(f"const int at = (r * threads + tid) * {VECTOR};")
             if self.is_partial:
-                with self.scope(f"if (at - lane * {_VECTOR} < {self.end_of_columns})"):
+                with self.scope(f"if (at - lane * {VECTOR} < {self.end_of_columns})"):
                     self.factor_of(own)
             else:
                 self.factor_of(own)
@@ -141,7 +138,7 @@ class FactorWriter(StreamWriter):
         """Write the loads of 8 elements of an input, of row `m` if it has the batch."""
         load = "load_constant" if self.is_constant(value) else "load_plain"
         pointer = self.pointer(self.inputs[value], 0)
-        self.put(f"const int at = (r * threads + tid) * {_VECTOR};")
+        self.put(f"const int at = (r * threads + tid) * {VECTOR};")
         if self.has_spans:
             pointer += f" + span * {self.layout.span}"
         if of_batch and (stride := self.found.batch_stride(value)):
@@ -160,10 +157,10 @@ class FactorWriter(StreamWriter):
         for v in names:
             self.put(
                 f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}"
-                f"(&)[{_VECTOR}]>({self.var(v)}_held{'[m]' if v in own else ''}[r]);"
+                f"(&)[{VECTOR}]>({self.var(v)}_held{'[m]' if v in own else ''}[r]);"
             )
-        self.put(f"float factor[{_VECTOR}], largest = 0.0f;", "#pragma unroll")
-        with self.scope(f"for (int j = 0; j < {_VECTOR}; ++j)"):
+        self.put(f"float factor[{VECTOR}], largest = 0.0f;", "#pragma unroll")
+        with self.scope(f"for (int j = 0; j < {VECTOR}; ++j)"):
             nest = Nest((), None, 1)
             for v in names:
                 self.put(f"const float {self.var(v)} = to_float({self.var(v)}_v[j]);")
@@ -232,9 +229,10 @@ class FactorWriter(StreamWriter):
         )
 
     def store_halves(self) -> None:
-        """Write how a thread stores 8 columns as halves, in the order in which codes become halves.
+        """Write how a thread stores 8 columns of a row as halves.
 
-        For each piece of 8 columns of each lane, the rows of the batch follow each other.
+        Their order is that of the halves that codes become. For each piece of 8 columns of each
+        lane, the rows of the batch follow each other.
         """
         unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
         which = "j / 2 + j % 2 * 4" if self.found.bits == 4 else "j"

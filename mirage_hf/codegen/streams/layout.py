@@ -13,8 +13,11 @@ from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.products import ROWS, Products, streamed_products
 
-#: Columns of a row of the other factor that share a power of two: 8 for each lane of a warp.
-SHARED_COLUMNS = 256
+#: Columns of a row of the other factor that a thread computes at a time.
+VECTOR = 8
+
+#: Columns of a row of the other factor that share a power of two: those of a warp.
+SHARED_COLUMNS = 32 * VECTOR
 
 #: Digits of a number: 8 bits each, so 22 bits of a column's value are kept.
 DIGITS = 3
@@ -120,8 +123,8 @@ class StreamLayout:
 
     @property
     def rounds(self) -> int:
-        """How often a thread computes 8 columns of a row of the other factor."""
-        return -(-self.span // (8 * 32 * self.warps))
+        """How often a thread computes its columns of a row of the other factor."""
+        return -(-self.span // (32 * VECTOR * self.warps))
 
     def rows_at_once(self, loads: int) -> int:
         """Return how many rows of the batch a thread loads before it computes.
