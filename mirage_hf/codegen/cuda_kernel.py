@@ -47,6 +47,7 @@ class CudaKernel:
         threads: Threads of a block.
         loaded_ahead: Vectors of 16 bytes that a thread holds for the next tile of a loop.
         loaded_early: How many of them it reads before it waits for the previous kernel.
+        helpers: Device functions that it calls and few others do. They come before the text.
     """
 
     source: str
@@ -56,6 +57,7 @@ class CudaKernel:
     threads: int = _THREADS
     loaded_ahead: int = 0
     loaded_early: int = 0
+    helpers: str = ""
 
 
 def write_kernel(

@@ -20,7 +20,7 @@ from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.helpers import HELPERS as STREAM_HELPERS
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
-from mirage_hf.codegen.streams.products import reads_codes, streamed_products
+from mirage_hf.codegen.streams.products import ZEROS, reads_codes, streamed_products
 from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph.kernel import DTensor
 
@@ -95,6 +95,18 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     return cuda_kernel.write_kernel(block, operands, outputs, name, schedule)
 
 
+def _read_anywhere(op: PlacedOp) -> tuple[int, ...]:
+    """Return the inputs of a kernel that it reads at any address, by number.
+
+    These are what an index chooses, besides codes: weights of experts that a copy would double.
+    """
+    assert op.block is not None
+    sources = [(i, op.operands[s].dtype) for i in op.block.inputs for s in i.sources]
+    return tuple(
+        n for n, (i, dtype) in enumerate(sources) if i.taken is not None and dtype not in ZEROS
+    )
+
+
 def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelText, Launch]:
     """Return the text of a placed op's kernel, a string of the file, and its launch.
 
@@ -105,11 +117,12 @@ def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelTex
     assert op.block is not None
     tensors = [t for t in op.inputs if isinstance(t, DTensor)]
     read = [s for i in op.block.inputs for s in i.sources]
+    read += dict.fromkeys(i.taken.index for i in op.block.inputs if i.taken is not None)
     written = [len(tensors) + n for n in range(len(op.outputs))]
     everything = (*tensors, *op.outputs)
     arguments = tuple((f"tensor_{n}", at) for n, at in enumerate((*read, *written)))
     signature = tuple((name_, POINTER_TYPES[everything[at].dtype]) for name_, at in arguments)
-    text = kernel.source.replace("\\", "/").replace('"""', "'''").rstrip()
+    text = (kernel.helpers + kernel.source).replace("\\", "/").replace('"""', "'''").rstrip()
     source = f'{name} = {_HELPERS} + r"""\n{text}\n"""'
     launch = Launch(
         name,
@@ -120,5 +133,6 @@ def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelTex
         cuda=True,
         shared=kernel.shared,
         num_outputs=len(written),
+        anywhere=_read_anywhere(op),
     )
     return KernelText(name, source, (), arguments, 0, 0), launch

@@ -49,6 +49,8 @@ class Launch:
     shared: int = 0
     #: Number of tensors at the end of the signature that a CUDA kernel writes.
     num_outputs: int = 0
+    #: Inputs of a CUDA kernel, by number, that may lie at any address.
+    anywhere: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

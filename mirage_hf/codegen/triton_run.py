@@ -123,6 +123,8 @@ class _RunWriter:
                 f"num_outputs={launch.num_outputs}, num_warps={launch.num_warps}, "
                 f"shared={launch.shared}"
             )
+            if launch.anywhere:
+                options += f", anywhere={launch.anywhere}"
             head = f'launch_cuda("{kernel.name}", {kernel.name}, {launch.grid}, [{listed}]'
             return [*lines, f"{head}, {options})"]
         options = f"num_warps={launch.num_warps}, num_stages={launch.num_stages}"

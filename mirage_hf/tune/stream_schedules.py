@@ -20,8 +20,8 @@ from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout, tiles_of_rows
 from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
 from mirage_hf.gpus import H200, Device
-from mirage_hf.graph.coded import stored_bytes
 from mirage_hf.graph.kernel import KernelOp
+from mirage_hf.tune.traffic import read_bytes
 
 #: Bytes of a row of a chunk to try, chunks that the ring holds, and warps that compute.
 _CHUNK_BYTES = (1024, 2048, 4096)
@@ -83,9 +83,11 @@ def _space(products: Products, device: Device) -> Iterator[Schedule]:
     """Yield schedules to estimate."""
     tiles = tiles_of_rows(products)
     group = 1
-    if len(products.columns) > 1:
+    if products.piece is not None:
+        tiles[products.piece] = next_power_of_two(products.num_pieces)
+    if len(products.own_columns) > 1:
         group = products.group
-        tiles[products.columns[1]] = next_power_of_two(group)
+        tiles[products.own_columns[1]] = next_power_of_two(group)
     row = next_power_of_two(products.row_bytes)
     lengths = dict.fromkeys(min(n, row) for n in _CHUNK_BYTES)
     for length, stages, warps in itertools.product(lengths, _STAGES, _WARPS):
@@ -93,12 +95,23 @@ def _space(products: Products, device: Device) -> Iterator[Schedule]:
         if columns % group == 0:
             count = next_power_of_two(columns // group)
             yield Schedule(
-                tiles | {products.columns[0]: count},
+                tiles | {products.own_columns[0]: count},
                 num_warps=warps,
                 num_stages=stages,
                 cuda=True,
                 persistent_blocks=device.sms,
             )
+
+
+def _read(op: PlacedOp) -> int:
+    """Return the bytes that a kernel reads, each counted once."""
+    assert op.block is not None
+    read: dict[int, int] = {}
+    for i in op.block.inputs:
+        for s in i.sources:
+            index = op.operands[s].index
+            read[index] = max(read.get(index, 0), read_bytes(i, op.operands, s))
+    return sum(read.values())
 
 
 def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
@@ -112,7 +125,7 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
             f"{layout.schedule} needs {layout.shared_bytes} bytes of shared memory"
         )
     op = layout.products.op
-    read = sum(map(stored_bytes, {t.index: t for t in op.operands}.values()))
+    read = _read(op)
     uneven = layout.most_tiles * layout.blocks / layout.tiles
     under_way = layout.stages * ROWS * layout.chunk_bytes * min(layout.blocks, device.sms)
     latency_us, shares = _COPY_US, (1.0, 1.0)

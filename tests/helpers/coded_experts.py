@@ -9,16 +9,22 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from mirage_hf.trace.experts.op import experts_as_one_node
+from mirage_hf.trace.record import record
+from mirage_hf.trace.regions import Region
+from mirage_hf.trace.step_plan import StepPlan
 from scripts.coded_models import put_mxfp4
 from tests.helpers import torchao_tensors
 
@@ -27,12 +33,12 @@ EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 64, 96
 WIDE = 128
 
 
-def fp8(block: int = 32, seed: int = 0) -> tuple[Any, Any]:
+def fp8(block: int = 32, seed: int = 0, sizes: tuple[int, int] = (WIDTH, INNER)) -> tuple[Any, Any]:
     """Return `FP8Experts`, and stock's experts with their weights decoded to float64."""
     library = pytest.importorskip("transformers.integrations.finegrained_fp8")
     config = Qwen3MoeConfig(
-        hidden_size=WIDTH,
-        moe_intermediate_size=INNER,
+        hidden_size=sizes[0],
+        moe_intermediate_size=sizes[1],
         num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
     )
@@ -73,12 +79,12 @@ def shape_of_blocks(parameter: torch.Tensor) -> tuple[int, ...]:
     return experts, rows, parameter[0, 0].numel() // 16, 16
 
 
-def mxfp4(seed: int = 0) -> tuple[Any, Any]:
+def mxfp4(seed: int = 0, sizes: tuple[int, int] = (WIDTH, INNER)) -> tuple[Any, Any]:
     """Return `Mxfp4GptOssExperts`, and stock's experts with their weights decoded to float64."""
     library = pytest.importorskip("transformers.integrations.mxfp4")
     config = GptOssConfig(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
+        hidden_size=sizes[0],
+        intermediate_size=sizes[1],
         num_local_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
     )
@@ -171,6 +177,43 @@ def routing(tokens: int, width: int = WIDTH, seed: int = 1) -> tuple[Tensor, Ten
     index = torch.rand(tokens, EXPERTS, generator=generator).topk(CHOSEN)[1]
     weights = torch.rand(tokens, CHOSEN, generator=generator, dtype=torch.float64)
     return x, index, weights
+
+
+def given(tokens: int, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+    """Return what experts of `CODED` are called with."""
+    x, index, weights = routing(tokens, width_of(name))
+    return {"x": x.to(dtype), "index": index, "weights": weights.to(dtype)}
+
+
+def plan_of(module: Any, inputs: dict[str, Tensor]) -> StepPlan:
+    """Return the plan of a step that calls experts with inputs of these shapes."""
+
+    def function(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](module, x, index, weights)
+
+    given = inputs | {"out.0": inputs["x"].clone()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = {name: mode.from_tensor(x) for name, x in given.items()}
+
+    def step() -> None:  # stock's own function may need kernels that must be fetched
+        fakes["out.0"].copy_(function(*(fakes[name] for name in inputs)))
+
+    with experts_as_one_node():
+        return StepPlan(record(step, fakes, mode), len(inputs["x"]))
+
+
+def operands_of(region: Region, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the operands of a program of experts. What lies between both programs is random."""
+    operands = []
+    for operand, tensor in zip(region.inputs, region.graph.inputs, strict=True):
+        source: Any = getattr(operand.source, "tensor", None)
+        if source is not None:
+            operands.append(operand.of(source.detach()))
+        elif operand.is_between:
+            operands.append(torch.randn(tensor.dims).to(tensor.dtype))
+        else:
+            operands.append(operand.of(inputs[operand.source.name]))
+    return operands
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:

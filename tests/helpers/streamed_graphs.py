@@ -157,11 +157,19 @@ def streamed(case: Case) -> tuple[UGraph, PlacedOp, Products]:
     raise AssertionError(f"no candidate of {case} can stream its codes")
 
 
+def tiles_of(found: Products, tile: int) -> dict[str, int]:
+    """Return the tiles of a schedule, with this one along the outer columns of codes."""
+    tiles = tiles_of_rows(found) | {found.own_columns[0]: tile}
+    if found.piece is not None:
+        tiles[found.piece] = next_power_of_two(found.num_pieces)
+    if len(found.own_columns) > 1:
+        tiles[found.own_columns[1]] = next_power_of_two(found.group)
+    return tiles
+
+
 def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
     """Return the schedule of a case, with other values of `changes`."""
-    tiles = tiles_of_rows(found) | {found.columns[0]: case.tile}
-    if len(found.columns) > 1:
-        tiles[found.columns[1]] = next_power_of_two(found.group)
+    tiles = tiles_of(found, case.tile)
     given = {"num_stages": case.stages, "num_warps": case.warps, "persistent_blocks": case.blocks}
     return Schedule(tiles, cuda=True, **(given | changes))
 

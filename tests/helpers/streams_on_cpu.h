@@ -276,6 +276,22 @@ inline Words<4> halves_of_float8(unsigned first, unsigned second) {
 }
 
 // prmt.b32: each of four digits of the selector names a byte, 0 to 3 of a or 4 to 7 of b.
+inline unsigned twice_positive_floats(unsigned codes) {
+  const unsigned char twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+  unsigned bytes = 0;
+  for (int n = 0; n < 4; ++n) {
+    const unsigned code = (codes >> (4 * n)) & 15;
+    if (code < 8) bytes |= unsigned(twice[code]) << (8 * n);
+  }
+  return bytes;
+}
+
+inline float power_of_two(unsigned byte) {
+  return byte == 255 ? INFINITY : std::ldexp(1.0f, int(byte) - 127);
+}
+
+inline void __threadfence_block() {}
+
 inline unsigned pick_bytes(unsigned a, unsigned b, unsigned selector) {
   if (selector & 0x8888) cuda_on_cpu::stop("pick_bytes has no sign mode");
   const unsigned long long both = (unsigned long long)b << 32 | a;

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -27,11 +26,8 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.trace.experts import decoded
 from mirage_hf.trace.experts.decoded import run_decoded
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from mirage_hf.trace.experts.op import experts_as_one_node
 from mirage_hf.trace.experts.programs import ParameterSlice
-from mirage_hf.trace.record import record
 from mirage_hf.trace.step_ops import RegionRun
-from mirage_hf.trace.step_plan import StepPlan
 from scripts.coded_models import put_mxfp4
 from tests.helpers import (
     coded_experts,
@@ -40,7 +36,7 @@ from tests.helpers import (
     torchao_tensors,
     triton_interpreter,
 )
-from tests.helpers.coded_experts import CODED
+from tests.helpers.coded_experts import CODED, given, operands_of, plan_of
 from tests.helpers.coded_mutants import CodedProgram
 from tests.helpers.thorough import THOROUGH, count
 from tests.helpers.traced_functions import results_of, runs
@@ -52,26 +48,6 @@ def exact(plain: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor
     """Return what decoded experts compute in float64."""
     with torch.no_grad():
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](plain, x.double(), index, weights.double())
-
-
-def given(tokens: int, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
-    x, index, weights = coded_experts.routing(tokens, coded_experts.width_of(name))
-    return {"x": x.to(dtype), "index": index, "weights": weights.to(dtype)}
-
-
-def plan_of(module: Any, inputs: dict[str, Tensor]) -> StepPlan:
-    def function(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return ALL_EXPERTS_FUNCTIONS["batched_mm"](module, x, index, weights)
-
-    given = inputs | {"out.0": inputs["x"].clone()}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = {name: mode.from_tensor(x) for name, x in given.items()}
-
-    def step() -> None:  # stock's own function may need kernels that must be fetched
-        fakes["out.0"].copy_(function(*(fakes[name] for name in inputs)))
-
-    with experts_as_one_node():
-        return StepPlan(record(step, fakes, mode), len(inputs["x"]))
 
 
 def far(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
@@ -289,16 +265,7 @@ def errors_of_kernels(name: str, dtypes: int, kernels: int) -> list[Any]:
         plan = plan_of(module, inputs)
         for n, region in enumerate(r for r in plan.regions if r.kind == "experts"):
             graph = region.graph
-            operands = []
-            for operand, tensor in zip(region.inputs, graph.inputs, strict=True):
-                source = getattr(operand.source, "tensor", None)
-                if source is None and operand.is_between:
-                    x = torch.randn(tensor.dims).to(tensor.dtype)
-                elif source is None:
-                    x = operand.of(inputs[operand.source.name])
-                else:
-                    x = operand.of(source.detach())
-                operands.append(x)
+            operands = operands_of(region, inputs)
             (want,) = run_kernel_graph(graph, operands, torch.float64)
             (eager,) = run_kernel_graph(graph, operands)
             torchs = float((eager - want).abs().max())

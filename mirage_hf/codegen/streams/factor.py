@@ -124,9 +124,9 @@ class FactorWriter(StreamWriter):
     def hold(self, value: str, rows: int = 0) -> None:
         """Write the loads of a thread's elements of an input, or of so many rows of the batch."""
         of_rows = f"[{rows}]" if rows else ""
-        self.put(
-            f"uint4 {self.var(value)}_held{of_rows}[{self.layout.rounds}][{self.width(value)}];"
-        )
+        held = f"{self.var(value)}_held{of_rows}[{self.layout.rounds}]"
+        of_pieces = self.found.is_of_pieces(value)
+        self.put(f"float {held};" if of_pieces else f"uint4 {held}[{self.width(value)}];")
         if rows:
             with self.rounds("m", rows), self.rounds("r", self.layout.rounds):
                 self.load(value, of_batch=True)
@@ -143,6 +143,9 @@ class FactorWriter(StreamWriter):
             pointer += f" + span * {self.layout.span}"
         if of_batch and (stride := self.found.batch_stride(value)):
             pointer += f" + (b_0 + m) * {stride}LL"
+        if self.found.is_of_pieces(value):
+            self.load_of_piece(value, pointer, of_batch)
+            return
         for n in range(self.width(value)):
             held = f"{self.var(value)}_held{'[m]' if of_batch else ''}[r][{n}]"
             more = f" + {4 * n}" if n else ""
@@ -151,9 +154,28 @@ class FactorWriter(StreamWriter):
                 text = f"at < {self.end_of_columns} ? {text} : uint4{{0, 0, 0, 0}}"
             self.put(f"{held} = {text};")
 
+    def load_of_piece(self, value: str, pointer: str, of_batch: bool) -> None:
+        """Write the load of the element that the piece of a thread's columns has."""
+        at = f"at / {self.found.piece_columns}"
+        if (stride := self.piece_stride(value)) != 1:
+            at += f" * {stride}"
+        text = f"to_float(*({pointer} + {at}))"
+        if self.is_partial:
+            text = f"at < {self.end_of_columns} ? {text} : 0.0f"
+        self.put(f"{self.var(value)}_held{'[m]' if of_batch else ''}[r] = {text};")
+
+    def piece_stride(self, value: str) -> int:
+        """Return the elements between pieces of an input that has one for each piece."""
+        i, t = self.inputs[value], self.found.tensor(value)
+        return next(
+            s for a, s in zip(i.axes, t.strides, strict=True) if a and a == self.found.piece
+        )
+
     def factor_of(self, own: frozenset[str]) -> None:
         """Write how a warp computes 256 columns of the other factor, and stores them."""
         is_ragged, names = self.ends_within(SHARED_COLUMNS), self.found.read_columns
+        of_pieces = [v for v in names if self.found.is_of_pieces(v)]
+        names = tuple(v for v in names if v not in of_pieces)
         for v in names:
             self.put(
                 f"const auto& {self.var(v)}_v = reinterpret_cast<const {self.ctype(v)}"
@@ -165,7 +187,9 @@ class FactorWriter(StreamWriter):
             for v in names:
                 self.put(f"const float {self.var(v)} = to_float({self.var(v)}_v[j]);")
                 nest.known[v] = self.var(v)
-            other = self.ref(nest, self.found.other)
+            for v in of_pieces:
+                nest.known[v] = f"{self.var(v)}_held{'[m]' if v in own else ''}[r]"
+            other = " * ".join(self.ref(nest, v) for v in self.found.other)
             inside = f"at < {self.end_of_columns} ? {{}} : 0.0f" if is_ragged else "{}"
             self.put(f"factor[j] = {inside.format(other)};")
             for n, (_, value) in enumerate(self.found.sums):
@@ -181,8 +205,10 @@ class FactorWriter(StreamWriter):
             f"const int scaled = exponent < {least} ? {least} : exponent;",
             f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",
         )
-        # As bytes, codes of 4 bits are in the upper half, which is times 16. Digits were shifted.
-        down = bits if self.layout.is_in_halves else bits + 1 + 4 * (self.found.bits == 4)
+        # As bytes, codes of 4 bits are in the upper half, which is times 16, and 4-bit floats are
+        # times 2. Digits were shifted.
+        times = 1 if self.found.is_looked_up else 4 * (self.found.bits == 4)
+        down = bits if self.layout.is_in_halves else bits + 1 + times
         step = f"at / {SHARED_COLUMNS}"
         step += " * batch + b" if self.layout.batch > 1 else ""
         self.put(
@@ -203,7 +229,7 @@ class FactorWriter(StreamWriter):
             return
         unit, columns = self.layout.unit, self.layout.lane_columns
         row = min(columns, 16)
-        is_packed = self.found.bits == 4
+        is_packed = self.found.bits == 4 and not self.found.is_looked_up
         self.put("unsigned digits[3][2];", "#pragma unroll")
         with self.scope("for (int h = 0; h < 2; ++h)"):
             self.put("unsigned bits[4];", "#pragma unroll")

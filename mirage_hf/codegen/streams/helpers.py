@@ -123,3 +123,20 @@ __device__ __forceinline__ Words<4> halves_of_float8(unsigned first, unsigned se
   return Words<4>{two_float8(first), two_float8(first >> 16), two_float8(second), two_float8(second >> 16)};
 }
 """
+
+#: What kernels call besides, if codes are 4-bit floats.
+SMALL_FLOAT_HELPERS = """\
+// Four 4-bit floats (e2m1) times 2, as bytes. Those that have a sign are 0.
+__device__ __forceinline__ unsigned twice_positive_floats(unsigned codes) {
+  unsigned bytes;  // a code whose highest bit is set picks eight copies of a byte's sign, which is 0
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(0x03020100u), "r"(0x0c080604u), "r"(codes));
+  return bytes;
+}
+
+// 2^(byte - 127), and infinity for 255, which stands for NaN: no result of it is finite either
+__device__ __forceinline__ float power_of_two(unsigned byte) {
+  const unsigned bits = byte << 23;
+  return __uint_as_float(bits > 0x00400000u ? bits : 0x00400000u);
+}
+
+"""

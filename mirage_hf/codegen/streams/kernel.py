@@ -10,7 +10,7 @@ instead. At the end the warps add up their sums and store the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST, CudaKernel
@@ -18,13 +18,23 @@ from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Nest
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams.helpers import SMALL_FLOAT_HELPERS
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.multiplying import ProductWriter
 from mirage_hf.codegen.streams.products import ROWS, Product
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import BlockInput
+from mirage_hf.graph.coded import is_exponent
 from mirage_hf.graph.printing import format_block_graph
+
+#: Where the expert that an index chooses does not exist, values are 0.
+_READ_IF_ANY = (
+    "template <class T> __device__ __forceinline__ float read_if_any(const T* from) {",
+    "  return from ? to_float(*from) : 0.0f;",
+    "}",
+    "",
+)
 
 
 def write_stream_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
@@ -59,13 +69,20 @@ class _KernelWriter(ProductWriter):
             self.put("int n = 0;")
         with self.each_span():
             self.compute_factor()
+            self.load_chosen_for_end()
             self.multiply()
         self.finish()
         text = "\n".join([*self.head(), *self.lines, "}", "", f"}}  // namespace {self.name}"])
         threads = self.threads + 32
         layout = self.layout
+        helpers = SMALL_FLOAT_HELPERS if self.found.is_looked_up else ""
         return CudaKernel(
-            text, layout.blocks, layout.shared_bytes, is_clustered=False, threads=threads
+            text,
+            layout.blocks,
+            layout.shared_bytes,
+            is_clustered=False,
+            threads=threads,
+            helpers=helpers,
         )
 
     # -- before the body --------------------------------------------------------------------------
@@ -74,8 +91,9 @@ class _KernelWriter(ProductWriter):
         """Return everything before the kernel's body."""
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
         layout, found = self.layout, self.found
-        # a batch needs more registers than the compiler gives to blocks that it takes for two
-        bounds = "threads + 32, 1" if layout.batch > 1 else "threads + 32"
+        # these need more registers than the compiler gives to blocks that it takes for two
+        needs_more = layout.batch > 1 or layout.groups_of_unit > 1 or self.has_index
+        bounds = "threads + 32, 1" if needs_more else "threads + 32"
         sizes = {
             "warps": layout.warps,
             "threads": self.threads,
@@ -95,6 +113,7 @@ class _KernelWriter(ProductWriter):
             "",
             *(f"constexpr int {name} = {value};" for name, value in sizes.items()),
             "",
+            *(_READ_IF_ANY if self.has_index else ()),
             "struct alignas(128) Shared {",
             *(f"  {line}" for line in self.shared()),
             "};",
@@ -109,7 +128,7 @@ class _KernelWriter(ProductWriter):
         slots = layout.scale_slots
         lines = [f"alignas(128) unsigned char codes[stages][{ROWS} * pitch];"]
         lines += [
-            f"alignas(16) unsigned char scales_{n}[{slots}][{layout.scale_bytes(n)}];"
+            f"alignas(16) unsigned char scales_{n}[{slots}][{layout.scale_slot_bytes(n)}];"
             for n, p in enumerate(self.found.products)
             if p.scale is not None
         ]
@@ -121,6 +140,10 @@ class _KernelWriter(ProductWriter):
         ]
         if self.found.sums:
             lines.append(f"alignas(16) float sums[{self.of_batch(len(self.found.sums))}][warps];")
+        if self.has_index:
+            lines.append(f"alignas(16) int chosen[{self.found.num_choices}];  // -1: none")
+        if layout.groups_of_unit > 1:
+            lines.append("alignas(16) unsigned zeros[4];")
         return [*lines, "unsigned long long full[stages], empty[stages];"]
 
     def parameters(self) -> str:
@@ -129,9 +152,13 @@ class _KernelWriter(ProductWriter):
         for i in self.block.inputs:
             for k, s in enumerate(i.sources):
                 dtype = self.operands[s].dtype
-                kind = "unsigned char" if i.name in self.coded else TYPES[dtype]
+                is_bytes = i.name in self.coded or is_exponent(dtype)
+                kind = "unsigned char" if is_bytes else TYPES[dtype]
                 constant = "__restrict__ " * self.operands[s].constant
                 sources.append(f"const {kind}* {constant}{self.pointer(i, k)}")
+        if self.found.taken is not None:
+            kind = TYPES[self.operands[self.found.taken.index].dtype]
+            sources.append(f"const {kind}* index_ptr")
         outputs = [
             f"{TYPES[t.dtype]}* {self.var(o.value)}_out{n}"
             for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True))
@@ -158,6 +185,18 @@ class _KernelWriter(ProductWriter):
                     "for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], threads);"
                 )
                 self.put("publish_barriers();")
+            if self.found.taken is not None:
+                self.put("wait_for_previous_kernel();")
+                with self.scope(f"for (int e = lane; e < {self.found.num_choices}; e += 32)"):
+                    self.put(
+                        "const long long expert = index_ptr[e];",
+                        f"shared.chosen[e] = expert >= 0 && expert < {self.found.taken.size} ? "
+                        "int(expert) : -1;",
+                    )
+            if self.layout.groups_of_unit > 1:
+                self.put("if (lane < 4) shared.zeros[lane] = 0;")
+            if self.has_index or self.layout.groups_of_unit > 1:
+                self.put("__threadfence_block();")
             self.put("__syncwarp();", f"announce<{FACTOR_READY}>(threads + 32);")
             self.copy_tiles()
             self.put("return;")
@@ -177,50 +216,70 @@ class _KernelWriter(ProductWriter):
 
     def copy_span(self) -> None:
         """Write how the chunks of all tiles are copied."""
-        layout, each = self.layout, self.found.rows_of_each
+        with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
+            self.put(f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {self.each};")
+            with self.each_piece():
+                self.copy_chunks()
+
+    def copy_chunks(self) -> None:
+        """Write how the chunks of a tile are copied, or those of a piece of it."""
+        layout, each = self.layout, self.each
         whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
-        scales = sum(layout.scale_bytes(n) for n in range(len(self.found.products)))
+        scaled = [n for n, p in enumerate(self.found.products) if p.scale is not None]
+        scales = str(sum(layout.scale_bytes(n) for n in scaled)) if scaled else ""
         chunks = "chunks"
         if self.has_spans:
             chunks = self.of_span(layout.span_chunks, layout.last_span_chunks)
-        with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
-            self.put(f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {each};")
-            with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
+        if self.has_index:
+            chunks = "(expert < 0 ? 0 : chunks)"
+            for n in scaled:
                 self.put(
-                    "const int s = n % stages;",
-                    "if (n >= stages) wait_for_phase(&shared.empty[s], (n / stages - 1) & 1);",
+                    f"const unsigned long long begin_{n} = {self.scale_begin(n)};",
+                    f"const int size_{n} = (int(begin_{n} & 15) + {layout.scale_bytes(n) + 15}) & "
+                    "~15;  // whole units of 16 bytes",
                 )
-                size = "chunk_bytes"
-                if last != whole:
-                    self.put(
-                        f"const int size = {self.chunk_number} + 1 < chunks ? chunk_bytes : {last};"
-                    )
-                    size = "size"
-                more = f" + (c == 0 ? {scales} : 0)" if scales else ""
+            scales = " + ".join(f"size_{n}" for n in scaled)
+        with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
+            self.put(
+                "const int s = n % stages;",
+                "if (n >= stages) wait_for_phase(&shared.empty[s], (n / stages - 1) & 1);",
+            )
+            size = "chunk_bytes"
+            if last != whole:
                 self.put(
-                    f"if (lane == 0) expect_bytes(&shared.full[s], {ROWS} * {size}{more});",
-                    "__syncwarp();",
+                    f"const int size = {self.chunk_number} + 1 < chunks ? chunk_bytes : {last};"
                 )
-                with self.scope(f"if (lane < {ROWS})"):
-                    self.put(f"const long long row = row_0 + lane % {each};")
-                    text = self.row_of(self.found.products[-1])
-                    if len(self.found.products) > 1:
-                        text = f"lane < {each} ? {self.row_of(self.found.products[0])} : {text}"
-                    self.put(
-                        f"const unsigned char* from = {text};",
-                        "copy_bytes(&shared.codes[s][lane * pitch], "
-                        f"from + {self.chunk_number} * chunk_bytes, "
-                        f"{size}, &shared.full[s]);",
-                    )
-                if scales:
-                    with self.scope("if (c == 0)"):
-                        self.copy_scales()
+                size = "size"
+            more = f" + (c == 0 ? {scales} : 0)" if scales else ""
+            self.put(
+                f"if (lane == 0) expect_bytes(&shared.full[s], {ROWS} * {size}{more});",
+                "__syncwarp();",
+            )
+            with self.scope(f"if (lane < {ROWS})"):
+                first = f"row_0 % {self.found.num_own_rows}" if self.has_index else "row_0"
+                self.put(f"const long long row = {first} + lane % {each};")
+                text = self.row_of(self.found.products[-1])
+                if len(self.found.products) > 1:
+                    text = f"lane < {each} ? {self.row_of(self.found.products[0])} : {text}"
+                self.put(
+                    f"const unsigned char* from = {text};",
+                    "copy_bytes(&shared.codes[s][lane * pitch], "
+                    f"from + {self.chunk_number} * chunk_bytes, "
+                    f"{size}, &shared.full[s]);",
+                )
+            if scaled:
+                with self.scope("if (c == 0)"):
+                    self.copy_scales(scaled)
 
     def row_of(self, product: Product) -> str:
         """Return the address of a row of a product's codes."""
-        i = self.inputs[product.codes]
+        i, found = self.inputs[product.codes], self.found
+        if self.has_index:
+            strides = found.chosen_stride(product.codes), found.row_stride(product.codes)
+            expert, row = (n * found.bits // 8 for n in strides)
+            return f"{self.pointer(i, 0)} + expert * {expert}LL + row * {row}"
         return self._of_source(
-            i, self.found.pieces(product.codes), "row", lambda at: f" + {at} * row_bytes"
+            i, found.pieces(product.codes), "row", lambda at: f" + {at} * row_bytes"
         )
 
     def _of_source(
@@ -235,14 +294,20 @@ class _KernelWriter(ProductWriter):
             text += piece if k == len(pieces) - 1 else f"{row} < {start} ? {piece} : "
         return f"({text})" if len(pieces) > 1 else text
 
-    def copy_scales(self) -> None:
+    def copy_scales(self, scaled: Sequence[int]) -> None:
         """Write the copies of a tile's scales, each by another lane."""
-        lane = ROWS
-        for n, p in enumerate(self.found.products):
-            if p.scale is None:
+        for lane, n in enumerate(scaled, ROWS):
+            if self.has_index:
+                self.put(
+                    f"if (lane == {lane}) copy_bytes({self.scale_slot(n)}, "
+                    f"reinterpret_cast<const void*>(begin_{n} & ~15ULL), size_{n}, "
+                    "&shared.full[s]);"
+                )
                 continue
+            p = self.found.products[n]
+            assert p.scale is not None
             i, size = self.inputs[p.scale], self.layout.scale_bytes(n)
-            of_row = self.found.num_columns // self.found.group
+            of_row = self.found.piece_columns // self.found.group
             shared_by = 1
             if self.found.scale_rows(p) == 1:
                 shared_by = self.block.axis(self.found.rows[-1]).size
@@ -256,7 +321,6 @@ class _KernelWriter(ProductWriter):
                 f"if (lane == {lane}) copy_bytes({self.scale_slot(n)}, "
                 f"{text}, {size}, &shared.full[s]);"
             )
-            lane += 1
 
     # -- outputs ----------------------------------------------------------------------------------
 
@@ -298,8 +362,33 @@ class _KernelWriter(ProductWriter):
 
     def read_at_end(self) -> list[str]:
         """Return the inputs that are read when outputs are stored, such as a residual."""
-        others = {*self.coded, *self.scales, *self.found.read_columns}
-        return [i.name for i in self.block.inputs if i.name not in others]
+        read = {name for o in self.block.outputs for name in self.read_for(o.value)}
+        return [i.name for i in self.block.inputs if i.name in read]
+
+    def read_for(self, value: str) -> Iterator[str]:
+        """Yield the inputs that a value is computed from besides the sums over columns."""
+        if value in self.inputs:
+            yield value
+        elif value in self.ops and value not in self.finished:
+            for a in self.ops[value].args:
+                if isinstance(a, str):
+                    yield from self.read_for(a)
+
+    @property
+    def finished(self) -> set[str]:
+        """The sums over columns."""
+        return {p.out for p in self.found.products} | {out for out, _ in self.found.sums}
+
+    def sums_of_inputs(self) -> list[str]:
+        """Return sums over pieces that nothing but inputs enters, such as those of biases."""
+        return [
+            op.out
+            for op in self.ops.values()
+            if op.over is not None
+            and op.over == self.found.piece
+            and op.out not in self.finished
+            and not {*self.coded, *self.scales} & {*self.found.inputs_of(op.out)}
+        ]
 
     def load_for_end(self) -> None:
         """Write the loads of what a thread needs at the end, if it stores one row at most."""
@@ -308,11 +397,39 @@ class _KernelWriter(ProductWriter):
         self.put(f"const bool stores = tid < mine * {self.of_batch(self.found.rows_of_each)};")
         self.place("tid")
         for name in self.read_at_end():
-            self.put(
-                self.address(self.inputs[name]),
-                f"const float {self.var(name)} = stores ? to_float(*{self.element(name)}) : 0.0f;",
-            )
-            self.known_at_end[name] = self.var(name)
+            self.put(self.address(self.inputs[name]))
+            if not self.is_chosen(name):
+                self.load_one(name)
+
+    def load_one(self, name: str) -> None:
+        """Write the load of the element of an input that a thread needs at the end."""
+        self.put(f"const float {self.var(name)} = stores ? {self.read(name)} : 0.0f;")
+        self.known_at_end[name] = self.var(name)
+
+    def is_chosen(self, name: str) -> bool:
+        """Return whether an input is chosen by an index, or has elements for several pieces."""
+        i, piece = self.inputs[name], self.found.piece
+        return i.taken is not None or (piece is not None and piece in i.axes)
+
+    def load_chosen_for_end(self) -> None:
+        """Write the loads of what an index chooses, and sums of it over pieces.
+
+        The warp that copies has stored the index in shared memory.
+        """
+        if not self.stores_once or not self.has_index:
+            return
+        for name in self.read_at_end():
+            if self.is_chosen(name) and self.found.piece not in self.coordinates_of(
+                self.inputs[name]
+            ):
+                self.load_one(name)
+        for value in self.sums_of_inputs():
+            name = f"{self.var(value)}_ahead"
+            self.put(f"float {name} = 0.0f;")
+            with self.scope("if (stores)"):
+                nest = Nest((), None, 1, known=dict(self.known_at_end))
+                self.put(f"{name} = {self.ref(nest, value)};")
+            self.known_at_end[value] = name
 
     def place(self, element: str) -> None:
         """Write the tile, the row and its coordinates of an element that a thread stores."""

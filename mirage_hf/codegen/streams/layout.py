@@ -79,22 +79,27 @@ class StreamLayout:
     def chunk(self) -> int:
         """Columns of a chunk. The last one may have fewer."""
         p = self.products
-        of_one = p.group if len(p.columns) > 1 else 1
-        return min(p.num_columns, self.schedule.tiles[p.columns[0]] * of_one)
+        of_one = p.group if len(p.own_columns) > 1 else 1
+        return min(p.piece_columns, self.schedule.tiles[p.own_columns[0]] * of_one)
 
     @property
     def chunks(self) -> int:
-        """Chunks of a tile."""
-        return -(-self.products.num_columns // self.chunk)
+        """Chunks of a tile, or of each piece of it."""
+        return -(-self.products.piece_columns // self.chunk)
 
     @property
     def last_chunk(self) -> int:
-        """Columns of the last chunk of a tile."""
-        return self.products.num_columns - (self.chunks - 1) * self.chunk
+        """Columns of the last chunk of a tile, or of each piece of it."""
+        return self.products.piece_columns - (self.chunks - 1) * self.chunk
 
     @cached_property
     def span_chunks(self) -> int:
-        """Chunks of a span: all, or so many that shared memory holds their other factor."""
+        """Chunks of a span: all, or so many that shared memory holds their other factor.
+
+        If an index chooses experts, there is one span.
+        """
+        if self.products.taken is not None:
+            return self.chunks
         for spans in range(1, self.chunks + 1):
             count = -(-self.chunks // spans)
             if self.bytes_with_spans_of(count) <= SHARED_MOST:
@@ -144,7 +149,7 @@ class StreamLayout:
             CodegenError: The chunks of the schedule cannot be divided so.
         """
         p = self.products
-        span = p.group if len(p.columns) > 1 else p.num_columns
+        span = p.group * self.groups_of_unit if len(p.own_columns) > 1 else p.piece_columns
         for count in (16, 8, 4):
             unit = 4 * count * 8 // p.bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
@@ -154,6 +159,17 @@ class StreamLayout:
             f"{self.schedule}: chunks of {self.chunk} columns are no multiple of what four lanes "
             "load; give another tile"
         )
+
+    @property
+    def groups_of_unit(self) -> int:
+        """How many groups of columns share a unit: 2 if groups are short.
+
+        An instruction has eight columns. The digits of one group take the first three, and those of
+        the other one the fifth to seventh. Two of the four lanes of a row load codes of each group,
+        and the digits of other lanes are 0.
+        """
+        sizes = self.products.group, self.chunk % 64, self.last_chunk % 64
+        return 2 if sizes == (32, 0, 0) and not self.is_in_halves else 1
 
     @property
     def lane_columns(self) -> int:
@@ -206,12 +222,21 @@ class StreamLayout:
 
     def scale_bytes(self, number: int) -> int:
         """Return the bytes of the scales of a product for one tile."""
-        p = self.products.products[number]
+        p, found = self.products.products[number], self.products
         if p.scale is None:
             return 0
-        groups = self.products.num_columns // self.products.group
-        itemsize = self.products.tensor(p.scale).dtype.itemsize
-        return self.products.scale_rows(p) * groups * itemsize
+        groups = found.piece_columns // found.group
+        itemsize = found.tensor(p.scale).dtype.itemsize
+        if found.taken is None:
+            return found.scale_rows(p) * groups * itemsize
+        # what lies from the first row to the last, at any address
+        return ((found.scale_rows(p) - 1) * found.row_stride(p.scale) + groups) * itemsize
+
+    def scale_slot_bytes(self, number: int) -> int:
+        """Return the bytes of shared memory that hold the scales of a product for one tile."""
+        size = self.scale_bytes(number)
+        # copies begin and end at multiples of 16 bytes
+        return size if self.products.taken is None or not size else -(-(size + 15) // 16) * 16
 
     @property
     def other_bytes(self) -> int:
@@ -234,15 +259,18 @@ class StreamLayout:
 
     def bytes_with_spans_of(self, span_chunks: int) -> int:
         """Return the bytes of shared memory of a block whose spans have so many chunks."""
-        span = min(self.products.num_columns, span_chunks * self.chunk)
+        found = self.products
+        span = min(found.num_columns, span_chunks * self.chunk * found.num_pieces)
         slots = self._scale_slots(span_chunks) * sum(
-            self.scale_bytes(n) for n in range(len(self.products.products))
+            self.scale_slot_bytes(n) for n in range(len(self.products.products))
         )
         steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
         partial = 4 * self.most_tiles * self.warps * ROWS * self.batch
         sums = 4 * self.warps * len(self.products.sums) * self.batch
         size = self.stages * ROWS * self.pitch
-        for part in (slots, self._other_bytes(span), steps, partial, sums):
+        choices = [4 * found.num_choices] if found.taken else []
+        zeros = [16] if self.groups_of_unit > 1 else []
+        for part in (slots, self._other_bytes(span), steps, partial, sums, *choices, *zeros):
             size = -(-size // 16) * 16 + part
         size = -(-size // 8) * 8 + 2 * 8 * self.stages
         return -(-size // 128) * 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mirage_hf.codegen.streams.factor import FactorWriter
 from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
+from mirage_hf.graph.coded import is_exponent
 
 #: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
 _MAGIC = 0x4B400000
@@ -23,39 +24,64 @@ class ProductWriter(FactorWriter):
                 "second = 2 * t + 1 < batch ? 2 * t + 1 : 0;",
             )
         if not layout.is_in_halves:
+            t = "t % 2" if layout.groups_of_unit > 1 else "t"
             self.put(
                 "// what the digits of the lane's two columns are worth",
-                "const float worth_0 = t == 0 ? 65536.0f : t == 1 ? 1.0f : 0.0f, "
-                "worth_1 = t == 0 ? 256.0f : 0.0f;",
+                f"const float worth_0 = {t} == 0 ? 65536.0f : {t} == 1 ? 1.0f : 0.0f, "
+                f"worth_1 = {t} == 0 ? 256.0f : 0.0f;",
             )
+            if layout.groups_of_unit > 1:
+                self.put(
+                    "// a lane holds digits of the group that its columns belong to, and else zeros",
+                    f"const bool holds = g / 4 == t / 2 && g % 4 < {DIGITS};",
+                    "const unsigned char* held = holds ? shared.factor + g % 4 * 64 + t * 16 : "
+                    "reinterpret_cast<const unsigned char*>(shared.zeros);",
+                    f"const int held_step = holds ? {DIGITS * layout.unit} : 0;",
+                )
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
             totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
             self.put(f"float {totals};  // of rows g and g + 8")
-            chunks = "chunks"
-            if self.has_spans:
-                chunks = self.of_span(layout.span_chunks, layout.last_span_chunks)
-            with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
-                self.put(
-                    "const int s = n % stages;",
-                    "wait_for_phase(&shared.full[s], (n / stages) & 1);",
-                )
-                units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
-                count = str(units)
-                if last != units:
-                    self.put(
-                        f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};"
-                    )
-                    count = "units"
-                self.put("#pragma unroll 4")
-                with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
-                    self.multiply_unit(units)
-                self.put("arrive(&shared.empty[s]);")
+            if self.has_index:
+                self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.each};")
+            with self.each_piece():
+                self.multiply_chunks()
             if not layout.is_in_halves:
                 self.put(
                     "upper += __shfl_xor_sync(0xffffffffu, upper, 1);",
                     "lower += __shfl_xor_sync(0xffffffffu, lower, 1);",
                 )
+                if layout.groups_of_unit > 1:
+                    self.put(
+                        "upper += __shfl_xor_sync(0xffffffffu, upper, 2);",
+                        "lower += __shfl_xor_sync(0xffffffffu, lower, 2);",
+                    )
             self.store_totals()
+
+    def multiply_chunks(self) -> None:
+        """Write the loop over the chunks of a tile, of those of a span, or of those of a piece."""
+        layout = self.layout
+        chunks = "chunks"
+        if self.has_spans:
+            chunks = self.of_span(layout.span_chunks, layout.last_span_chunks)
+        if self.has_index:
+            chunks = "(expert < 0 ? 0 : chunks)"
+            for n, p in enumerate(self.found.products):
+                if p.scale is not None:
+                    self.put(f"const int first_{n} = {self.scale_begin(n)} & 15;")
+        with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
+            self.put(
+                "const int s = n % stages;",
+                "wait_for_phase(&shared.full[s], (n / stages) & 1);",
+            )
+            units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
+            count = str(units)
+            if last != units:
+                self.put(f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};")
+                count = "units"
+            self.put("#pragma unroll 4")
+            with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
+                self.multiply_unit(units)
+            self.put("arrive(&shared.empty[s]);")
 
     def totals(self) -> list[str]:
         """Return the names of a lane's sums, for the upper and the lower half of the rows."""
@@ -84,6 +110,9 @@ class ProductWriter(FactorWriter):
         layout, found = self.layout, self.found
         words, columns = layout.lane_bytes // 4, layout.lane_columns
         first = f"c * {units} + u" if layout.chunks > 1 else "u"
+        if found.num_pieces > 1:
+            self.put(f"const int of_piece = {first};")
+            first = f"q * {found.piece_columns // layout.unit} + of_piece"
         self.put(f"const int unit = {first};")
         self.put(
             "const unsigned char* codes = shared.codes[s] + g * pitch + "
@@ -96,9 +125,14 @@ class ProductWriter(FactorWriter):
             halves = ["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]
         else:
             row = min(columns, 16)
+            place = (
+                f"shared.factor + unit * {DIGITS * layout.unit} + "
+                f"(g < {DIGITS} ? g : 0) * {4 * row} + t * {row}"
+            )
+            if layout.groups_of_unit > 1:
+                place = "held + unit * held_step"
             self.put(
-                f"const unsigned char* digits = shared.factor + unit * {DIGITS * layout.unit} + "
-                f"(g < {DIGITS} ? g : 0) * {4 * row} + t * {row};",
+                f"const unsigned char* digits = {place};",
                 f"const auto x = *reinterpret_cast<const Words<{row // 4}>*>(digits);",
             )
             if columns > 16:
@@ -107,17 +141,25 @@ class ProductWriter(FactorWriter):
                     f"(digits + {4 * row * DIGITS});"
                 )
             self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-            self.digit_products(words)
-            self.put(
-                "const float magic = 12582912.0f;",
-                "const float above = (__int_as_float(sums[0]) - magic) * worth_0 + "
-                "(__int_as_float(sums[1]) - magic) * worth_1;",
-                "const float below = (__int_as_float(sums[2]) - magic) * worth_0 + "
-                "(__int_as_float(sums[3]) - magic) * worth_1;",
-            )
+            if found.is_looked_up:
+                self.put("// the sums of codes that have a sign, which count less")
+                self.put(f"int less[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
+                self.small_float_products(words)
+                magic = [f"__int_as_float(less[{n}])" for n in range(4)]
+            else:
+                self.digit_products(words)
+                self.put("const float magic = 12582912.0f;")
+                magic = ["magic"] * 4
+            for n, half in (0, "above"), (2, "below"):
+                self.put(
+                    f"const float {half} = (__int_as_float(sums[{n}]) - {magic[n]}) * worth_0 + "
+                    f"(__int_as_float(sums[{n + 1}]) - {magic[n + 1]}) * worth_1;"
+                )
             halves = ["above"], ["below"]
         steps = ["step"]
         at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
+        if layout.groups_of_unit > 1:
+            at = f"unsigned(unit) / {SHARED_COLUMNS // layout.unit}"
         if layout.batch == 1:
             self.put(f"const float step = shared.steps[{at}];")
         else:
@@ -190,18 +232,48 @@ class ProductWriter(FactorWriter):
             codes = [f"{word}.w[{k}]{flip}" for k in (j, j + 1) for word in "ab"]
             self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
 
+    def small_float_products(self, words: int) -> None:
+        """Write the products of 4-bit floats and digits. Signed bytes hold the floats times 2."""
+        for j in range(words):
+            x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
+            for sums, flips in (("sums", ""), ("less", " ^ 0x88888888u")):
+                codes = [
+                    f"twice_positive_floats(({word}.w[{j}]{flips}){shift})"
+                    for shift in ("", " >> 16")
+                    for word in "ab"
+                ]
+                self.put(
+                    f"multiply_digits({sums}, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
+                )
+
     def scale_text(self, number: int, half: int) -> str:
         """Return the scale of a unit's products in one half of the rows; empty if there is none."""
         product, found = self.found.products[number], self.found
         if product.scale is None:
             return ""
-        ctype, groups = self.ctype(product.scale), found.num_columns // found.group
+        ctype, groups = self.ctype(product.scale), found.piece_columns // found.group
         row = "0"
         if found.scale_rows(product) > 1:
             row = "g" if len(found.products) > 1 or not half else "(g + 8)"
         first = f"unit * {self.layout.unit}"
         if self.has_spans:
             first = f"(span * {self.layout.span} + {first})"
+        if found.num_pieces > 1:
+            first = f"of_piece * {self.layout.unit}"
         group, slot = f"{first} / {found.group}", self.scale_slot(number)
+        if self.layout.groups_of_unit > 1:
+            group = f"{first} / {found.group} + t / 2"
+        if self.has_index:
+            stride = found.row_stride(product.scale)
+            at = f"{row} * {stride} + {group}" if row != "0" else group
+            slot += f" + first_{number}"
+            return self.decoded_scale(
+                product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]"
+            )
         at = f"{row} * {groups} + {group}" if row != "0" else group
-        return f"to_float(reinterpret_cast<const {ctype}*>({slot})[{at}])"
+        return self.decoded_scale(product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]")
+
+    def decoded_scale(self, scale: str, element: str) -> str:
+        """Return the number that an element of a scale stands for."""
+        is_power = is_exponent(self.found.tensor(scale).dtype)
+        return f"power_of_two({element})" if is_power else f"to_float({element})"

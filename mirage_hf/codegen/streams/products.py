@@ -4,6 +4,10 @@ Such a kernel computes Σ (codes − zero) · other for one row of `other`, or f
 eight. Sums over groups of columns may be multiplied by scales. All rows of codes share `other`, and
 any sums that no row of codes enters, such as the sum of squares of a norm. What follows the sums is
 elementwise.
+
+An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
+each chosen expert has its own. Along another one it numbers *pieces* of columns: the rows of several
+experts lie end to end, so to speak, and one sum adds up all of them.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
-from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Stage
-from mirage_hf.graph.coded import is_packed
+from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Taken
+from mirage_hf.graph.coded import is_exponent, is_packed
+from mirage_hf.graph.grouped_products import looks_up_e2m1
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
 
@@ -62,12 +67,23 @@ class Product:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a value of the loop is: codes minus their zero, or their products."""
+    """What a value is that codes enter: codes minus their zero, or sums of products of them.
+
+    Attributes:
+        codes: The input that holds the codes.
+        zero: What was subtracted.
+        is_looked_up: Whether the codes are those of 4-bit floats.
+        other: The values that the codes are multiplied with. Their product is the other factor.
+        scale: The scale, if there is one.
+        summed: The axes of columns that were added up.
+    """
 
     codes: str
     zero: float = 0.0
-    other: str | None = None
+    is_looked_up: bool = False
+    other: tuple[str, ...] = ()
     scale: str | None = None
+    summed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -77,21 +93,26 @@ class Products:
     Attributes:
         op: The placed op.
         products: The sums of codes times `other`.
-        other: The value that all codes are multiplied with. It carries `columns`, and may carry
-            `batch`.
+        other: Values whose product all codes are multiplied with. Together they carry `columns`,
+            and may carry `batch`.
         sums: Accumulators of values that carry `columns`, and may carry `batch`, with these values.
         rows: The axes that number the rows of codes, the outer one first.
-        columns: The summed axes, the outer one first.
+        columns: The summed axes, the outer one first: that of pieces if there is one, then those of
+            the codes.
         batch: The axis that numbers the rows of `other`, if there is one.
+        taken: The index that chooses among experts, if there is one.
+        is_looked_up: Whether the codes are those of 4-bit floats.
     """
 
     op: PlacedOp
     products: tuple[Product, ...]
-    other: str
+    other: tuple[str, ...]
     sums: tuple[tuple[str, str], ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     batch: str | None = None
+    taken: Taken | None = None
+    is_looked_up: bool = False
 
     @property
     def block(self) -> BlockGraph:
@@ -110,8 +131,49 @@ class Products:
 
     @property
     def num_columns(self) -> int:
-        """How many columns all codes have."""
+        """How many columns all codes have, those of all pieces."""
         return self._size(self.columns)
+
+    @property
+    def choosing_rows(self) -> tuple[str, ...]:
+        """The axes of rows that the index has."""
+        return () if self.taken is None else tuple(a for a in self.taken.axes if a in self.rows)
+
+    @property
+    def own_rows(self) -> tuple[str, ...]:
+        """The axes of rows that the codes of one expert have, or all codes without an index."""
+        return self.rows[len(self.choosing_rows) :]
+
+    @property
+    def piece(self) -> str | None:
+        """The axis of columns that the index has, if there is one."""
+        chosen = () if self.taken is None else self.taken.axes
+        return self.columns[0] if self.columns[0] in chosen else None
+
+    @property
+    def own_columns(self) -> tuple[str, ...]:
+        """The axes of columns that the codes have. A loop walks the first one."""
+        return self.columns[int(self.piece is not None) :]
+
+    @property
+    def num_own_rows(self) -> int:
+        """How many rows of codes an expert has, or all rows without an index."""
+        return self._size(self.own_rows)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces the columns have."""
+        return 1 if self.piece is None else self.block.axis(self.piece).size
+
+    @property
+    def piece_columns(self) -> int:
+        """How many columns a piece has."""
+        return self._size(self.own_columns)
+
+    @property
+    def num_choices(self) -> int:
+        """How many elements the index has."""
+        return 0 if self.taken is None else self._size(tuple(a for a in self.taken.axes if a))
 
     @property
     def batch_size(self) -> int:
@@ -121,7 +183,8 @@ class Products:
     @property
     def group(self) -> int:
         """How many columns share a scale."""
-        return self.block.axis(self.columns[-1]).size if len(self.columns) > 1 else self.num_columns
+        own = self.own_columns
+        return self.block.axis(own[-1]).size if len(own) > 1 else self.piece_columns
 
     @property
     def rows_of_each(self) -> int:
@@ -141,15 +204,34 @@ class Products:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of codes."""
-        return self.num_columns * self.bits // 8
+        return self.piece_columns * self.bits // 8
+
+    def row_stride(self, name: str) -> int:
+        """Return the elements between rows of an input of codes or scales, which may be codes."""
+        i, t = self.block.inputs_by_name[name], self.tensor(name)
+        return next(
+            s for a, s in reversed([*zip(i.axes, t.strides, strict=True)]) if a in self.own_rows
+        )
+
+    def chosen_stride(self, name: str) -> int:
+        """Return the elements between experts of an input that an index chooses."""
+        i = self.block.inputs_by_name[name]
+        assert i.taken is not None
+        return self.tensor(name).strides[i.taken.dim]
 
     @property
     def read_columns(self) -> tuple[str, ...]:
         """The inputs that carry columns: what `other` and `sums` are computed from."""
         read = dict.fromkeys(
-            name for value in (self.other, *(v for _, v in self.sums)) for name in self._read(value)
+            name
+            for value in (*self.other, *(v for _, v in self.sums))
+            for name in self.inputs_of(value)
         )
         return tuple(read)
+
+    def is_of_pieces(self, name: str) -> bool:
+        """Return whether an input of `read_columns` has one element for each piece."""
+        return self.own_columns[-1] not in self.block.carried[name]
 
     def batch_stride(self, name: str) -> int:
         """Return the elements between rows of an input of `read_columns`, 0 if it has one row."""
@@ -164,14 +246,11 @@ class Products:
 
     def pieces(self, name: str) -> tuple[int, ...]:
         """Return how many rows of codes each source of an input has."""
-        i = self.block.inputs_by_name[name]
-        inner = self._size(self.rows[1:])
-        return tuple(n * inner for n in i.sizes or (self.block.axis(self.rows[0]).size,))
+        i, own = self.block.inputs_by_name[name], self.own_rows
+        inner = self._size(own[1:])
+        return tuple(n * inner for n in i.sizes or (self.block.axis(own[0]).size,))
 
-    def _size(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.block.axis(a).size for a in axes)
-
-    def _read(self, value: str) -> Iterator[str]:
+    def inputs_of(self, value: str) -> Iterator[str]:
         """Yield the inputs that a value is computed from."""
         op = self.block.ops_by_name.get(value)
         if op is None:
@@ -179,7 +258,10 @@ class Products:
         else:
             for a in op.args:
                 if isinstance(a, str):
-                    yield from self._read(a)
+                    yield from self.inputs_of(a)
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.block.axis(a).size for a in axes)
 
 
 def streamed_products(op: PlacedOp) -> Products:
@@ -216,14 +298,14 @@ class _Finder:
             raise _refused("no input holds codes that it multiplies")
         self.find_axes()
         loops = [s for s in self.block.stages if s.loop is not None]
-        first = self.block.stages[0]
-        if loops != [first] or first.loop != self.columns[0]:
-            raise _refused("not one loop over the columns comes first")
+        # A loop over inner columns adds up the same, but its tiles have all outer ones. Without an
+        # index, the search finds the other loop as well, whose tiles may be smaller.
+        walked = self.own_columns if self.taken is not None else self.own_columns[:1]
+        if len(loops) != 1 or loops[0].loop not in walked:
+            raise _refused("it has not one loop over the columns")
         for i in self.block.inputs:
             self.check_input(i)
-        self.walk(first)
-        for stage in self.block.stages[1:]:
-            self.close(stage)
+        self.walk()
         if self.open:
             raise _refused(f"the sum {next(iter(self.open))} ends nowhere")
         self.choose()
@@ -231,18 +313,34 @@ class _Finder:
             if set(self.block.carried[o.value]) != {*self.rows} | {self.batch} - {None}:
                 raise _refused(f"output {o.value} does not have the rows of the codes")
         found = Products(
-            self.op, self.products, self.other, self.sums, self.rows, self.columns, self.batch
+            self.op,
+            self.products,
+            self.other,
+            self.sums,
+            self.rows,
+            self.columns,
+            self.batch,
+            self.taken,
+            self.is_looked_up,
         )
         self.check_sizes(found)
         return found
 
     def find_axes(self) -> None:
         """Find the rows and columns of codes, and the batch."""
-        axes = [a for a in self.coded[0].axes if a is not None]
+        self.taken = self.coded[0].taken
+        own = [a for a in self.coded[0].axes if a is not None]
+        chosen = [] if self.taken is None else [a for a in self.taken.axes if a is not None]
+        axes = [*chosen, *own]
         self.rows = tuple(a for a in axes if self.block.role(a) is Role.GRID)
         self.columns = tuple(a for a in axes if a not in self.rows)
-        if not self.rows or not 1 <= len(self.columns) <= 2:
+        self.own_rows = tuple(a for a in own if a in self.rows)
+        self.own_columns = tuple(a for a in own if a in self.columns)
+        pieces = tuple(a for a in chosen if a in self.columns)
+        if not self.own_rows or not 1 <= len(self.own_columns) <= 2:
             raise _refused("the codes have no rows, or more than two axes of columns")
+        if len(pieces) > 1 or (*self.rows[: len(chosen) - len(pieces)], *pieces) != tuple(chosen):
+            raise _refused("the index has other axes than rows of codes, and then pieces")
         if any(a.split_axis is not None for a in self.block.axes):
             raise _refused("an axis is split")
         others = [a for a in self.block.axes if a.name not in axes]
@@ -253,24 +351,26 @@ class _Finder:
         self.batch = others[0].name if others else None
 
     def check_input(self, i: BlockInput) -> None:
-        """Check that an input is read plainly, and that codes lie row after row."""
-        if i.bounds or i.rotation or i.taken or i.padding:
-            raise _refused(f"{i.name} has bounds, a rotation, an index or padding")
+        """Check that an input is read plainly, or by the index, and that codes lie in rows."""
+        if i.bounds or i.rotation or i.padding:
+            raise _refused(f"{i.name} has bounds, a rotation or padding")
+        if i.taken is not None and (self.taken is None or _place(i.taken) != _place(self.taken)):
+            raise _refused(f"{i.name} has another index than the codes")
         sources = [self.op.operands[s] for s in i.sources]
-        if any(t.dtype in CODE_DTYPES and t.dtype not in ZEROS for t in sources):
+        if any(_is_unread(t.dtype) for t in sources):
             raise _refused(f"{i.name} holds codes that it does not multiply")
+        if i.joined not in (None, self.own_rows[0]) or (i.joined and self.taken is not None):
+            raise _refused(f"{i.name} is joined along {i.joined}")
         if i not in self.coded:
-            if i.joined not in (None, self.rows[0]):
-                raise _refused(f"{i.name} is joined along {i.joined}")
             return
-        if tuple(a for a in i.axes if a) != (*self.rows, *self.columns):
+        if tuple(a for a in i.axes if a) != (*self.own_rows, *self.own_columns):
             raise _refused(f"the axes of {i.name} are not those of the other codes")
         if any(t.dtype is not sources[0].dtype or not t.constant for t in sources):
             raise _refused(f"{i.name} may change, or its parts have different dtypes")
-        if i.joined not in (None, self.rows[0]):
-            raise _refused(f"{i.name} is joined along {i.joined}")
+        if (i.taken is None) != (self.taken is None):
+            raise _refused(f"{i.name} has no index")
         for t in sources:
-            if not self._lies_in_rows(i, t):
+            if not (self._lies_in_rows(i, t) if self.taken is None else self._has_rows(i, t)):
                 raise _refused(f"the codes of {i.name} do not lie row after row")
 
     def _lies_in_rows(self, i: BlockInput, t: DTensor) -> bool:
@@ -283,170 +383,250 @@ class _Finder:
                 expected *= self.block.axis(axis).size
         return True
 
-    # -- the loop ---------------------------------------------------------------------------------
+    def _has_rows(self, i: BlockInput, t: DTensor) -> bool:
+        """Return whether a tensor has columns without gaps, in rows at equal distances."""
+        expected, has_gap = 1, False
+        for axis, stride in reversed([*zip(i.axes, t.strides, strict=True)]):
+            if axis is None:
+                continue
+            if stride != expected and (axis in self.columns or has_gap or stride < expected):
+                return False
+            has_gap |= axis in self.rows
+            expected = stride * self.block.axis(axis).size
+        return True
 
-    def walk(self, stage: Stage) -> None:
-        """Find the products and the sums of the loop."""
+    # -- values -----------------------------------------------------------------------------------
+
+    def walk(self) -> None:
+        """Find the products and the other sums, stage by stage."""
         self.parts: dict[str, _Part] = {i.name: _Part(i.name) for i in self.coded}
-        self.scaled: dict[str, tuple[str, str]] = {}  # columns times a scale, by name
+        #: Products of columns and a scale, by name: the columns, and the scale.
+        self.scaled: dict[str, tuple[tuple[str, ...], str]] = {}
         coded = {i.name for i in self.coded}
         #: Values of columns that are inputs, or computed from such elementwise.
         self.elementwise = {
             i.name
             for i in self.block.inputs
-            if i.name not in coded
-            and {*self.block.carried[i.name]} - {self.batch} == {*self.columns}
+            if i.name not in coded and i.taken is None and self.is_of_columns(i.name)
         }
-        self.column_sums: dict[str, str] = {}
-        for op in stage.body:
-            self.visit(op)
-        self.totals: dict[str, _Part | str] = {}  # finished sums: of codes, or of plain columns
-        self.open: dict[str, _Part | str] = {}  # sums that still carry the inner columns
-        for a in stage.accumulators:
-            part = self.parts.get(a.arg)
-            if a.kind != "sum" or a.shift is not None:
-                raise _refused(f"{a.out} is no plain sum")
-            if part is not None and part.other is None:
-                raise _refused(f"{a.out} adds up codes that nothing multiplies")
-            value = part or self.column_sums.get(a.arg, a.arg)
-            if isinstance(value, str) and not self.is_column(value):
-                raise _refused(f"{a.out} is no sum over all columns")
-            is_open = len(self.columns) > 1 and self.columns[1] in self.block.carried[a.out]
-            (self.open if is_open else self.totals)[a.out] = value
+        #: Sums of such values, by name: the value, and the axes that were added up.
+        self.column_sums: dict[str, tuple[str, frozenset[str]]] = {}
+        self.open: set[str] = set()  # sums of the loop that still carry columns
+        has_begun = False
+        for stage in self.block.stages:
+            for op in stage.body:
+                self.visit(op, in_loop=stage.loop is not None, has_begun=has_begun)
+            has_begun |= stage.loop is not None
+            if stage.accumulators and stage.loop is None:
+                raise _refused("it reduces a value after the loop")
+            for a in stage.accumulators:
+                if a.kind != "sum" or a.shift is not None:
+                    raise _refused(f"{a.out} is no plain sum")
+                assert stage.loop is not None
+                self.add_up(a.out, a.arg, stage.loop)
+                if {*self.columns} & {*self.block.carried[a.out]}:
+                    self.open.add(a.out)
 
-    def close(self, stage: Stage) -> None:
-        """Note the sums over the inner columns that end after the loop. Nothing else is reduced."""
-        if stage.accumulators:
-            raise _refused("it reduces a value after the loop")
-        for op in stage.body:
-            read = [a for a in op.args if a in self.open]
-            if op.over is None and not read:
-                continue
-            if op.fn != "sum" or op.over != self.columns[-1] or len(read) != 1:
-                raise _refused(f"{op.out} reduces a value after the loop")
-            self.totals[op.out] = self.open.pop(str(read[0]))
-
-    def choose(self) -> None:
-        """Tell products from other sums, and check that one kernel computes all of them."""
-        products = [(out, v) for out, v in self.totals.items() if isinstance(v, _Part)]
-        if not 1 <= len(products) <= _MOST_PRODUCTS:
-            raise _refused(f"it has {len(products)} products with codes; it may have two at most")
-        if len({p.other for _, p in products}) > 1:
-            raise _refused("its codes are multiplied with different values")
-        dtypes = {self.operand(self.block.inputs_by_name[p.codes]).dtype for _, p in products}
-        if len(dtypes) > 1:
-            raise _refused("its codes have different dtypes")
-        zero = ZEROS[dtypes.pop()]
-        for out, part in products:
-            if part.zero != zero:
-                raise _refused(f"{out} subtracts {part.zero} from codes, not {zero}")
-        self.products = tuple(Product(out, p.codes, p.scale) for out, p in products)
-        self.sums = tuple((out, v) for out, v in self.totals.items() if isinstance(v, str))
-        self.other = str(products[0][1].other)
-
-    def visit(self, op: BlockOp) -> None:
-        """Note what a value of the loop's body is."""
-        parts = [self.parts.get(a) if isinstance(a, str) else None for a in op.args]
-        if all(p is None for p in parts):
-            if op.over is not None and op.fn == "sum":
-                self.column_sums[op.out] = str(op.args[0])
-            elif op.fn == "mul" and (pair := self.column_and_scale(op)) is not None:
-                self.scaled[op.out] = pair
-            elif op.over is None:
-                named = [a for a in op.args if isinstance(a, str)]
-                if named and all(a in self.elementwise for a in named):
-                    self.elementwise.add(op.out)
+    def add_up(self, out: str, value: str, axis: str) -> None:
+        """Note a sum over an axis of columns."""
+        part = self.parts.get(value)
+        if part is not None:
+            if not part.other:
+                raise _refused(f"{out} adds up codes that nothing multiplies")
+            self.parts[out] = replace(part, summed=part.summed | {axis})
             return
+        column, summed = self.column_sums.get(value, (value, frozenset()))
+        if not self.is_column(column):
+            raise _refused(f"{out} is no sum over all columns")
+        self.column_sums[out] = column, summed | {axis}
+
+    def is_finished(self, value: str) -> bool:
+        """Return whether a value is a sum over all columns."""
+        part = self.parts.get(value)
+        summed = part.summed if part else self.column_sums.get(value, ("", frozenset()))[1]
+        return summed == {*self.columns}
+
+    def visit(self, op: BlockOp, in_loop: bool, has_begun: bool) -> None:
+        """Note what a value is."""
+        named = [a for a in op.args if isinstance(a, str)]
+        self.open -= set(named)
+        sums = [a for a in named if a in self.parts or a in self.column_sums]
+        if sums and all(self.is_finished(a) for a in sums):
+            sums = []  # it follows the sums
         if op.over is not None:
-            if parts[0] is None or parts[0].other is None or op.fn != "sum":
-                raise _refused(f"{op.out} reduces codes")
-            self.parts[op.out] = parts[0]
+            if op.fn != "sum":
+                if sums or has_begun:
+                    raise _refused(f"{op.out} reduces a value after the loop, or codes")
+            elif op.over in self.columns and (sums or self.is_column(named[0])):
+                self.add_up(op.out, named[0], op.over)
+            elif in_loop or op.over not in self.columns[: -len(self.own_columns)]:
+                raise _refused(f"{op.out} reduces a value that is no product")
             return
-        self.parts[op.out] = self.combined(op, parts)
+        parts = [self.parts.get(a) if isinstance(a, str) else None for a in op.args]
+        if any(parts) and sums:
+            self.parts[op.out] = self.combined(op, parts)
+        elif sums:
+            raise _refused(f"{op.out} reads a sum before it ends")
+        elif op.fn == "mul" and (pair := self.columns_and_scale(op)) is not None:
+            self.scaled[op.out] = pair
+        elif named and all(a in self.elementwise for a in named):
+            self.elementwise.add(op.out)
 
     def combined(self, op: BlockOp, parts: list[_Part | None]) -> _Part:
         """Return what an elementwise op with codes gives."""
-        if op.fn == "sub" and parts[0] is not None:
+        first = parts[0]
+        is_code = first is not None and first == _Part(first.codes)
+        if first is not None and is_code and looks_up_e2m1(op):
+            return replace(first, is_looked_up=True)
+        if first is not None and is_code and op.fn == "sub":
             zero = op.args[1]
-            if parts[0] == _Part(parts[0].codes) and isinstance(zero, (int, float)):
-                return replace(parts[0], zero=float(zero))
+            if isinstance(zero, (int, float)):
+                return replace(first, zero=float(zero))
         if op.fn == "mul" and len(parts) == 2:
             part, factor = (parts[0], op.args[1]) if parts[1] is None else (parts[1], op.args[0])
             if part is not None and isinstance(factor, str) and factor not in self.parts:
                 other, scale = self.factors(factor)
-                clashes = (other and part.other) or (scale and part.scale)
-                if (other or scale) and not clashes:
-                    return replace(part, other=other or part.other, scale=scale or part.scale)
+                carried = {*self.block.carried[factor]}
+                if (other or scale) and not (scale and part.scale) and not carried & part.summed:
+                    both = (*part.other, *other)
+                    return replace(part, other=both, scale=scale or part.scale)
         raise _refused(f"{op.out} is {op.fn} of codes in a way that it does not compute")
 
-    def factors(self, value: str) -> tuple[str | None, str | None]:
+    def factors(self, value: str) -> tuple[tuple[str, ...], str | None]:
         """Return the columns and the scale whose product a value is. Either may be missing."""
         if value in self.scaled:
             return self.scaled[value]
         if self.is_scale(value):
-            return None, value
-        return (value, None) if self.is_column(value) else (None, None)
+            return (), value
+        return ((value,), None) if value in self.elementwise else ((), None)
 
-    def column_and_scale(self, op: BlockOp) -> tuple[str, str] | None:
-        """Return the factors of a product of columns and a scale."""
-        a, b = (str(x) for x in op.args)
-        for column, scale in (a, b), (b, a):
-            if self.is_scale(scale) and self.is_column(column):
-                return column, scale
-        return None
+    def columns_and_scale(self, op: BlockOp) -> tuple[tuple[str, ...], str] | None:
+        """Return the factors of a product of columns and a scale, or of more columns."""
+        if len(op.args) != 2 or not all(isinstance(a, str) for a in op.args):
+            return None
+        (first, scale), (second, other_scale) = (self.factors(str(a)) for a in op.args)
+        scales = [s for s in (scale, other_scale) if s is not None]
+        columns = (*first, *second)
+        return (columns, scales[0]) if len(scales) == 1 and columns else None
+
+    def is_of_columns(self, value: str) -> bool:
+        """Return whether a value carries columns, and nothing else but the batch."""
+        carried = {*self.block.carried[value]} - {self.batch}
+        return bool(carried) and carried <= {*self.columns}
 
     def is_column(self, value: str) -> bool:
         """Return whether a value has all columns and no rows, and is no result of a reduction."""
-        return value in self.elementwise
+        carried = {*self.block.carried[value]} - {self.batch}
+        return value in self.elementwise and carried == {*self.columns}
 
     def is_scale(self, value: str) -> bool:
         """Return whether a value is an input of scales: constant, for each row and group."""
         i = self.block.inputs_by_name.get(value)
-        if i is None or len(self.columns) == 1:
+        if i is None or len(self.own_columns) == 1 or (i.taken is None) != (self.taken is None):
             return False
-        carried = tuple(a for a in i.axes if a is not None)
-        inner = len(self.rows) - 1
-        of_rows = carried == (*self.rows, self.columns[0])
-        of_blocks = inner > 0 and carried == (*self.rows[:inner], self.columns[0])
+        axes = tuple(a for a in i.axes if a is not None)
+        inner = len(self.own_rows) - 1
+        of_rows = axes == (*self.own_rows, self.own_columns[0])
+        of_blocks = inner > 0 and axes == (*self.own_rows[:inner], self.own_columns[0])
+        lies = self._lies_in_rows if self.taken is None else self._has_rows
         sources = [self.op.operands[s] for s in i.sources]
-        return (of_rows or of_blocks) and all(
-            t.constant and self._lies_in_rows(i, t) for t in sources
-        )
+        return (of_rows or of_blocks) and all(t.constant and lies(i, t) for t in sources)
+
+    def choose(self) -> None:
+        """Tell products from other sums, and check that one kernel computes all of them."""
+        products = [(out, p) for out, p in self.parts.items() if self.is_finished(out)]
+        if not 1 <= len(products) <= _MOST_PRODUCTS:
+            raise _refused(f"it has {len(products)} products with codes; it may have two at most")
+        if len({frozenset(p.other) for _, p in products}) > 1:
+            raise _refused("its codes are multiplied with different values")
+        dtypes = {self.operand(self.block.inputs_by_name[p.codes]).dtype for _, p in products}
+        if len(dtypes) > 1 or len({p.is_looked_up for _, p in products}) > 1:
+            raise _refused("its codes have different dtypes")
+        self.is_looked_up = products[0][1].is_looked_up
+        zero = 0.0 if self.is_looked_up else ZEROS[dtypes.pop()]
+        for out, part in products:
+            if part.zero != zero:
+                raise _refused(f"{out} subtracts {part.zero} from codes, not {zero}")
+        self.products = tuple(Product(out, p.codes, p.scale) for out, p in products)
+        finished = [out for out in self.column_sums if self.is_finished(out)]
+        self.sums = tuple((out, self.column_sums[out][0]) for out in finished)
+        self.other = products[0][1].other
+        if {a for v in self.other for a in self.block.carried[v]} - {self.batch} != {*self.columns}:
+            raise _refused("what codes are multiplied with does not have all columns")
 
     # -- sizes ------------------------------------------------------------------------------------
 
     def check_sizes(self, found: Products) -> None:
         """Check what the copies and the instructions need."""
-        if found.group % 32 or found.num_columns % 64 or found.row_bytes % 16:
-            raise _refused(f"{found.num_columns} columns in groups of {found.group} do not fit")
+        if found.group % 32 or found.piece_columns % 64 or found.row_bytes % 16:
+            raise _refused(f"{found.piece_columns} columns in groups of {found.group} do not fit")
         pieces = [n for p in found.products for n in found.pieces(p.codes)]
         if any(n % found.rows_of_each for n in pieces):
             raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
+        if found.is_looked_up and found.batch_size > 1:
+            raise _refused("codes of 4-bit floats are multiplied with one row")
         for name in found.read_columns:
-            i, t = self.block.inputs_by_name[name], found.tensor(name)
-            in_order = tuple(a for a in i.axes if a and a != self.batch) == self.columns
-            if i.joined is not None or not in_order or not self._lies_in_rows(i, t):
-                raise _refused(f"{name} does not have all columns side by side")
-            if found.batch_stride(name) * t.dtype.itemsize % _LOADED:
-                raise _refused(f"the rows of {name} do not begin at multiples of {_LOADED} bytes")
-            if t.dtype not in COMPUTE_DTYPES:
-                raise _refused(f"{name} holds {t.dtype}")
+            self._check_columns(found, name)
+        scales = {p.scale for p in found.products if p.scale is not None}
+        for i in self.block.inputs:
+            if is_exponent(self.operand(i).dtype) and i.name not in scales:
+                raise _refused(f"{i.name} holds powers of two that are no scales")
         for p in found.products:
             if p.scale is not None:
                 self._check_scale(found, p)
+        if found.taken is not None:
+            self._check_index(found, found.taken)
+
+    def _check_columns(self, found: Products, name: str) -> None:
+        i, t = self.block.inputs_by_name[name], found.tensor(name)
+        axes = tuple(a for a in i.axes if a and a != self.batch)
+        if t.dtype not in COMPUTE_DTYPES:
+            raise _refused(f"{name} holds {t.dtype}")
+        if found.is_of_pieces(name) and axes == (found.piece,):
+            return
+        if i.joined is not None or axes != self.columns or not self._lies_in_rows(i, t):
+            raise _refused(f"{name} does not have all columns side by side")
+        if found.batch_stride(name) * t.dtype.itemsize % _LOADED:
+            raise _refused(f"the rows of {name} do not begin at multiples of {_LOADED} bytes")
 
     def _check_scale(self, found: Products, p: Product) -> None:
         assert p.scale is not None
         t = found.tensor(p.scale)
-        groups = found.num_columns // found.group
+        groups = found.piece_columns // found.group
         inner = self.block.axis(self.rows[-1]).size
         if found.scale_rows(p) == 1 and inner % found.rows_of_each:
             raise _refused(f"blocks of {inner} rows share scales, and tiles would cross them")
-        if found.scale_rows(p) * groups * t.dtype.itemsize % 16:
+        aligned = found.scale_rows(p) * groups * t.dtype.itemsize % 16 == 0
+        if self.taken is None and not aligned:
             raise _refused(f"{groups} scales of {p.scale} for a row are no multiple of 16 bytes")
         rows = self.block.inputs_by_name[p.scale]
         if rows.sizes != self.block.inputs_by_name[p.codes].sizes:
             raise _refused(f"{p.scale} is not joined as {p.codes} is")
+
+    def _check_index(self, found: Products, taken: Taken) -> None:
+        """Check that an index is plain, and that its experts begin at multiples of 16 bytes."""
+        t, expected = self.op.operands[taken.index], 1
+        for axis, stride in reversed([*zip(taken.axes, t.strides, strict=True)]):
+            if axis is not None:
+                if stride != expected:
+                    raise _refused("the elements of the index do not lie side by side")
+                expected *= self.block.axis(axis).size
+        if found.sums:
+            raise _refused("it has an index, and other sums")
+        for p in found.products:
+            strides = found.row_stride(p.codes), found.chosen_stride(p.codes)
+            if any(s * found.bits % (8 * _LOADED) for s in strides):
+                raise _refused(f"the rows of {p.codes} do not begin at multiples of 16 bytes")
+
+
+def _place(taken: Taken) -> tuple[int, tuple[str | None, ...], int]:
+    """Return what equal indices have in common, whatever dim they choose from."""
+    return taken.index, taken.axes, taken.size
+
+
+def _is_unread(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is one of codes that are neither multiplied nor scales."""
+    return dtype in CODE_DTYPES and dtype not in ZEROS and not is_exponent(dtype)
 
 
 def _refused(why: str) -> errors.CodegenError:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 
-from mirage_hf.codegen.cuda_nests import NestWriter, Operand
+from mirage_hf.codegen.cuda_math import TYPES
+from mirage_hf.codegen.cuda_nests import Nest, NestWriter, Operand
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.streams.layout import StreamLayout
+from mirage_hf.graph.block import BlockInput
+from mirage_hf.graph.coded import is_exponent
 
 #: Numbers of barriers. At the first one all threads meet, once the other factor is in place. At the
 #: second one the threads that compute meet: before and after a later span's factor is written, and
@@ -16,9 +22,9 @@ FACTOR_READY, COMPUTED = 1, 2
 #: Names of the text, which values of the block graph may not have.
 _NAMES = frozenset(
     """
-    above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits exponent factor
-    first g halves high_0 high_1 j lane largest left m low_0 low_1 lower lower_0 lower_1 magic mine
-    n own own_row own_tile piece pitch right row row_0 row_bytes scaled second size span stages step
+    above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits exponent expert
+    factor first first_0 first_1 g halves held held_step high_0 high_1 holds j lane largest left less m low_0 low_1 lower lower_0 lower_1 magic
+    mine n of_piece own own_row own_tile piece pitch q right row row_0 row_bytes scaled second size span stages step
     stores sums t tiles to unit units up upper upper_0 upper_1 warp warps worth_0 worth_1
     w Words
     """.split()
@@ -44,6 +50,44 @@ class StreamWriter(NestWriter):
         self.scales = {p.scale for p in self.found.products if p.scale is not None}
 
     @property
+    def each(self) -> int:
+        """Rows of each product that a tile has."""
+        return self.found.rows_of_each
+
+    @property
+    def has_index(self) -> bool:
+        """Whether an index chooses among experts."""
+        return self.found.taken is not None
+
+    def each_piece(self) -> AbstractContextManager[None]:
+        """Write the loop over pieces `q`, if there are several, and which expert's weights they are.
+
+        The number of an expert is negative if it does not exist.
+        """
+        return self._pieces() if self.has_index else nullcontext()
+
+    @contextmanager
+    def _pieces(self) -> Iterator[None]:
+        pieces, choice = self.found.num_pieces, f"row_0 / {self.found.num_own_rows}"
+        with self.scope(f"for (int q = 0; q < {pieces}; ++q)") if pieces > 1 else nullcontext():
+            at = f"{choice} * {pieces} + q" if pieces > 1 else choice
+            self.put(f"const int expert = shared.chosen[{at}];")
+            yield
+
+    def scale_begin(self, number: int) -> str:
+        """Return the address of the first scale of a tile that an expert has, as an integer."""
+        p = self.found.products[number]
+        assert p.scale is not None
+        i, rows = self.inputs[p.scale], f"row_0 % {self.found.num_own_rows}"
+        if self.found.scale_rows(p) == 1:
+            rows = f"{rows} / {self.block.axis(self.found.rows[-1]).size}"
+        chosen, own = self.found.chosen_stride(p.scale), self.found.row_stride(p.scale)
+        return (
+            f"reinterpret_cast<unsigned long long>({self.pointer(i, 0)} + expert * {chosen}LL + "
+            f"{rows} * {own})"
+        )
+
+    @property
     def has_spans(self) -> bool:
         """Whether the other factor has several spans of columns. The text numbers them `span`."""
         return self.layout.spans > 1
@@ -54,8 +98,10 @@ class StreamWriter(NestWriter):
         return f"(span * {self.layout.span_chunks} + c)" if self.has_spans else "c"
 
     def scale_slot(self, number: int) -> str:
-        """Return the place of the scales of tile `i`."""
+        """Return the place of the scales of tile `i`, or of its piece."""
         tile = "(span * mine + i)" if self.has_spans else "i"
+        if self.has_index:
+            tile = "(n / chunks)"  # those that are missing have no slot
         return f"shared.scales_{number}[{tile} % {self.layout.scale_slots}]"
 
     def of_span(self, full: int, last: int) -> str:
@@ -69,6 +115,71 @@ class StreamWriter(NestWriter):
     def of_batch(self, count: int) -> str:
         """Return the text of `count` times the batch."""
         return f"{count} * batch" if self.layout.batch > 1 else f"{count}"
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def ctype(self, value: str) -> str:
+        """Return an input's C++ type."""
+        dtype = self.operands[self.inputs[value].sources[0]].dtype
+        return "unsigned char" if is_exponent(dtype) else TYPES[dtype]
+
+    def coordinates_of(self, i: BlockInput) -> list[str]:
+        """Return the axes that say which element of an input is read."""
+        chosen = () if i.taken is None else i.taken.axes
+        return [a for a in (*i.axes, *chosen) if a is not None]
+
+    def element(self, value: str) -> str:
+        """Return the address of an input's current element."""
+        arguments = ", ".join(f"at_{a}" for a in self.coordinates_of(self.inputs[value]))
+        return f"{self.var(value)}_at({arguments})"
+
+    def address(self, i: BlockInput) -> str:
+        """Return a C++ lambda from coordinates to the address of an input's element.
+
+        If an index chooses the element, there is no address where the expert does not exist.
+        """
+        if i.taken is None:
+            return super().address(i)
+        (source,), index = i.sources, self.operands[i.taken.index]
+        pairs = zip(i.taken.axes, index.strides, strict=True)
+        at = " + ".join(f"at_{a}" + (f" * {s}" if s != 1 else "") for a, s in pairs if a) or "0"
+        pairs = zip(i.axes, self.operands[source].strides, strict=True)
+        terms = "".join(f" + at_{a} * {s}LL" for a, s in pairs if a)
+        parameters = ", ".join(f"int at_{a}" for a in self.coordinates_of(i))
+        kind, chosen = self.ctype(i.name), self.found.chosen_stride(i.name)
+        return (
+            f"const auto {self.var(i.name)}_at = [&]({parameters}) {{ "
+            f"const int expert = shared.chosen[{at}]; return expert < 0 ? (const {kind}*)nullptr : "
+            f"{self.pointer(i, 0)} + expert * {chosen}LL{terms}; }};"
+        )
+
+    def read(self, value: str) -> str:
+        """Return the text of an input's current element."""
+        if self.inputs[value].taken is None:
+            return f"to_float(*{self.element(value)})"
+        return f"read_if_any({self.element(value)})"
+
+    def ref(self, nest: Nest, value: str) -> str:
+        """Return the text of a value at the current element.
+
+        Values it needs are defined first, each once. A sum over pieces is a loop.
+        """
+        op = self.ops.get(value)
+        if value in nest.known or value in self.staged:
+            return super().ref(nest, value)
+        name = self.var(value)
+        if value in self.inputs:
+            self.put(f"const float {name} = {self.read(value)};")
+        elif op is not None and op.over is not None:
+            self.put(f"float {name} = 0.0f;", "#pragma unroll")
+            count = self.found.num_pieces
+            with self.scope(f"for (int at_{op.over} = 0; at_{op.over} < {count}; ++at_{op.over})"):
+                inner = Nest((), None, 1, known=dict(nest.known))
+                self.put(f"{name} += {self.ref(inner, str(op.args[0]))};")
+        else:
+            return super().ref(nest, value)
+        nest.known[value] = name
+        return name
 
     @property
     def is_signed(self) -> bool:
