@@ -17,8 +17,13 @@ from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout, tiles_of_rows
-from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
+from mirage_hf.codegen.streams.layout import (
+    StreamLayout,
+    is_of_digits,
+    stream_layout,
+    tiles_of_rows,
+)
+from mirage_hf.codegen.streams.products import Products, reads_codes, streamed_products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.traffic import read_bytes
@@ -36,6 +41,9 @@ MOST = 12
 
 #: µs from the request of a chunk to its end while memory is busy: for rows of 2 KiB, and of 1 KiB.
 _COPY_US, _SHORT_COPY_US, _SHORT_BYTES = 2.4, 3.4, 2048
+
+#: By how much the GPU must be busier with tiles of half as many rows for these to be tried.
+_MORE_EVEN = 1.15
 
 #: What copies of short rows get of the bandwidth: those that fill the ring first, and later ones.
 _SHORT_SHARES = 0.75, 0.6
@@ -81,8 +89,7 @@ def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
 
 def _space(products: Products, device: Device) -> Iterator[Schedule]:
     """Yield schedules to estimate."""
-    tiles = tiles_of_rows(products)
-    group = 1
+    group, tiles = 1, tiles_of_rows(products)
     if products.piece is not None:
         tiles[products.piece] = next_power_of_two(products.num_pieces)
     if len(products.own_columns) > 1:
@@ -90,12 +97,13 @@ def _space(products: Products, device: Device) -> Iterator[Schedule]:
         tiles[products.own_columns[1]] = next_power_of_two(group)
     row = next_power_of_two(products.row_bytes)
     lengths = dict.fromkeys(min(n, row) for n in _CHUNK_BYTES)
-    for length, stages, warps in itertools.product(lengths, _STAGES, _WARPS):
+    every = _rows_of_tiles(products, device)
+    for rows, length, stages, warps in itertools.product(every, lengths, _STAGES, _WARPS):
         columns = length * 8 // products.bits
         if columns % group == 0:
             count = next_power_of_two(columns // group)
             yield Schedule(
-                tiles | {products.own_columns[0]: count},
+                tiles | {products.rows[-1]: rows, products.own_columns[0]: count},
                 num_warps=warps,
                 num_stages=stages,
                 cuda=True,
@@ -114,6 +122,20 @@ def _read(op: PlacedOp) -> int:
     return sum(read.values())
 
 
+def _rows_of_tiles(products: Products, device: Device) -> tuple[int, ...]:
+    """Return the rows of a tile to try: half as many, too, if blocks have more even work then."""
+    whole = products.rows_of_each
+    if len(products.products) > 1 or not is_of_digits(products):
+        return (whole,)
+
+    def share(rows: int) -> float:
+        tiles = products.num_rows // rows
+        blocks = min(device.sms, tiles)
+        return tiles / (-(-tiles // blocks) * device.sms)
+
+    return (whole, whole // 2) if share(whole // 2) > _MORE_EVEN * share(whole) else (whole,)
+
+
 def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     """Return the estimated time of a dependent launch in µs.
 
@@ -127,13 +149,14 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     op = layout.products.op
     read = _read(op)
     uneven = layout.most_tiles * layout.blocks / layout.tiles
-    under_way = layout.stages * ROWS * layout.chunk_bytes * min(layout.blocks, device.sms)
+    under_way = layout.stages * layout.rows * layout.chunk_bytes * min(layout.blocks, device.sms)
     latency_us, shares = _COPY_US, (1.0, 1.0)
-    if layout.chunk_bytes < _SHORT_BYTES:
+    if layout.chunk_bytes < _SHORT_BYTES and not layout.has_whole_tiles:
         latency_us, shares = _SHORT_COPY_US, _SHORT_SHARES
     first, later = (share * device.bandwidth for share in shares)
     later = min(later, 1e6 * under_way / latency_us)
-    in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks))
+    pieces = layout.products.num_pieces
+    in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks * pieces))
     copy_us = 1e6 * read * uneven * (in_first / first + (1 - in_first) / later)
     factor_us = _FACTOR_US * layout.batch * layout.products.num_columns / 1024 / layout.warps
     early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile

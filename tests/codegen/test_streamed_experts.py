@@ -44,6 +44,7 @@ class Case:
     stages: int = 2
     warps: int = 2
     blocks: int = 3
+    rows: int = 0  # of a tile
 
     @cached_property
     def region(self) -> Any:
@@ -84,12 +85,16 @@ class Case:
     def schedule_for(self, products: Products) -> Schedule:
         """Return the schedule of a kernel."""
         return Schedule(
-            tiles_of(products, self.tile),
+            tiles_of(products, self.tile) | self.tiles_of_rows(products),
             cuda=True,
             num_stages=self.stages,
             num_warps=self.warps,
             persistent_blocks=self.blocks,
         )
+
+    def tiles_of_rows(self, products: Products) -> dict[str, int]:
+        """Return the tile of rows, if the case has one of its own."""
+        return {products.rows[-1]: self.rows} if self.rows else {}
 
     @cached_property
     def kernel(self) -> CudaKernel:
@@ -130,6 +135,10 @@ CASES = {
     "MXFP4, second": Case("MXFP4", 1, (64, 192), tile=8),
     "MXFP4, first, chunks that end early": Case("MXFP4", 0, (192, 48), tile=4, warps=4),
     "MXFP4, second, several chunks": Case("MXFP4", 1, (64, 1152), tile=16, stages=4, blocks=5),
+    "MXFP4, first, whole tiles": Case("MXFP4", 0, (320, 48), tile=16, warps=4),
+    "MXFP4, second, whole tiles": Case("MXFP4", 1, (64, 1088), tile=64, blocks=2),
+    "MXFP4, second, tiles of 8 rows": Case("MXFP4", 1, (96, 1088), tile=64, rows=8),
+    "MXFP4, second, parts of 8 rows": Case("MXFP4", 1, (96, 1152), tile=16, rows=8, warps=4),
     "float8, first": Case("float8", 0, (128, 64), tile=4),
     "float8, second": Case("float8", 1, (64, 192), tile=8, stages=3, blocks=2),
 }
@@ -183,6 +192,11 @@ def in_place(x: Tensor) -> Tensor:
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def alone(x: Tensor) -> Tensor:
+    """Return a copy with the same strides, in a storage of its own."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+
 def is_right(case: Case, operands: list[Tensor], got: Tensor) -> bool:
     """Return whether a result is as close to float64 as torch's."""
     graph = case.region.graph
@@ -199,6 +213,26 @@ def test_results_are_as_close_to_float64_as_torch(name, tmp_path):
     case = case_of(name)
     for order in ORDERS:
         assert is_right(case, case.operands, case.run(case.operands, order, tmp_path)), order
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["MXFP4, first", "MXFP4, first, whole tiles", "float8, first"])
+def test_gate_and_up_may_lie_anywhere(name, tmp_path):
+    """The parameter has their rows in turns, or one after the other.
+
+    Here they are apart, and in the other order: each takes the other's place.
+    """
+    case = case_of(name)
+    operands = case.operands
+    shapes = [(x.shape, x.stride(), x.dtype) for x in operands]
+    partner = {
+        n: m for n, s in enumerate(shapes) for m, t in enumerate(shapes) if n != m and s == t
+    }
+    swapped = [operands[partner.get(n, n)] for n in range(len(operands))]
+    assert len(partner) >= 4  # codes and scales
+    for changed in [alone(x) for x in operands], swapped:
+        for order in ORDERS[:2]:
+            assert is_right(case, changed, case.run(changed, order, tmp_path)), order
 
 
 @pytest.mark.gpu

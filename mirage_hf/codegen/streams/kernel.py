@@ -126,7 +126,7 @@ class _KernelWriter(ProductWriter):
         """Return the members of the struct of shared memory."""
         layout = self.layout
         slots = layout.scale_slots
-        lines = [f"alignas(128) unsigned char codes[stages][{ROWS} * pitch];"]
+        lines = [f"alignas(128) unsigned char codes[stages][{layout.rows} * pitch];"]
         lines += [
             f"alignas(16) unsigned char scales_{n}[{slots}][{layout.scale_slot_bytes(n)}];"
             for n, p in enumerate(self.found.products)
@@ -136,7 +136,7 @@ class _KernelWriter(ProductWriter):
         lines += [
             f"alignas(16) unsigned char factor[{layout.other_bytes}];",
             f"alignas(16) float steps[{layout.num_steps}];",
-            f"alignas(16) float partial[{tiles}][warps][{self.of_batch(ROWS)}];",
+            f"alignas(16) float partial[{tiles}][warps][{self.of_batch(layout.rows)}];",
         ]
         if self.found.sums:
             lines.append(f"alignas(16) float sums[{self.of_batch(len(self.found.sums))}][warps];")
@@ -178,6 +178,11 @@ class _KernelWriter(ProductWriter):
         )
         if self.early:
             self.put("launch_next_kernel();")
+        if self.layout.is_in_turns:
+            first, second = self.pointers_of_codes()
+            self.put(
+                f"const bool is_swapped = {second} < {first};  // which product's rows come first"
+            )
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
                 self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], 1);")
@@ -198,8 +203,18 @@ class _KernelWriter(ProductWriter):
             if self.has_index or self.layout.groups_of_unit > 1:
                 self.put("__threadfence_block();")
             self.put("__syncwarp();", f"announce<{FACTOR_READY}>(threads + 32);")
+            if self.layout.has_whole_tiles and self.layout.is_in_turns:
+                first, second = self.pointers_of_codes()
+                self.put(
+                    f"const bool lie_together = {first} + row_bytes == {second} || "
+                    f"{second} + row_bytes == {first};"
+                )
             self.copy_tiles()
             self.put("return;")
+
+    def pointers_of_codes(self) -> list[str]:
+        """Return the names of pointers to the codes of products that have one source each."""
+        return [self.pointer(self.inputs[p.codes], 0) for p in self.found.products]
 
     def each_span(self) -> AbstractContextManager[None]:
         """Write the loop over spans, if there are several."""
@@ -223,7 +238,7 @@ class _KernelWriter(ProductWriter):
 
     def copy_chunks(self) -> None:
         """Write how the chunks of a tile are copied, or those of a piece of it."""
-        layout, each = self.layout, self.each
+        layout = self.layout
         whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
         scaled = [n for n, p in enumerate(self.found.products) if p.scale is not None]
         scales = str(sum(layout.scale_bytes(n) for n in scaled)) if scaled else ""
@@ -252,24 +267,49 @@ class _KernelWriter(ProductWriter):
                 size = "size"
             more = f" + (c == 0 ? {scales} : 0)" if scales else ""
             self.put(
-                f"if (lane == 0) expect_bytes(&shared.full[s], {ROWS} * {size}{more});",
+                f"if (lane == 0) expect_bytes(&shared.full[s], {layout.rows} * {size}{more});",
                 "__syncwarp();",
             )
-            with self.scope(f"if (lane < {ROWS})"):
-                first = f"row_0 % {self.found.num_own_rows}" if self.has_index else "row_0"
-                self.put(f"const long long row = {first} + lane % {each};")
-                text = self.row_of(self.found.products[-1])
-                if len(self.found.products) > 1:
-                    text = f"lane < {each} ? {self.row_of(self.found.products[0])} : {text}"
-                self.put(
-                    f"const unsigned char* from = {text};",
-                    "copy_bytes(&shared.codes[s][lane * pitch], "
-                    f"from + {self.chunk_number} * chunk_bytes, "
-                    f"{size}, &shared.full[s]);",
-                )
+            self.copy_rows(size)
             if scaled:
                 with self.scope("if (c == 0)"):
                     self.copy_scales(scaled)
+
+    def copy_rows(self, size: str) -> None:
+        """Write the copies of a chunk's rows: one for each, or one for all if they lie together."""
+        layout, found, rows = self.layout, self.found, self.layout.rows
+        first = f"row_0 % {found.num_own_rows}" if self.has_index else "row_0"
+        texts = [self.row_of(p) for p in found.products]
+        if layout.has_whole_tiles:
+            head = "if (lie_together)" if layout.is_in_turns else ""
+            text = f"is_swapped ? {texts[1]} : {texts[0]}" if layout.is_in_turns else texts[0]
+            with self.scope(head):
+                self.put(
+                    f"const long long row = {first};",
+                    f"const unsigned char* from = {text};",
+                    f"if (lane == 0) copy_bytes(shared.codes[s], from, {rows} * {size}, "
+                    "&shared.full[s]);",
+                )
+            if not layout.is_in_turns:
+                return
+            head = f"else if (lane < {rows})"
+        else:
+            head = f"if (lane < {rows})"
+        with self.scope(head):
+            own = f"lane % {layout.each}"
+            is_first = f"lane < {layout.each}"
+            if layout.is_in_turns:
+                own, is_first = "lane / 2", "(lane % 2 == 0) != is_swapped"
+            self.put(f"const long long row = {first} + {own};")
+            text = texts[-1]
+            if len(found.products) > 1:
+                text = f"{is_first} ? {texts[0]} : {text}"
+            self.put(
+                f"const unsigned char* from = {text};",
+                "copy_bytes(&shared.codes[s][lane * pitch], "
+                f"from + {self.chunk_number} * chunk_bytes, "
+                f"{size}, &shared.full[s]);",
+            )
 
     def row_of(self, product: Product) -> str:
         """Return the address of a row of a product's codes."""
@@ -309,7 +349,7 @@ class _KernelWriter(ProductWriter):
             i, size = self.inputs[p.scale], self.layout.scale_bytes(n)
             of_row = self.found.piece_columns // self.found.group
             shared_by = 1
-            if self.found.scale_rows(p) == 1:
+            if self.layout.scale_rows(p) == 1:
                 shared_by = self.block.axis(self.found.rows[-1]).size
 
             def address(at: str, shared_by: int = shared_by, of_row: int = of_row) -> str:
@@ -326,7 +366,7 @@ class _KernelWriter(ProductWriter):
 
     def finish(self) -> None:
         """Write how the warps add up their sums, and how the outputs are stored."""
-        each = self.found.rows_of_each
+        each = self.each
         self.put(f"meet<{COMPUTED}>(threads);")
         nest = Nest((), None, 1)
         if self.layout.batch == 1:
@@ -358,7 +398,7 @@ class _KernelWriter(ProductWriter):
     def stores_once(self) -> bool:
         """Whether each thread stores one element of each output at most."""
         layout = self.layout
-        return layout.most_tiles * self.found.rows_of_each * layout.batch <= self.threads
+        return layout.most_tiles * self.each * layout.batch <= self.threads
 
     def read_at_end(self) -> list[str]:
         """Return the inputs that are read when outputs are stored, such as a residual."""
@@ -394,7 +434,7 @@ class _KernelWriter(ProductWriter):
         """Write the loads of what a thread needs at the end, if it stores one row at most."""
         if not self.stores_once:
             return
-        self.put(f"const bool stores = tid < mine * {self.of_batch(self.found.rows_of_each)};")
+        self.put(f"const bool stores = tid < mine * {self.of_batch(self.each)};")
         self.place("tid")
         for name in self.read_at_end():
             self.put(self.address(self.inputs[name]))
@@ -433,7 +473,7 @@ class _KernelWriter(ProductWriter):
 
     def place(self, element: str) -> None:
         """Write the tile, the row and its coordinates of an element that a thread stores."""
-        found, each = self.found, self.found.rows_of_each
+        found, each = self.found, self.each
         batch = self.layout.batch
         if batch > 1:
             self.put(f"const int b = {element} / {each} % batch;")
@@ -454,11 +494,13 @@ class _KernelWriter(ProductWriter):
 
     def store_row(self, nest: Nest) -> None:
         """Write how a thread adds up the warps' sums for its row, and stores the outputs."""
-        each = self.found.rows_of_each
+        each = self.each
         if self.layout.batch > 1:
             self.add_sums(nest)
         for n, p in enumerate(self.found.products):
             name, at = self.var(p.out), f"own_row + {n * each}" if n else "own_row"
+            if self.layout.is_in_turns:
+                at = f"own_row * 2 + (is_swapped ? {1 - n} : {n})"
             if self.layout.batch > 1:
                 at = f"({at}) * batch + b" if n else f"{at} * batch + b"
             self.put(

@@ -11,7 +11,7 @@ from mirage_hf import errors
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.codegen.streams.products import ROWS, Products, streamed_products
+from mirage_hf.codegen.streams.products import ROWS, Product, Products, streamed_products
 
 #: Columns of a row of the other factor that a thread computes at a time.
 VECTOR = 8
@@ -58,7 +58,46 @@ class StreamLayout:
     @property
     def tiles(self) -> int:
         """How many tiles there are."""
-        return self.products.num_rows // self.products.rows_of_each
+        return self.products.num_rows // self.each
+
+    @property
+    def each(self) -> int:
+        """Rows of each product that a tile has."""
+        return self.schedule.tiles[self.products.rows[-1]]
+
+    @property
+    def rows(self) -> int:
+        """Rows of codes that a tile has, those of all products."""
+        return self.each * len(self.products.products)
+
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether the rows of two products may lie in turns in memory.
+
+        A tile has them in this order, too: the first row of one, the first row of the other, and so
+        on.
+        """
+        found = self.products
+        if len(found.products) < 2 or found.taken is None:
+            return False
+        strides = {found.row_stride(p.codes) for p in found.products}
+        scales = [p.scale for p in found.products]
+        alike = scales == [None, None] or None not in scales
+        if alike and scales[0] is not None:
+            kinds = {(found.row_stride(str(s)), found.tensor(str(s)).dtype) for s in scales}
+            alike = len(kinds) == 1
+        return alike and strides == {2 * found.piece_columns}
+
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Whether a tile may lie in memory as it lies in shared memory, so one copy brings it."""
+        found, whole = self.products, self.products.row_bytes
+        strides = {found.row_stride(p.codes) * found.bits // 8 for p in found.products}
+        return (
+            self.chunks == 1
+            and self.pitch == whole
+            and (self.is_in_turns or (len(found.products) == 1 and strides == {whole}))
+        )
 
     @property
     def most_tiles(self) -> int:
@@ -188,7 +227,7 @@ class StreamLayout:
         An instruction has eight columns. The digits of one row take three. As halves, each row
         takes one.
         """
-        return self.products.dtype is torch.float8_e4m3fn or self.products.batch_size > 1
+        return not is_of_digits(self.products)
 
     @property
     def batch(self) -> int:
@@ -228,9 +267,13 @@ class StreamLayout:
         groups = found.piece_columns // found.group
         itemsize = found.tensor(p.scale).dtype.itemsize
         if found.taken is None:
-            return found.scale_rows(p) * groups * itemsize
+            return self.scale_rows(p) * groups * itemsize
         # what lies from the first row to the last, at any address
-        return ((found.scale_rows(p) - 1) * found.row_stride(p.scale) + groups) * itemsize
+        return ((self.scale_rows(p) - 1) * found.row_stride(p.scale) + groups) * itemsize
+
+    def scale_rows(self, product: Product) -> int:
+        """Return how many rows of scales a product has for the rows of a tile."""
+        return self.each if self.products.has_scales_of_rows(product) else 1
 
     def scale_slot_bytes(self, number: int) -> int:
         """Return the bytes of shared memory that hold the scales of a product for one tile."""
@@ -265,15 +308,20 @@ class StreamLayout:
             self.scale_slot_bytes(n) for n in range(len(self.products.products))
         )
         steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
-        partial = 4 * self.most_tiles * self.warps * ROWS * self.batch
+        partial = 4 * self.most_tiles * self.warps * self.rows * self.batch
         sums = 4 * self.warps * len(self.products.sums) * self.batch
-        size = self.stages * ROWS * self.pitch
+        size = self.stages * self.rows * self.pitch
         choices = [4 * found.num_choices] if found.taken else []
         zeros = [16] if self.groups_of_unit > 1 else []
         for part in (slots, self._other_bytes(span), steps, partial, sums, *choices, *zeros):
             size = -(-size // 16) * 16 + part
         size = -(-size // 8) * 8 + 2 * 8 * self.stages
         return -(-size // 128) * 128
+
+
+def is_of_digits(products: Products) -> bool:
+    """Return whether products are of signed bytes: codes, and digits of the other factor."""
+    return products.dtype is not torch.float8_e4m3fn and products.batch_size == 1
 
 
 def tiles_of_rows(products: Products) -> dict[str, int]:
@@ -299,6 +347,8 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"{MOST_WARPS} warps that compute"
         )
     tiles = tiles_of_rows(products)
+    if schedule.tiles[products.rows[-1]] == ROWS // 2 and is_of_digits(products):
+        tiles[products.rows[-1]] = ROWS // 2
     if any(schedule.tiles[a] != n for a, n in tiles.items()):
         raise errors.CodegenError(
             f"{schedule}: a kernel that streams codes has tiles of "

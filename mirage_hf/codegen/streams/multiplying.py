@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mirage_hf.codegen.streams.factor import FactorWriter
 from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
 from mirage_hf.graph.coded import is_exponent
@@ -32,7 +34,7 @@ class ProductWriter(FactorWriter):
             )
             if layout.groups_of_unit > 1:
                 self.put(
-                    "// a lane holds digits of the group that its columns belong to, and else zeros",
+                    "// a lane holds digits of the group that its columns belong to, or zeros",
                     f"const bool holds = g / 4 == t / 2 && g % 4 < {DIGITS};",
                     "const unsigned char* held = holds ? shared.factor + g % 4 * 64 + t * 16 : "
                     "reinterpret_cast<const unsigned char*>(shared.zeros);",
@@ -40,21 +42,16 @@ class ProductWriter(FactorWriter):
                 )
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
             totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
-            self.put(f"float {totals};  // of rows g and g + 8")
+            rows = "rows g and g + 8" if self.has_lower else "row g"
+            self.put(f"float {totals};  // of {rows}")
             if self.has_index:
                 self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.each};")
             with self.each_piece():
                 self.multiply_chunks()
             if not layout.is_in_halves:
-                self.put(
-                    "upper += __shfl_xor_sync(0xffffffffu, upper, 1);",
-                    "lower += __shfl_xor_sync(0xffffffffu, lower, 1);",
-                )
-                if layout.groups_of_unit > 1:
-                    self.put(
-                        "upper += __shfl_xor_sync(0xffffffffu, upper, 2);",
-                        "lower += __shfl_xor_sync(0xffffffffu, lower, 2);",
-                    )
+                for step in range(1, 1 + layout.groups_of_unit):
+                    for total in self.totals():
+                        self.put(f"{total} += __shfl_xor_sync(0xffffffffu, {total}, {step});")
             self.store_totals()
 
     def multiply_chunks(self) -> None:
@@ -73,6 +70,8 @@ class ProductWriter(FactorWriter):
                 "const int s = n % stages;",
                 "wait_for_phase(&shared.full[s], (n / stages) & 1);",
             )
+            if layout.is_in_turns:
+                self.scales_in_turns()
             units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
             count = str(units)
             if last != units:
@@ -85,17 +84,15 @@ class ProductWriter(FactorWriter):
 
     def totals(self) -> list[str]:
         """Return the names of a lane's sums, for the upper and the lower half of the rows."""
-        halves = ("upper", "lower")
+        halves = ("upper", "lower")[: 1 + self.has_lower]
         return [f"{h}_{n}" for h in halves for n in (0, 1)] if self.layout.batch > 1 else [*halves]
 
     def store_totals(self) -> None:
         """Write how a lane stores its sums of a tile."""
         if self.layout.batch == 1:
             with self.scope("if (t == 0)"):
-                self.put(
-                    self.add_to("shared.partial[i][warp][g]", "upper"),
-                    self.add_to("shared.partial[i][warp][g + 8]", "lower"),
-                )
+                for total, row in zip(self.totals(), ("g", "g + 8"), strict=False):
+                    self.put(self.add_to(f"shared.partial[i][warp][{row}]", total))
             return
         for n in (0, 1):
             at = f"2 * t{f' + {n}' if n else ''}"
@@ -118,8 +115,9 @@ class ProductWriter(FactorWriter):
             "const unsigned char* codes = shared.codes[s] + g * pitch + "
             f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
             f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
-            f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);",
         )
+        if self.has_lower:
+            self.put(f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);")
         if layout.is_in_halves:
             self.half_products()
             halves = ["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]
@@ -150,12 +148,13 @@ class ProductWriter(FactorWriter):
                 self.digit_products(words)
                 self.put("const float magic = 12582912.0f;")
                 magic = ["magic"] * 4
-            for n, half in (0, "above"), (2, "below"):
+            for n, half in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
                 self.put(
                     f"const float {half} = (__int_as_float(sums[{n}]) - {magic[n]}) * worth_0 + "
                     f"(__int_as_float(sums[{n + 1}]) - {magic[n + 1]}) * worth_1;"
                 )
             halves = ["above"], ["below"]
+            halves = halves[: 1 + self.has_lower]
         steps = ["step"]
         at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
         if layout.groups_of_unit > 1:
@@ -212,24 +211,35 @@ class ProductWriter(FactorWriter):
                 codes = [f"{name}.w[{n + k}]" for k in (0, 1) for name in ("left", "right")]
                 self.put(f"multiply_halves(sums, {', '.join(codes)}, x.w[{n}], x.w[{n + 1}]);")
 
+    @property
+    def has_lower(self) -> bool:
+        """Whether tiles have rows in the lower half of an instruction's rows."""
+        return self.layout.rows > 8
+
+    def rows_of_codes(self, texts: Sequence[str]) -> list[str]:
+        """Return the codes of the upper and the lower rows, in the order of the instruction."""
+        return [
+            t.format("a") if w == "a" else t.format("b") if self.has_lower else "0u"
+            for t in texts
+            for w in "ab"
+        ]
+
     def digit_products(self, words: int) -> None:
         """Write the products of a unit's codes and digits, as signed bytes."""
         if self.found.bits == 4:
             flipped = "0u" if self.is_signed else "0x80808080u"
             for j in range(words):
                 x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
-                codes = [
-                    f"upper_codes({word}.w[{j}]{shift}, {flipped})"
-                    for shift in (" << 4", "")
-                    for word in "ab"
-                ]
+                codes = self.rows_of_codes(
+                    [f"upper_codes({{}}.w[{j}]{shift}, {flipped})" for shift in (" << 4", "")]
+                )
                 self.put(
                     f"multiply_digits(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
                 )
             return
         flip = "" if self.is_signed else " ^ 0x80808080u"
         for j in range(0, words, 2):
-            codes = [f"{word}.w[{k}]{flip}" for k in (j, j + 1) for word in "ab"]
+            codes = self.rows_of_codes([f"{{}}.w[{k}]{flip}" for k in (j, j + 1)])
             self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
 
     def small_float_products(self, words: int) -> None:
@@ -237,11 +247,9 @@ class ProductWriter(FactorWriter):
         for j in range(words):
             x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
             for sums, flips in (("sums", ""), ("less", " ^ 0x88888888u")):
-                codes = [
-                    f"twice_positive_floats(({word}.w[{j}]{flips}){shift})"
-                    for shift in ("", " >> 16")
-                    for word in "ab"
-                ]
+                codes = self.rows_of_codes(
+                    [f"twice_positive_floats(({{}}.w[{j}]{flips}){s})" for s in ("", " >> 16")]
+                )
                 self.put(
                     f"multiply_digits({sums}, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
                 )
@@ -251,27 +259,48 @@ class ProductWriter(FactorWriter):
         product, found = self.found.products[number], self.found
         if product.scale is None:
             return ""
+        if self.layout.is_in_turns:
+            at = self.group_text()
+            if half and found.has_scales_of_rows(product):
+                at = f"{4 * found.row_stride(product.scale)} + {at}"
+            element = f"reinterpret_cast<const {self.ctype(product.scale)}*>(own_scales)[{at}]"
+            return self.decoded_scale(product.scale, element)
         ctype, groups = self.ctype(product.scale), found.piece_columns // found.group
         row = "0"
-        if found.scale_rows(product) > 1:
+        if self.layout.scale_rows(product) > 1:
             row = "g" if len(found.products) > 1 or not half else "(g + 8)"
-        first = f"unit * {self.layout.unit}"
+        group, slot = self.group_text(), self.scale_slot(number)
+        if self.has_index:
+            groups = found.row_stride(product.scale)
+            slot += f" + first_{number}"
+        at = f"{row} * {groups} + {group}" if row != "0" else group
+        return self.decoded_scale(product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]")
+
+    def group_text(self) -> str:
+        """Return the number of a unit's group among those of a row of scales."""
+        found, unit = self.found, self.layout.unit
+        first = f"unit * {unit}"
         if self.has_spans:
             first = f"(span * {self.layout.span} + {first})"
         if found.num_pieces > 1:
-            first = f"of_piece * {self.layout.unit}"
-        group, slot = f"{first} / {found.group}", self.scale_slot(number)
-        if self.layout.groups_of_unit > 1:
-            group = f"{first} / {found.group} + t / 2"
-        if self.has_index:
-            stride = found.row_stride(product.scale)
-            at = f"{row} * {stride} + {group}" if row != "0" else group
-            slot += f" + first_{number}"
-            return self.decoded_scale(
-                product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]"
-            )
-        at = f"{row} * {groups} + {group}" if row != "0" else group
-        return self.decoded_scale(product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]")
+            first = f"of_piece * {unit}"
+        group = f"{first} / {found.group}"
+        return group + " + t / 2" if self.layout.groups_of_unit > 1 else group
+
+    def scales_in_turns(self) -> None:
+        """Write where the scales of a lane's upper row lie, if two products take turns."""
+        first = self.found.products[0]
+        if first.scale is None:
+            return
+        row = ""
+        if self.found.has_scales_of_rows(first):
+            size = self.found.tensor(first.scale).dtype.itemsize
+            row = f" + g / 2 * {self.found.row_stride(first.scale) * size}"
+        slots = [f"{self.scale_slot(n)} + first_{n}" for n in (0, 1)]
+        self.put(
+            f"const unsigned char* own_scales = ((g % 2 == 0) != is_swapped ? {slots[0]} : "
+            f"{slots[1]}){row};"
+        )
 
     def decoded_scale(self, scale: str, element: str) -> str:
         """Return the number that an element of a scale stands for."""

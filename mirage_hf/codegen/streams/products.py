@@ -6,8 +6,8 @@ any sums that no row of codes enters, such as the sum of squares of a norm. What
 elementwise.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
-each chosen expert has its own. Along another one it numbers *pieces* of columns: the rows of several
-experts lie end to end, so to speak, and one sum adds up all of them.
+each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
+those of several experts, as if their rows lay end to end.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Products:
 
     @property
     def rows_of_each(self) -> int:
-        """How many rows of each product a warp multiplies at a time."""
+        """The most rows of each product that a warp multiplies at a time."""
         return ROWS // len(self.products)
 
     @cached_property
@@ -238,11 +238,10 @@ class Products:
         i, t = self.block.inputs_by_name[name], self.tensor(name)
         return sum(s for a, s in zip(i.axes, t.strides, strict=True) if a and a == self.batch)
 
-    def scale_rows(self, product: Product) -> int:
-        """Return how many rows of scales a product has for the rows of a tile."""
+    def has_scales_of_rows(self, product: Product) -> bool:
+        """Return whether each row of codes has scales of its own. Otherwise blocks of rows do."""
         assert product.scale is not None
-        carried = self.block.carried[product.scale]
-        return self.rows_of_each if self.rows[-1] in carried else 1
+        return self.rows[-1] in self.block.carried[product.scale]
 
     def pieces(self, name: str) -> tuple[int, ...]:
         """Return how many rows of codes each source of an input has."""
@@ -594,13 +593,14 @@ class _Finder:
         t = found.tensor(p.scale)
         groups = found.piece_columns // found.group
         inner = self.block.axis(self.rows[-1]).size
-        if found.scale_rows(p) == 1 and inner % found.rows_of_each:
+        rows = found.rows_of_each if found.has_scales_of_rows(p) else 1
+        if rows == 1 and inner % found.rows_of_each:
             raise _refused(f"blocks of {inner} rows share scales, and tiles would cross them")
-        aligned = found.scale_rows(p) * groups * t.dtype.itemsize % 16 == 0
+        aligned = rows * groups * t.dtype.itemsize % 16 == 0
         if self.taken is None and not aligned:
             raise _refused(f"{groups} scales of {p.scale} for a row are no multiple of 16 bytes")
-        rows = self.block.inputs_by_name[p.scale]
-        if rows.sizes != self.block.inputs_by_name[p.codes].sizes:
+        scales = self.block.inputs_by_name[p.scale]
+        if scales.sizes != self.block.inputs_by_name[p.codes].sizes:
             raise _refused(f"{p.scale} is not joined as {p.codes} is")
 
     def _check_index(self, found: Products, taken: Taken) -> None:

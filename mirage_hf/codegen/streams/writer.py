@@ -22,11 +22,12 @@ FACTOR_READY, COMPUTED = 1, 2
 #: Names of the text, which values of the block graph may not have.
 _NAMES = frozenset(
     """
-    above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits exponent expert
-    factor first first_0 first_1 g halves held held_step high_0 high_1 holds j lane largest left less m low_0 low_1 lower lower_0 lower_1 magic
-    mine n of_piece own own_row own_tile piece pitch q right row row_0 row_bytes scaled second size span stages step
-    stores sums t tiles to unit units up upper upper_0 upper_1 warp warps worth_0 worth_1
-    w Words
+    above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
+    exponent factor first first_0 first_1 g halves held held_step high_0 high_1 holds is_swapped
+    j lane largest left less lie_together low_0 low_1 lower lower_0 lower_1 m magic mine n
+    of_piece own own_row own_scales own_tile piece pitch q right row row_0 row_bytes scaled
+    second size span stages step stores sums t tiles to unit units up upper upper_0 upper_1 w
+    warp warps Words worth_0 worth_1
     """.split()
 )
 
@@ -52,7 +53,7 @@ class StreamWriter(NestWriter):
     @property
     def each(self) -> int:
         """Rows of each product that a tile has."""
-        return self.found.rows_of_each
+        return self.layout.each
 
     @property
     def has_index(self) -> bool:
@@ -60,7 +61,7 @@ class StreamWriter(NestWriter):
         return self.found.taken is not None
 
     def each_piece(self) -> AbstractContextManager[None]:
-        """Write the loop over pieces `q`, if there are several, and which expert's weights they are.
+        """Write the loop over pieces `q`, if there are several, and which expert each is of.
 
         The number of an expert is negative if it does not exist.
         """
@@ -79,7 +80,7 @@ class StreamWriter(NestWriter):
         p = self.found.products[number]
         assert p.scale is not None
         i, rows = self.inputs[p.scale], f"row_0 % {self.found.num_own_rows}"
-        if self.found.scale_rows(p) == 1:
+        if self.layout.scale_rows(p) == 1:
             rows = f"{rows} / {self.block.axis(self.found.rows[-1]).size}"
         chosen, own = self.found.chosen_stride(p.scale), self.found.row_stride(p.scale)
         return (
