@@ -135,8 +135,9 @@ __device__ __forceinline__ unsigned twice_positive_floats(unsigned codes) {
 
 // 2^(byte - 127), and infinity for 255, which stands for NaN: no result of it is finite either
 __device__ __forceinline__ float power_of_two(unsigned byte) {
-  const unsigned bits = byte << 23;
-  return __uint_as_float(bits > 0x00400000u ? bits : 0x00400000u);
+  unsigned bits;
+  asm("max.u32 %0, %1, %2;" : "=r"(bits) : "r"(byte << 23), "r"(0x00400000u));
+  return __uint_as_float(bits);
 }
 
 """

@@ -20,7 +20,7 @@ from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.helpers import SMALL_FLOAT_HELPERS
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
-from mirage_hf.codegen.streams.multiplying import ProductWriter
+from mirage_hf.codegen.streams.pairs import PairWriter
 from mirage_hf.codegen.streams.products import ROWS, Product
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY
 from mirage_hf.errors import CodegenError
@@ -52,7 +52,7 @@ def write_stream_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKern
     return _KernelWriter(layout, op, name).kernel()
 
 
-class _KernelWriter(ProductWriter):
+class _KernelWriter(PairWriter):
     """Writes the text of one kernel, top to bottom."""
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):

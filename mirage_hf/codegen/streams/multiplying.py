@@ -25,21 +25,7 @@ class ProductWriter(FactorWriter):
                 "const int own = g < batch ? g : 0, first = 2 * t < batch ? 2 * t : 0, "
                 "second = 2 * t + 1 < batch ? 2 * t + 1 : 0;",
             )
-        if not layout.is_in_halves:
-            t = "t % 2" if layout.groups_of_unit > 1 else "t"
-            self.put(
-                "// what the digits of the lane's two columns are worth",
-                f"const float worth_0 = {t} == 0 ? 65536.0f : {t} == 1 ? 1.0f : 0.0f, "
-                f"worth_1 = {t} == 0 ? 256.0f : 0.0f;",
-            )
-            if layout.groups_of_unit > 1:
-                self.put(
-                    "// a lane holds digits of the group that its columns belong to, or zeros",
-                    f"const bool holds = g / 4 == t / 2 && g % 4 < {DIGITS};",
-                    "const unsigned char* held = holds ? shared.factor + g % 4 * 64 + t * 16 : "
-                    "reinterpret_cast<const unsigned char*>(shared.zeros);",
-                    f"const int held_step = holds ? {DIGITS * layout.unit} : 0;",
-                )
+        self.prepare_lanes()
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
             totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
             rows = "rows g and g + 8" if self.has_lower else "row g"
@@ -48,11 +34,23 @@ class ProductWriter(FactorWriter):
                 self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.each};")
             with self.each_piece():
                 self.multiply_chunks()
-            if not layout.is_in_halves:
-                for step in range(1, 1 + layout.groups_of_unit):
-                    for total in self.totals():
-                        self.put(f"{total} += __shfl_xor_sync(0xffffffffu, {total}, {step});")
+            self.join_lanes()
             self.store_totals()
+
+    def prepare_lanes(self) -> None:
+        """Write what a lane knows before the first tile."""
+        if not self.layout.is_in_halves:
+            self.put(
+                "// what the digits of the lane's two columns are worth",
+                "const float worth_0 = t == 0 ? 65536.0f : t == 1 ? 1.0f : 0.0f, "
+                "worth_1 = t == 0 ? 256.0f : 0.0f;",
+            )
+
+    def join_lanes(self) -> None:
+        """Write how the lanes of a row add up their sums of a tile."""
+        if not self.layout.is_in_halves:
+            for total in self.totals():
+                self.put(f"{total} += __shfl_xor_sync(0xffffffffu, {total}, 1);")
 
     def multiply_chunks(self) -> None:
         """Write the loop over the chunks of a tile, of those of a span, or of those of a piece."""
@@ -64,7 +62,7 @@ class ProductWriter(FactorWriter):
             chunks = "(expert < 0 ? 0 : chunks)"
             for n, p in enumerate(self.found.products):
                 if p.scale is not None:
-                    self.put(f"const int first_{n} = {self.scale_begin(n)} & 15;")
+                    self.put(f"const int first_{n} = {self.scale_shift(n)};")
         with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
             self.put(
                 "const int s = n % stages;",
@@ -72,15 +70,20 @@ class ProductWriter(FactorWriter):
             )
             if layout.is_in_turns:
                 self.scales_in_turns()
-            units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
-            count = str(units)
-            if last != units:
-                self.put(f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};")
-                count = "units"
-            self.put("#pragma unroll 4")
-            with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
-                self.multiply_unit(units)
+            self.multiply_units()
             self.put("arrive(&shared.empty[s]);")
+
+    def multiply_units(self) -> None:
+        """Write the loop over a warp's units of a chunk."""
+        layout = self.layout
+        units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
+        count = str(units)
+        if last != units:
+            self.put(f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};")
+            count = "units"
+        self.put("#pragma unroll 4")
+        with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
+            self.multiply_unit(units)
 
     def totals(self) -> list[str]:
         """Return the names of a lane's sums, for the upper and the lower half of the rows."""
@@ -106,31 +109,15 @@ class ProductWriter(FactorWriter):
         """Write the products of a unit."""
         layout, found = self.layout, self.found
         words, columns = layout.lane_bytes // 4, layout.lane_columns
-        first = f"c * {units} + u" if layout.chunks > 1 else "u"
-        if found.num_pieces > 1:
-            self.put(f"const int of_piece = {first};")
-            first = f"q * {found.piece_columns // layout.unit} + of_piece"
-        self.put(f"const int unit = {first};")
-        self.put(
-            "const unsigned char* codes = shared.codes[s] + g * pitch + "
-            f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
-            f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
-        )
-        if self.has_lower:
-            self.put(f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);")
+        self.load_codes(units)
         if layout.is_in_halves:
             self.half_products()
             halves = ["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]
         else:
             row = min(columns, 16)
-            place = (
-                f"shared.factor + unit * {DIGITS * layout.unit} + "
-                f"(g < {DIGITS} ? g : 0) * {4 * row} + t * {row}"
-            )
-            if layout.groups_of_unit > 1:
-                place = "held + unit * held_step"
             self.put(
-                f"const unsigned char* digits = {place};",
+                f"const unsigned char* digits = shared.factor + unit * {DIGITS * layout.unit} + "
+                f"(g < {DIGITS} ? g : 0) * {4 * row} + t * {row};",
                 f"const auto x = *reinterpret_cast<const Words<{row // 4}>*>(digits);",
             )
             if columns > 16:
@@ -138,27 +125,13 @@ class ProductWriter(FactorWriter):
                     "const auto y = *reinterpret_cast<const Words<4>*>"
                     f"(digits + {4 * row * DIGITS});"
                 )
-            self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-            if found.is_looked_up:
-                self.put("// the sums of codes that have a sign, which count less")
-                self.put(f"int less[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-                self.small_float_products(words)
-                magic = [f"__int_as_float(less[{n}])" for n in range(4)]
-            else:
-                self.digit_products(words)
-                self.put("const float magic = 12582912.0f;")
-                magic = ["magic"] * 4
+            sums = self.all_digit_products(words)
             for n, half in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
-                self.put(
-                    f"const float {half} = (__int_as_float(sums[{n}]) - {magic[n]}) * worth_0 + "
-                    f"(__int_as_float(sums[{n + 1}]) - {magic[n + 1]}) * worth_1;"
-                )
+                self.put(f"const float {half} = {sums[n]} * worth_0 + {sums[n + 1]} * worth_1;")
             halves = ["above"], ["below"]
             halves = halves[: 1 + self.has_lower]
         steps = ["step"]
         at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
-        if layout.groups_of_unit > 1:
-            at = f"unsigned(unit) / {SHARED_COLUMNS // layout.unit}"
         if layout.batch == 1:
             self.put(f"const float step = shared.steps[{at}];")
         else:
@@ -179,6 +152,37 @@ class ProductWriter(FactorWriter):
             for total, result, own_step in pairs:
                 factor = f"({own_step} * {scale})" if scale else own_step
                 self.put(f"{total} += {result} * {factor};")
+
+    def load_codes(self, units: int) -> None:
+        """Write the loads of a lane's codes of unit `u` of a chunk, and the unit's number."""
+        layout, found = self.layout, self.found
+        words = layout.lane_bytes // 4
+        first = f"c * {units} + u" if layout.chunks > 1 else "u"
+        if found.num_pieces > 1:
+            self.put(f"const int of_piece = {first};")
+            first = f"q * {found.piece_columns // layout.unit} + of_piece"
+        self.put(f"const int unit = {first};")
+        self.put(
+            "const unsigned char* codes = shared.codes[s] + g * pitch + "
+            f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
+            f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
+        )
+        if self.has_lower:
+            self.put(f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);")
+
+    def all_digit_products(self, words: int) -> list[str]:
+        """Write the products of a unit's codes and digits, and return the sums as floats."""
+        self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
+        if self.found.is_looked_up:
+            self.put("// the sums of codes that have a sign, which count less")
+            self.put(f"int less[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
+            self.small_float_products(words)
+            magic = [f"__int_as_float(less[{n}])" for n in range(4)]
+        else:
+            self.digit_products(words)
+            self.put("const float magic = 12582912.0f;")
+            magic = ["magic"] * 4
+        return [f"(__int_as_float(sums[{n}]) - {magic[n]})" for n in range(4)]
 
     def half_products(self) -> None:
         """Write the products of a unit's codes and the other factor, as halves."""
@@ -246,9 +250,15 @@ class ProductWriter(FactorWriter):
         """Write the products of 4-bit floats and digits. Signed bytes hold the floats times 2."""
         for j in range(words):
             x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
-            for sums, flips in (("sums", ""), ("less", " ^ 0x88888888u")):
+            rows = "ab" if self.has_lower else "a"
+            for row in rows:
+                self.put(
+                    f"const unsigned {row}_{2 * j} = {row}.w[{j}], "
+                    f"{row}_{2 * j + 1} = {row}.w[{j}] >> 16;"
+                )
+            for sums, flips in (("sums", ""), ("less", " ^ 0x8888u")):
                 codes = self.rows_of_codes(
-                    [f"twice_positive_floats(({{}}.w[{j}]{flips}){s})" for s in ("", " >> 16")]
+                    [f"twice_positive_floats({{}}_{k}{flips})" for k in (2 * j, 2 * j + 1)]
                 )
                 self.put(
                     f"multiply_digits({sums}, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
@@ -284,8 +294,7 @@ class ProductWriter(FactorWriter):
             first = f"(span * {self.layout.span} + {first})"
         if found.num_pieces > 1:
             first = f"of_piece * {unit}"
-        group = f"{first} / {found.group}"
-        return group + " + t / 2" if self.layout.groups_of_unit > 1 else group
+        return f"{first} / {found.group}"
 
     def scales_in_turns(self) -> None:
         """Write where the scales of a lane's upper row lie, if two products take turns."""

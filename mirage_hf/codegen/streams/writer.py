@@ -23,11 +23,11 @@ FACTOR_READY, COMPUTED = 1, 2
 _NAMES = frozenset(
     """
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
-    exponent factor first first_0 first_1 g halves held held_step high_0 high_1 holds is_swapped
-    j lane largest left less lie_together low_0 low_1 lower lower_0 lower_1 m magic mine n
-    of_piece own own_row own_scales own_tile piece pitch q right row row_0 row_bytes scaled
-    second size span stages step stores sums t tiles to unit units up upper upper_0 upper_1 w
-    warp warps Words worth_0 worth_1
+    exponent factor first first_0 first_1 g halves held held_digits held_step held_steps high_0
+    high_1 holds is_swapped j k lane largest left less lie_together low_0 low_1 lower lower_0
+    lower_1 m magic mine n of_piece own own_row own_scales own_tile piece pitch q right row
+    row_0 row_bytes scaled second size span stages step stores sums t tiles to unit units up
+    upper upper_0 upper_1 w warp warps Words worth_0 worth_1
     """.split()
 )
 
@@ -87,6 +87,18 @@ class StreamWriter(NestWriter):
             f"reinterpret_cast<unsigned long long>({self.pointer(i, 0)} + expert * {chosen}LL + "
             f"{rows} * {own})"
         )
+
+    def scale_shift(self, number: int) -> str:
+        """Return the bytes from a multiple of 16 to the first scale of a tile of an expert."""
+        p = self.found.products[number]
+        assert p.scale is not None
+        size = self.found.tensor(p.scale).dtype.itemsize
+        chosen, row = self.found.chosen_stride(p.scale), self.found.row_stride(p.scale)
+        of_tile = row * (self.each if self.layout.scale_rows(p) > 1 else 1)
+        if chosen * size % 16 or of_tile * size % 16:
+            return f"{self.scale_begin(number)} & 15"
+        pointer = self.pointer(self.inputs[p.scale], 0)
+        return f"reinterpret_cast<unsigned long long>({pointer}) & 15"
 
     @property
     def has_spans(self) -> bool:
