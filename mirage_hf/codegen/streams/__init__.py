@@ -5,6 +5,7 @@
 - `writer`: What all parts of its text need.
 - `factor`: Write how threads compute what codes are multiplied with.
 - `multiplying`: Write the products.
+- `pairs`: Write the products of two short groups of columns at a time.
 - `kernel`: Write the kernel.
 - `helpers`: The device functions that the text calls.
 """

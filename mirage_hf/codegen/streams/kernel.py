@@ -232,7 +232,7 @@ class _KernelWriter(PairWriter):
     def copy_span(self) -> None:
         """Write how the chunks of all tiles are copied."""
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
-            self.put(f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {self.each};")
+            self.put(f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {self.tile_rows};")
             with self.each_piece():
                 self.copy_chunks()
 
@@ -366,7 +366,7 @@ class _KernelWriter(PairWriter):
 
     def finish(self) -> None:
         """Write how the warps add up their sums, and how the outputs are stored."""
-        each = self.each
+        each = self.tile_rows
         self.put(f"meet<{COMPUTED}>(threads);")
         nest = Nest((), None, 1)
         if self.layout.batch == 1:
@@ -398,7 +398,7 @@ class _KernelWriter(PairWriter):
     def stores_once(self) -> bool:
         """Whether each thread stores one element of each output at most."""
         layout = self.layout
-        return layout.most_tiles * self.each * layout.batch <= self.threads
+        return layout.most_tiles * self.tile_rows * layout.batch <= self.threads
 
     def read_at_end(self) -> list[str]:
         """Return the inputs that are read when outputs are stored, such as a residual."""
@@ -434,7 +434,7 @@ class _KernelWriter(PairWriter):
         """Write the loads of what a thread needs at the end, if it stores one row at most."""
         if not self.stores_once:
             return
-        self.put(f"const bool stores = tid < mine * {self.of_batch(self.each)};")
+        self.put(f"const bool stores = tid < mine * {self.of_batch(self.tile_rows)};")
         self.place("tid")
         for name in self.read_at_end():
             self.put(self.address(self.inputs[name]))
@@ -473,7 +473,7 @@ class _KernelWriter(PairWriter):
 
     def place(self, element: str) -> None:
         """Write the tile, the row and its coordinates of an element that a thread stores."""
-        found, each = self.found, self.each
+        found, each = self.found, self.tile_rows
         batch = self.layout.batch
         if batch > 1:
             self.put(f"const int b = {element} / {each} % batch;")
@@ -494,7 +494,7 @@ class _KernelWriter(PairWriter):
 
     def store_row(self, nest: Nest) -> None:
         """Write how a thread adds up the warps' sums for its row, and stores the outputs."""
-        each = self.each
+        each = self.tile_rows
         if self.layout.batch > 1:
             self.add_sums(nest)
         for n, p in enumerate(self.found.products):

@@ -31,7 +31,7 @@ class ProductWriter(FactorWriter):
             rows = "rows g and g + 8" if self.has_lower else "row g"
             self.put(f"float {totals};  // of {rows}")
             if self.has_index:
-                self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.each};")
+                self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.tile_rows};")
             with self.each_piece():
                 self.multiply_chunks()
             self.join_lanes()
@@ -112,7 +112,7 @@ class ProductWriter(FactorWriter):
         self.load_codes(units)
         if layout.is_in_halves:
             self.half_products()
-            halves = ["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]
+            halves = [["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]]
         else:
             row = min(columns, 16)
             self.put(
@@ -126,10 +126,9 @@ class ProductWriter(FactorWriter):
                     f"(digits + {4 * row * DIGITS});"
                 )
             sums = self.all_digit_products(words)
-            for n, half in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
-                self.put(f"const float {half} = {sums[n]} * worth_0 + {sums[n + 1]} * worth_1;")
-            halves = ["above"], ["below"]
-            halves = halves[: 1 + self.has_lower]
+            for n, name in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
+                self.put(f"const float {name} = {sums[n]} * worth_0 + {sums[n + 1]} * worth_1;")
+            halves = [["above"], ["below"]][: 1 + self.has_lower]
         steps = ["step"]
         at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
         if layout.batch == 1:
@@ -222,11 +221,7 @@ class ProductWriter(FactorWriter):
 
     def rows_of_codes(self, texts: Sequence[str]) -> list[str]:
         """Return the codes of the upper and the lower rows, in the order of the instruction."""
-        return [
-            t.format("a") if w == "a" else t.format("b") if self.has_lower else "0u"
-            for t in texts
-            for w in "ab"
-        ]
+        return [t.format(w) if w == "a" or self.has_lower else "0u" for t in texts for w in "ab"]
 
     def digit_products(self, words: int) -> None:
         """Write the products of a unit's codes and digits, as signed bytes."""
