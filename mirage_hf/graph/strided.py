@@ -27,6 +27,37 @@ def blank(
     return torch.empty(reach(dims, strides), dtype=dtype, device=device).as_strided(dims, strides)
 
 
+def in_turns(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors with equal contents. Those that fill each other's gaps share memory.
+
+    So do the weights of gate and up if their rows lie in turns: both are views of one parameter.
+    """
+    found = list(tensors)
+    alike: dict[object, list[int]] = {}
+    for n, x in enumerate(found):
+        alike.setdefault((x.shape, x.stride(), x.dtype), []).append(n)
+    for numbers in alike.values():
+        first = found[numbers[0]]
+        row, gap = _row_and_gap(first)
+        if len(numbers) < 2 or gap != len(numbers) * row:
+            continue
+        memory = first.new_empty(reach(first.shape, first.stride()) + gap - row)
+        for turn, n in enumerate(numbers):
+            view = memory.as_strided(first.shape, first.stride(), turn * row)
+            found[n] = view.copy_(found[n])
+    return found
+
+
+def _row_and_gap(x: Tensor) -> tuple[int, int]:
+    """Return how many elements lie side by side, and the distance to the next ones, 0 if none."""
+    row = 1
+    for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and stride != row:
+            return row, stride
+        row *= size
+    return row, 0
+
+
 def laid_out(
     x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:

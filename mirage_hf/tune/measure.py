@@ -21,7 +21,7 @@ from mirage_hf.graph.coded import random_codes
 from mirage_hf.graph.effects import positions_of
 from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.graph.strided import blank, flat
+from mirage_hf.graph.strided import blank, flat, in_turns
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops import table
 from mirage_hf.tune.cold_sets import cold_sets, read_bytes
@@ -66,7 +66,7 @@ def random_inputs(
 
     Floats are normal numbers in the dtype and strides of each input, and codes are random. Bounds
     keep everything, appends go to the end of their cache, and indices choose different elements as
-    long as there are any. Other integers are 0.
+    long as there are any. Other integers are 0. Inputs that fill each other's gaps share memory.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
@@ -85,7 +85,7 @@ def random_inputs(
         different = torch.randperm(num_choices(chosen), generator=generator, device=device)
         at = torch.arange(inputs[n].numel(), device=device) % len(different)
         inputs[n].copy_(different[at].view(inputs[n].shape))
-    return inputs
+    return in_turns(inputs)
 
 
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:

@@ -139,6 +139,8 @@ CASES = {
     "MXFP4, second, whole tiles": Case("MXFP4", 1, (64, 1088), tile=64, blocks=2),
     "MXFP4, second, tiles of 8 rows": Case("MXFP4", 1, (96, 1088), tile=64, rows=8),
     "MXFP4, second, parts of 8 rows": Case("MXFP4", 1, (96, 1152), tile=16, rows=8, warps=4),
+    "MXFP4, first, two teams": Case("MXFP4", 0, (320, 48), tile=16, warps=8, blocks=2),
+    "MXFP4, second, two teams": Case("MXFP4", 1, (96, 1088), tile=64, stages=4, warps=8, rows=8),
     "float8, first": Case("float8", 0, (128, 64), tile=4),
     "float8, second": Case("float8", 1, (64, 192), tile=8, stages=3, blocks=2),
 }
@@ -249,7 +251,16 @@ def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(name):
 
 @needs_compiler
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("name", ["MXFP4, first", "MXFP4, second", "float8, second"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MXFP4, first",
+        "MXFP4, second",
+        "MXFP4, first, two teams",
+        "MXFP4, second, two teams",
+        "float8, second",
+    ],
+)
 def test_any_experts_may_be_chosen(name, routing, tmp_path):
     case = case_of(name)
     index = ROUTINGS[routing]

@@ -9,7 +9,8 @@ import re
 import pytest
 import torch
 
-from mirage_hf.codegen.streams.helpers import HELPERS
+from mirage_hf.codegen.streams.helpers import HELPERS, SMALL_FLOAT_HELPERS
+from mirage_hf.ops.dtypes import E2M1
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, run_kernel
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
@@ -86,7 +87,8 @@ DIGITS = SOURCE[: SOURCE.index("namespace bytes")]
 HALVES = DIGITS.replace("digits", "halves").replace("int*", "float*").replace("int(", "float(")
 
 
-#: PTX instructions of `HELPERS`. Halves are rounded once, because these sums are exact in double.
+#: PTX instructions of `HELPERS` and `SMALL_FLOAT_HELPERS`. Halves are rounded once, because these
+#: sums are exact in double.
 PTX = r"""
 namespace ptx {
 inline unsigned lop3_b32(unsigned a, unsigned b, unsigned c, unsigned table) {
@@ -117,7 +119,7 @@ inline unsigned half_of_e4m3(unsigned code) {
 inline unsigned cvt_rn_f16x2_e4m3x2(unsigned short two) {
   return half_of_e4m3(two) | half_of_e4m3(two >> 8) << 16;
 }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+inline unsigned prmt_b32(unsigned a, unsigned b, unsigned selector) {
   const unsigned words[2] = {a, b};
   unsigned picked = 0;
   for (int n = 0; n < 4; ++n) {
@@ -126,6 +128,11 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return picked;
 }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  return prmt_b32(a, b, selector & 0x7777);  // it has no sign mode
+}
+inline unsigned max_u32(unsigned a, unsigned b) { return max(a, b); }
+inline unsigned min_u32(unsigned a, unsigned b) { return min(a, b); }
 }  // namespace ptx
 """
 
@@ -146,9 +153,19 @@ __global__ void run(const unsigned* words, unsigned* converted) {
 }
 """
 
+#: Each thread converts words to four bytes, and their lowest bytes to powers of two.
+CONVERT_SMALL = r"""
+__global__ void run(const unsigned* words, unsigned* converted) {
+  for (int n = threadIdx.x; n < 65536; n += 64) {
+    converted[2 * n] = twice_positive_floats(words[n]);
+    converted[2 * n + 1] = __float_as_uint(power_of_two(words[n] & 255));
+  }
+}
+"""
+
 _FUNCTION = re.compile(r"^__device__ __forceinline__ .*?^\}", re.M | re.S)
 _ASM = re.compile(r'asm\("(.*?)"\s*: "=r"\((\w+)\) : (.*?)\);')
-_INPUT = re.compile(r'"r"\((\w+)\)')
+_INPUT = re.compile(r'"r"\(([^()]+)\)')
 _MOVE = re.compile(r"mov\.b32 \{(\w+), (\w+)\}, (\w+)")
 
 
@@ -209,17 +226,47 @@ OTHER_HELPERS = [
 ]
 
 
-def conversions() -> str:
-    """Return kernels that convert: with the CUDA text, with that of the CPU, and with changes."""
-    parts = [PTX]
-    texts = {"cuda": HELPERS}
-    for n, (before, after) in enumerate(OTHER_HELPERS):
-        assert HELPERS.count(before) >= 1, before
-        texts[f"other_{n}"] = HELPERS.replace(before, after, 1)
-    for name, text in texts.items():
-        parts.append(f"namespace {name} {{\n{cuda_helpers(text)}\n{CONVERT}}}  // namespace {name}")
-    parts.append(f"namespace cpu {{\n{CONVERT}}}  // namespace cpu\n")
-    return "\n".join(parts)
+#: Changes of `SMALL_FLOAT_HELPERS` that give other bytes or powers of two.
+OTHER_SMALL_HELPERS = [
+    ("0x03020100u", "0x03020001u"),
+    ("0x03020100u", "0x02020100u"),
+    ("0x0c080604u", "0x0c080605u"),
+    ("0x0c080604u", "0x0c060804u"),
+    ("0x0c080604u", "0x8c080604u"),
+    ("prmt.b32 %0, %1, %2, %3;", "prmt.b32 %0, %2, %1, %3;"),
+    ("prmt.b32 %0, %1, %2, %3;", "prmt.b32 %0, %1, %1, %3;"),
+    ('"r"(codes)', '"r"(codes & 0x7777u)'),
+    ('"r"(codes)', '"r"(codes & 0x0fffu)'),
+    ('"r"(codes)', '"r"(codes >> 16)'),
+    ('"r"(codes)', '"r"(codes ^ 0x8888u)'),
+    ("byte << 23", "byte << 22"),
+    ("byte << 23", "byte << 24"),
+    ("byte << 23", "byte + 1 << 23"),
+    ("0x00400000u", "0x00000000u"),
+    ("0x00400000u", "0x00200000u"),
+    ("0x00400000u", "0x00800000u"),
+    ("0x00400000u", "0x01000000u"),
+    ("max.u32", "min.u32"),
+]
+
+
+def conversions(helpers: str, changes: list[tuple[str, str]], kernel: str, prefix: str = "") -> str:
+    """Return kernels that convert: with the CUDA text, with that of the CPU, and with changes.
+
+    Args:
+        helpers: The CUDA text.
+        changes: What is changed in it, each in a kernel of its own.
+        kernel: The kernel that calls the functions.
+        prefix: What the names of the namespaces begin with.
+    """
+    texts = {f"{prefix}cuda": cuda_helpers(helpers), f"{prefix}cpu": ""}
+    for n, (before, after) in enumerate(changes):
+        assert helpers.count(before) >= 1, before
+        texts[f"{prefix}other_{n}"] = cuda_helpers(helpers.replace(before, after, 1))
+    return "\n".join(
+        f"namespace {name} {{\n{text}\n{kernel}}}  // namespace {name}\n"
+        for name, text in texts.items()
+    )
 
 
 WAIT = "wait_for_phase(full + slot, row / 2 % 2);"
@@ -256,7 +303,9 @@ def changed(n):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
-    source = SOURCE + HALVES + "".join(changed(n) for n in range(len(MISTAKES))) + conversions()
+    source = SOURCE + HALVES + "".join(changed(n) for n in range(len(MISTAKES))) + PTX
+    source += conversions(HELPERS, OTHER_HELPERS, CONVERT)
+    source += conversions(SMALL_FLOAT_HELPERS, OTHER_SMALL_HELPERS, CONVERT_SMALL, "small_")
 
     def run(name, tensors, order=0, threads=96):
         return run_kernel(source, name, 1, threads, 1024, tensors, order, folder)
@@ -342,6 +391,45 @@ def test_a_change_of_the_cuda_text_is_noticed(run, n):
         for x, y in zip(found, want, strict=True)
     )
     assert not all(same)
+
+
+def converted_small(run, name):
+    """Return what a kernel converts all groups of four codes and all bytes to.
+
+    The upper halves of the words are random: the functions do not read them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    upper = torch.randint(-(2**15), 2**15, (65536,), generator=generator)
+    words = (upper * 65536 + torch.arange(65536)).to(torch.int32)
+    found = torch.zeros(65536, 2, dtype=torch.int32)
+    assert run(f"small_{name}", (words, found), threads=64) == ""
+    return found
+
+
+def test_the_cuda_text_converts_small_floats_and_powers_as_the_emulation_does(run):
+    found = converted_small(run, "cuda")
+    codes = torch.arange(65536)[:, None] >> torch.tensor([0, 4, 8, 12]) & 15
+    twice = torch.tensor([2 * x if n < 8 else 0 for n, x in enumerate(E2M1)], dtype=torch.uint8)
+    assert torch.equal(found[:, 0].contiguous().view(torch.uint8).view(-1, 4), twice[codes])
+    powers = found[:256, 1].contiguous().view(torch.float32)
+    bytes_ = torch.arange(255, dtype=torch.uint8)
+    assert torch.equal(powers[:255], bytes_.view(torch.float8_e8m0fnu).float())
+    assert powers[255] == torch.inf
+    assert torch.equal(found, converted_small(run, "cpu"))
+
+
+def test_positive_floats_less_those_of_flipped_codes_are_all_floats(run):
+    """Products subtract the sums of codes that have a sign: those of codes with flipped signs."""
+    found = converted_small(run, "cuda")[:, 0].contiguous().view(torch.uint8).view(-1, 4).int()
+    numbers = torch.arange(65536)
+    codes = numbers[:, None] >> torch.tensor([0, 4, 8, 12]) & 15
+    want = (2 * torch.tensor(E2M1)).int()[codes]
+    assert torch.equal(found - found[numbers ^ 0x8888], want)
+
+
+@pytest.mark.parametrize("n", range(len(OTHER_SMALL_HELPERS)))
+def test_a_change_of_the_small_cuda_text_is_noticed(run, n):
+    assert not torch.equal(converted_small(run, f"other_{n}"), converted_small(run, "cpu"))
 
 
 def outcomes(run, name, copies):

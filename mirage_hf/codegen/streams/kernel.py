@@ -96,6 +96,7 @@ class _KernelWriter(PairWriter):
         bounds = "threads + 32, 1" if needs_more else "threads + 32"
         sizes = {
             "warps": layout.warps,
+            **({"team_warps": layout.team_warps} if layout.teams > 1 else {}),
             "threads": self.threads,
             "blocks": layout.blocks,
             "tiles": layout.tiles,
@@ -136,7 +137,8 @@ class _KernelWriter(PairWriter):
         lines += [
             f"alignas(16) unsigned char factor[{layout.other_bytes}];",
             f"alignas(16) float steps[{layout.num_steps}];",
-            f"alignas(16) float partial[{tiles}][warps][{self.of_batch(layout.rows)}];",
+            f"alignas(16) float partial[{tiles}][{self.summing_warps}]"
+            f"[{self.of_batch(layout.rows)}];",
         ]
         if self.found.sums:
             lines.append(f"alignas(16) float sums[{self.of_batch(len(self.found.sums))}][warps];")
@@ -186,8 +188,9 @@ class _KernelWriter(PairWriter):
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
                 self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], 1);")
+                readers = "threads" if self.layout.teams == 1 else "32 * team_warps"
                 self.put(
-                    "for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], threads);"
+                    f"for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], {readers});"
                 )
                 self.put("publish_barriers();")
             if self.found.taken is not None:
@@ -506,7 +509,8 @@ class _KernelWriter(PairWriter):
             self.put(
                 f"float {name} = 0.0f;",
                 "#pragma unroll",
-                f"for (int w = 0; w < warps; ++w) {name} += shared.partial[own_tile][w][{at}];",
+                f"for (int w = 0; w < {self.summing_warps}; ++w) {name} += "
+                f"shared.partial[own_tile][w][{at}];",
             )
             nest.known[p.out] = name
         for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):

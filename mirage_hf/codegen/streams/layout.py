@@ -110,6 +110,27 @@ class StreamLayout:
         return self.schedule.num_warps
 
     @property
+    def teams(self) -> int:
+        """Teams of warps that multiply chunks in turns.
+
+        Two are used where instructions limit a kernel, which is so with pairs of short groups.
+        While one team adds up its sums, the other one multiplies. A stage of the ring belongs to
+        one team: who misses a phase of a barrier cannot tell the next one from the one before.
+        """
+        is_slow = self.groups_of_unit > 1 and self.warps >= 8
+        return 2 if is_slow and self.chunks == 1 and self.stages % 2 == 0 else 1
+
+    @property
+    def team_warps(self) -> int:
+        """Warps of a team."""
+        return self.warps // self.teams
+
+    @property
+    def summing_warps(self) -> int:
+        """Warps that have sums of one tile: a team, or all if teams share its pieces."""
+        return self.warps if self.products.num_pieces > 1 else self.team_warps
+
+    @property
     def stages(self) -> int:
         """Chunks that the ring holds."""
         return self.schedule.num_stages
@@ -308,7 +329,7 @@ class StreamLayout:
             self.scale_slot_bytes(n) for n in range(len(self.products.products))
         )
         steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
-        partial = 4 * self.most_tiles * self.warps * self.rows * self.batch
+        partial = 4 * self.most_tiles * self.summing_warps * self.rows * self.batch
         sums = 4 * self.warps * len(self.products.sums) * self.batch
         size = self.stages * self.rows * self.pitch
         choices = [4 * found.num_choices] if found.taken else []

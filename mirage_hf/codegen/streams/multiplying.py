@@ -63,6 +63,7 @@ class ProductWriter(FactorWriter):
             for n, p in enumerate(self.found.products):
                 if p.scale is not None:
                     self.put(f"const int first_{n} = {self.scale_shift(n)};")
+        self.leave_to_others(chunks)
         with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
             self.put(
                 "const int s = n % stages;",
@@ -73,6 +74,11 @@ class ProductWriter(FactorWriter):
             self.multiply_units()
             self.put("arrive(&shared.empty[s]);")
 
+    @property
+    def own_warp(self) -> tuple[str, str]:
+        """The texts of a warp's number among those that share a chunk, and of how many they are."""
+        return "warp", "warps"
+
     def multiply_units(self) -> None:
         """Write the loop over a warp's units of a chunk."""
         layout = self.layout
@@ -82,8 +88,12 @@ class ProductWriter(FactorWriter):
             self.put(f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};")
             count = "units"
         self.put("#pragma unroll 4")
-        with self.scope(f"for (int u = warp; u < {count}; u += warps)"):
+        warp, warps = self.own_warp
+        with self.scope(f"for (int u = {warp}; u < {count}; u += {warps})"):
             self.multiply_unit(units)
+
+    def leave_to_others(self, chunks: str) -> None:
+        """Write how a warp leaves so many chunks to other warps. Here all warps share each chunk."""
 
     def totals(self) -> list[str]:
         """Return the names of a lane's sums, for the upper and the lower half of the rows."""

@@ -11,7 +11,7 @@ from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
 from mirage_hf.codegen.streams.multiplying import ProductWriter
 
 #: The most units of a warp whose digits it holds in registers for all tiles.
-_MOST_HELD = 8
+_MOST_HELD = 12
 
 
 class PairWriter(ProductWriter):
@@ -30,7 +30,12 @@ class PairWriter(ProductWriter):
     @property
     def most_units(self) -> int:
         """The most units of a chunk that a warp multiplies."""
-        return -(-self.units // self.layout.warps)
+        return -(-self.units // self.layout.team_warps)
+
+    @property
+    def own_warp(self) -> tuple[str, str]:
+        """The texts of a warp's number in its team, and of the number of warps there."""
+        return ("team_warp", "team_warps") if self.layout.teams > 1 else ("warp", "warps")
 
     @property
     def holds_digits(self) -> bool:
@@ -44,6 +49,8 @@ class PairWriter(ProductWriter):
         if not self.has_pairs:
             super().prepare_lanes()
             return
+        if self.layout.teams > 1:
+            self.put("const int team = warp / team_warps, team_warp = warp % team_warps;")
         self.put(
             "// a lane has digits of the group that its columns belong to, or zeros",
             f"const bool holds = g / 4 == t / 2 && g % 4 < {DIGITS};",
@@ -55,9 +62,10 @@ class PairWriter(ProductWriter):
             self.put(f"Words<4> held_digits[{self.most_units}];")
             self.put(f"float held_steps[{self.most_units}];", "#pragma unroll")
             with self.scope(f"for (int k = 0; k < {self.most_units}; ++k)"):
-                last = self.units - 1
+                last, (warp, warps) = self.units - 1, self.own_warp
+                at = f"{warp} + k * {warps}"
                 self.put(
-                    f"const int unit = warp + k * warps < {last} ? warp + k * warps : {last};",
+                    f"const int unit = {at} < {last} ? {at} : {last};",
                     "held_digits[k] = *reinterpret_cast<const Words<4>*>(held + unit * held_step);",
                     f"held_steps[k] = shared.steps[{self.step_number}];",
                 )
@@ -80,16 +88,22 @@ class PairWriter(ProductWriter):
         if not self.has_pairs or layout.last_chunk != layout.chunk or self.most_units > _MOST_HELD:
             super().multiply_units()
             return
-        whole, rest = divmod(self.units, layout.warps)
+        (warp, warps), (whole, rest) = self.own_warp, divmod(self.units, layout.team_warps)
         if whole:
             self.put("#pragma unroll")
             with self.scope(f"for (int k = 0; k < {whole}; ++k)"):
-                self.put("const int u = warp + k * warps;")
+                self.put(f"const int u = {warp} + k * {warps};")
                 self.multiply_unit(self.units)
         if rest:
-            with self.scope(f"if (warp < {rest})"):
-                self.put(f"const int k = {whole}, u = warp + k * warps;")
+            with self.scope(f"if ({warp} < {rest})"):
+                self.put(f"const int k = {whole}, u = {warp} + k * {warps};")
                 self.multiply_unit(self.units)
+
+    def leave_to_others(self, chunks: str) -> None:
+        """Write how a warp leaves so many chunks to the other team."""
+        if self.layout.teams > 1:
+            with self.scope(f"if (n % {self.layout.teams} != team)"):
+                self.put(f"n += {chunks};", "continue;")
 
     def multiply_unit(self, units: int) -> None:
         """Write the products of a unit."""
@@ -137,7 +151,8 @@ class PairWriter(ProductWriter):
         if not self.has_pairs:
             super().store_totals()
             return
+        warp = "team_warp" if self.summing_warps == "team_warps" else "warp"
         with self.scope("if (t == 0)"):
-            self.put(self.add_to("shared.partial[i][warp][g]", "upper"))
+            self.put(self.add_to(f"shared.partial[i][{warp}][g]", "upper"))
             if self.has_lower:
-                self.put(self.add_to("shared.partial[i][warp][g + 8]", "lower"))
+                self.put(self.add_to(f"shared.partial[i][{warp}][g + 8]", "lower"))

@@ -26,8 +26,8 @@ _NAMES = frozenset(
     exponent factor first first_0 first_1 g halves held held_digits held_step held_steps high_0
     high_1 holds is_swapped j k lane largest left less lie_together low_0 low_1 lower lower_0
     lower_1 m magic mine n of_piece own own_row own_scales own_tile piece pitch q right row
-    row_0 row_bytes scaled second size span stages step stores sums t tiles to unit units up
-    upper upper_0 upper_1 w warp warps Words worth_0 worth_1
+    row_0 row_bytes scaled second size span stages step stores sums t team team_warp team_warps
+    tiles to unit units up upper upper_0 upper_1 w warp warps Words worth_0 worth_1
     """.split()
 )
 
@@ -59,6 +59,12 @@ class StreamWriter(NestWriter):
     def has_index(self) -> bool:
         """Whether an index chooses among experts."""
         return self.found.taken is not None
+
+    @property
+    def summing_warps(self) -> str:
+        """The text of the number of warps that have sums of a tile."""
+        is_one_team = self.layout.summing_warps < self.layout.warps
+        return "team_warps" if is_one_team else "warps"
 
     def each_piece(self) -> AbstractContextManager[None]:
         """Write the loop over pieces `q`, if there are several, and which expert each is of.
