@@ -669,7 +669,7 @@ def cuda_function(name, source, device, shared):
     return function
 
 
-def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
+def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared, anywhere=()):
     """Launch a CUDA kernel on the current stream. The tensors are on the current device.
 
     In a CUDA graph, on sm_90 and newer, launches use programmatic dependent launch (PDL): a kernel
@@ -684,6 +684,8 @@ def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
         num_outputs: Number of outputs.
         num_warps: Warps of a block.
         shared: Bytes of dynamic shared memory.
+        anywhere: Inputs, by number, that the kernel reads at any address. Others are copied if they
+            do not begin at a multiple of 16 bytes.
     """
     device = tensors[0].device.index
     if device is None:
@@ -691,7 +693,7 @@ def launch_cuda(name, source, grid, tensors, num_outputs, num_warps, shared):
     pointers = [x.data_ptr() for x in tensors]
     copies = []
     for n in range(len(tensors) - num_outputs):
-        if pointers[n] & 15:  # kernels read 16 bytes at a time
+        if pointers[n] & 15 and n not in anywhere:  # it is read 16 bytes at a time
             x = tensors[n]
             reach = 1 + sum((d - 1) * s for d, s in zip(x.shape, x.stride(), strict=True))
             copies.append(x.as_strided((reach,), (1,)).clone())
