@@ -93,7 +93,7 @@ class ProductWriter(FactorWriter):
             self.multiply_unit(units)
 
     def leave_to_others(self, chunks: str) -> None:
-        """Write how a warp leaves so many chunks to other warps. Here all warps share each chunk."""
+        """Write how a warp leaves chunks to other warps. Here all warps share each chunk."""
 
     def totals(self) -> list[str]:
         """Return the names of a lane's sums, for the upper and the lower half of the rows."""
