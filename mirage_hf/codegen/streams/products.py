@@ -411,11 +411,9 @@ class _Finder:
         #: Sums of such values, by name: the value, and the axes that were added up.
         self.column_sums: dict[str, tuple[str, frozenset[str]]] = {}
         self.open: set[str] = set()  # sums of the loop that still carry columns
-        has_begun = False
         for stage in self.block.stages:
             for op in stage.body:
-                self.visit(op, in_loop=stage.loop is not None, has_begun=has_begun)
-            has_begun |= stage.loop is not None
+                self.visit(op, in_loop=stage.loop is not None)
             if stage.accumulators and stage.loop is None:
                 raise _refused("it reduces a value after the loop")
             for a in stage.accumulators:
@@ -445,7 +443,7 @@ class _Finder:
         summed = part.summed if part else self.column_sums.get(value, ("", frozenset()))[1]
         return summed == {*self.columns}
 
-    def visit(self, op: BlockOp, in_loop: bool, has_begun: bool) -> None:
+    def visit(self, op: BlockOp, in_loop: bool) -> None:
         """Note what a value is."""
         named = [a for a in op.args if isinstance(a, str)]
         self.open -= set(named)
@@ -454,9 +452,8 @@ class _Finder:
             sums = []  # it follows the sums
         if op.over is not None:
             if op.fn != "sum":
-                if sums or has_begun:
-                    raise _refused(f"{op.out} reduces a value after the loop, or codes")
-            elif op.over in self.columns and (sums or self.is_column(named[0])):
+                raise _refused(f"{op.out} is a reduction, and no sum")
+            if op.over in self.columns and (sums or self.is_column(named[0])):
                 self.add_up(op.out, named[0], op.over)
             elif in_loop or op.over not in self.columns[: -len(self.own_columns)]:
                 raise _refused(f"{op.out} reduces a value that is no product")
