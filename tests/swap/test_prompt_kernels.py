@@ -297,3 +297,13 @@ def test_tensors_of_other_sizes_are_not_taken() -> None:
         (x[:0], index[:0], weights[:0]),
     ):
         assert not blocks.takes(*given)
+
+
+@pytest.mark.parametrize(("runs_kernel", "kernels"), [(True, 1), (True, 2), (False, 1)])
+def test_a_program_needs_one_kernel(runs_kernel: bool, kernels: int) -> None:
+    ugraph = SimpleNamespace(num_kernels=kernels)
+    found = SimpleNamespace(run=object(), runs_kernel=runs_kernel, ugraph=ugraph)
+    finder: Any = SimpleNamespace(resolve=lambda *_, **__: found)
+    program: Any = None
+    got = prompt_kernels._kernel(program, "experts", finder)
+    assert got is (found.run if runs_kernel and kernels == 1 else None)
