@@ -98,13 +98,14 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
 def _read_anywhere(op: PlacedOp) -> tuple[int, ...]:
     """Return the inputs of a kernel that it reads at any address, by number.
 
-    These are what an index chooses, besides codes: weights of experts that a copy would double.
+    These are an index, and scales and biases that it chooses. Copying them would cost memory and
+    time.
     """
     assert op.block is not None
     sources = [(i, op.operands[s].dtype) for i in op.block.inputs for s in i.sources]
-    return tuple(
-        n for n, (i, dtype) in enumerate(sources) if i.taken is not None and dtype not in ZEROS
-    )
+    chosen = [n for n, (i, dtype) in enumerate(sources) if i.taken and dtype not in ZEROS]
+    indices = {i.taken.index for i in op.block.inputs if i.taken is not None}
+    return (*chosen, *range(len(sources), len(sources) + len(indices)))
 
 
 def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelText, Launch]:

@@ -49,13 +49,22 @@ def in_turns(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _row_and_gap(x: Tensor) -> tuple[int, int]:
-    """Return how many elements lie side by side, and the distance to the next ones, 0 if none."""
-    row = 1
+    """Return how many elements lie side by side, and the distance to the next ones.
+
+    The distance is 0 if there are no others, or if other distances are no multiples of it.
+    """
+    row, gap, end = 1, 0, 0
     for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
-        if size > 1 and stride != row:
-            return row, stride
-        row *= size
-    return row, 0
+        if size == 1:
+            continue
+        if not gap and stride == row:
+            row *= size
+            continue
+        gap = gap or stride
+        if not gap or stride % gap or stride < end:
+            return row, 0
+        end = stride * size
+    return row, gap
 
 
 def laid_out(

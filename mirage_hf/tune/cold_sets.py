@@ -8,7 +8,6 @@ import torch
 
 from mirage_hf.graph.indices import indices_of, num_choices
 from mirage_hf.graph.kernel import DTensor, KernelGraph
-from mirage_hf.graph.strided import copied
 
 
 def read_bytes(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> int:
@@ -39,7 +38,16 @@ def cold_sets(
     chosen_by = _chosen_inputs(graph)
     #: How many sets choose different elements.
     turns = {n: max(1, size // inputs[n].numel()) for n, size in sizes.items()}
-    copies: dict[tuple[int, int], torch.Tensor] = {}
+    #: Copies of the memory of inputs, by its address and the number of the copy.
+    copies: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def copied(x: torch.Tensor, copy: int) -> torch.Tensor:
+        memory = x.untyped_storage()
+        key = memory.data_ptr(), copy
+        if key not in copies:
+            copies[key] = memory.clone()
+        like = torch.empty(0, dtype=x.dtype, device=x.device)
+        return like.set_(copies[key], x.storage_offset(), x.shape, x.stride())
 
     def of_set(number: int, n: int) -> torch.Tensor:
         x = inputs[n]
@@ -48,13 +56,9 @@ def cold_sets(
         if n in sizes:
             return (x + number % turns[n] * x.numel()) % sizes[n]
         if n not in chosen_by:
-            return copied(x)
+            return copied(x, number)
         copy = number // turns[chosen_by[n]]
-        if copy == 0:
-            return x
-        if (n, copy) not in copies:
-            copies[n, copy] = copied(x)
-        return copies[n, copy]
+        return x if copy == 0 else copied(x, -copy)
 
     return [[of_set(number, n) for n in range(len(inputs))] for number in range(count)]
 

@@ -66,7 +66,7 @@ def random_inputs(
 
     Floats are normal numbers in the dtype and strides of each input, and codes are random. Bounds
     keep everything, appends go to the end of their cache, and indices choose different elements as
-    long as there are any. Other integers are 0. Inputs that fill each other's gaps share memory.
+    long as there are any. Other integers are 0. Constants that fill each other's gaps share memory.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
@@ -85,7 +85,10 @@ def random_inputs(
         different = torch.randperm(num_choices(chosen), generator=generator, device=device)
         at = torch.arange(inputs[n].numel(), device=device) % len(different)
         inputs[n].copy_(different[at].view(inputs[n].shape))
-    return in_turns(inputs)
+    constants = [n for n, t in enumerate(graph.inputs) if t.constant]
+    for n, x in zip(constants, in_turns([inputs[n] for n in constants]), strict=True):
+        inputs[n] = x
+    return inputs
 
 
 def cold_inputs(graph: KernelGraph, device: torch.device | str) -> list[list[torch.Tensor]]:

@@ -41,7 +41,8 @@ _CHOSEN_STAGES = (2, 3, 4)
 #: The compute capability from which on threads can wait for copies of many bytes.
 LEAST_SM = 90
 
-#: The most schedules of an op.
+#: The most schedules of an op. If tiles of half as many rows are tried, too, there are half as many
+#: of these besides.
 MOST = 12
 
 #: µs from the request of a chunk to its end while memory is busy: for rows of 2 KiB, and of 1 KiB.
@@ -92,7 +93,7 @@ def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
                 found.append((schedule, estimated_stream_us(stream_layout(op, schedule), device)))
             except errors.CodegenError:
                 continue
-        best += sorted(found, key=_by_estimate)[: MOST // len(every)]
+        best += sorted(found, key=_by_estimate)[: MOST if rows == every[0] else MOST // 2]
     return tuple(sorted(best, key=_by_estimate))
 
 

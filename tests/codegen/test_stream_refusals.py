@@ -31,6 +31,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.strided import flat
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.ops.table import as_dtype
 from mirage_hf.tune.measure import random_inputs
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, run_kernel
@@ -480,3 +481,105 @@ def test_a_batch_may_have_one_row(tmp_path):
     sizes = kernel.grid, kernel.threads, kernel.shared
     assert run_kernel(kernel.source, "kernel", *sizes, [*inputs, got], 0, tmp_path) == ""
     assert hand.error(got, want) <= 1
+
+
+def linear_with(
+    *ops: BlockOp,
+    codes: str = "uint4",
+    scale: str = "bfloat16",
+    groups: int = 4,
+    more: tuple[str, ...] = (),
+) -> PlacedOp:
+    """Return a linear whose loop has other ops: the sum of `p` over the columns.
+
+    Args:
+        ops: The ops. They read `x`, the codes `c`, scales `s` and other inputs.
+        codes: The dtype of the codes.
+        scale: The dtype of the scales.
+        groups: How many groups of 64 columns there are.
+        more: Other inputs: "u" has one element for each row, and "c1" holds codes.
+    """
+    whole = 64, groups, 64
+    dims = {"x": (1, groups, 64), "s": (64, groups, 1), "u": (64, 1, 1), "c": whole, "c1": whole}
+    axes = {
+        "x": (None, "k", "r"),
+        "s": ("n", "k", None),
+        "u": ("n", None, None),
+    }
+    names = ("x", "c", "s", *more)
+    g = KernelGraph()
+    tensors, inputs = [], []
+    for n, name in enumerate(names):
+        dtype = {"s": scale, "c": codes}.get(name[0], "bfloat16")
+        tensors.append(g.new_input(dims[name], dtype, name=name, constant=name != "x"))
+        inputs.append(BlockInput(name, (n,), axes.get(name, ("n", "k", "r"))))
+    sums = [op.out for op in ops if op.out.startswith("p")]
+    loop = Stage("k", ops, tuple(Accumulator(f"o_{p}", p, "sum", ("n", "r")) for p in sums))
+    ends = [BlockOp(f"y_{p}", "sum", (f"o_{p}",), ("n",), over="r") for p in sums]
+    ends.append(BlockOp("y", "mul", (f"y_{sums[0]}", f"y_{sums[-1]}"), ("n",)))
+    block = BlockGraph(
+        (Axis("n", 64, Role.GRID), Axis("k", groups, Role.LOOP), Axis("r", 64, Role.TILE)),
+        tuple(inputs),
+        (loop, Stage(None, tuple(ends))),
+        (BlockOutput("y", ("n",), "float32"),),
+    )
+    g.mark_output(*g.customized(tensors, block))
+    return placed(g)
+
+
+EVERY = ("n", "k", "r")
+CENTRED = BlockOp("z", "sub", ("c", 8.0), EVERY)
+
+
+def test_no_factor_is_left_out() -> None:
+    """A scale times x times a value of rows is no product of a scale and columns."""
+    op = linear_with(
+        CENTRED,
+        BlockOp("xs", "mul", ("x", "s"), EVERY),
+        BlockOp("xsu", "mul", ("xs", "u"), EVERY),
+        BlockOp("p", "mul", ("z", "xsu"), EVERY),
+        more=("u",),
+    )
+    assert "p is mul of codes in a way" in refusal(lambda: streamed_products(op))
+
+
+def test_products_have_each_factor_equally_often() -> None:
+    op = linear_with(
+        CENTRED,
+        BlockOp("z1", "sub", ("c1", 8.0), EVERY),
+        BlockOp("p", "mul", ("z", "x"), EVERY),
+        BlockOp("q", "mul", ("z1", "x"), EVERY),
+        BlockOp("p1", "mul", ("q", "x"), EVERY),
+        more=("c1",),
+    )
+    assert "multiplied with different values" in refusal(lambda: streamed_products(op))
+
+
+@pytest.mark.parametrize("codes", ["int4", "uint8", "int8", "uint4"])
+def test_codes_of_4_bit_floats_are_unsigned_and_packed(codes: str) -> None:
+    op = linear_with(
+        BlockOp("z", "lookup", ("c",), EVERY, attrs=(("values", E2M1),)),
+        BlockOp("p", "mul", ("z", "x"), EVERY),
+        codes=codes,
+    )
+    if codes == "uint4":
+        assert streamed_products(op).is_looked_up
+    else:
+        assert f"looks up codes of torch.{codes}" in refusal(lambda: streamed_products(op))
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(16, 3), (8, 4), (8, 3)])
+def test_scales_of_a_tile_have_to_be_multiples_of_16_bytes(rows: int, groups: int) -> None:
+    op = linear_with(
+        CENTRED,
+        BlockOp("xs", "mul", ("x", "s"), EVERY),
+        BlockOp("p", "mul", ("z", "xs"), EVERY),
+        groups=groups,
+        scale="float8_e8m0fnu",
+    )
+    tiles = {"n": rows, "k": 1, "r": 64}
+    schedule = Schedule(tiles, num_stages=2, num_warps=2, persistent_blocks=3, cuda=True)
+    if rows * groups % 16:
+        assert "multiple of 16 bytes" in refusal(lambda: layouts.stream_layout(op, schedule))
+    else:
+        assert layouts.stream_layout(op, schedule).rows == rows

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import mirage_hf as mi
+from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.strided import blank, in_turns
 from mirage_hf.tune import measure
 from mirage_hf.tune.cold_sets import cold_sets, read_bytes
 from mirage_hf.tune.measure import random_inputs
@@ -77,3 +79,37 @@ def test_a_chain_keeps_no_index():
     sets = measure.cold_inputs(g, "cuda")
     chain = measure.Chain(g, sets)
     assert len({tuple(s[1].flatten().tolist()) for s in chain._sets}) > 1
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, in memory of its own."""
+    return blank(x.shape, x.stride(), x.dtype, x.device).copy_(x)
+
+
+def test_tensors_that_fill_each_others_gaps_share_memory() -> None:
+    both = torch.arange(48).view(2, 3, 2, 4)
+    first, second = in_turns([alone(both[:, :, 0]), alone(both[:, :, 1])])
+    assert first.equal(both[:, :, 0]) and second.equal(both[:, :, 1])
+    assert second.data_ptr() - first.data_ptr() == 4 * first.element_size()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 3, 4), (20, 8, 1)), ((2, 3, 4), (12, 4, 1)), ((2, 3, 4), (48, 16, 1)), ((3,), (0,))],
+)
+def test_others_stay_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Rows of another expert would lie in the gaps, or there are none, or they are longer."""
+    given = [blank(shape, strides, torch.int64, "cpu").fill_(n) for n in (1, 2)]
+    found = in_turns(given)
+    assert all(x is y for x, y in zip(given, found, strict=True))
+
+
+def test_copies_of_a_set_share_memory_as_the_first_one_does() -> None:
+    g = KernelGraph()
+    tensors = [g.new_input((4, 8), "float32", (16, 1), constant=True) for _ in range(2)]
+    g.mark_output(g.add(*tensors))
+    first = random_inputs(g, "cpu")
+    for inputs in cold_sets(g, first, 3):
+        a, b = inputs
+        assert b.data_ptr() - a.data_ptr() == 8 * 4
+        assert a.equal(first[0]) and b.equal(first[1])

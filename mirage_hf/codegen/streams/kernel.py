@@ -1,11 +1,12 @@
 """Write kernels that stream codes as CUDA C++.
 
 One warp copies the codes and scales of a block's tiles through a ring in shared memory, from the
-start of the kernel on. The others first compute the other factor. They store it as digits: signed
-bytes d₀, d₁ and d₂ with d₀ + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then
-they multiply codes and digits as signed bytes on tensor cores, so these sums are exact. If codes
-are floats, or if the other factor has several rows, codes and the other factor become halves
-instead. At the end the warps add up their sums and store the outputs.
+start of the kernel on. If an index chooses them, it waits for the previous kernel first. The
+others first compute the other factor. They store it as digits: signed bytes d₀, d₁ and d₂ with d₀
++ d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then they multiply codes and
+digits as signed bytes on tensor cores, so these sums are exact. If codes are floats, or if the
+other factor has several rows, codes and the other factor become halves instead. At the end the
+warps add up their sums and store the outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mirage_hf.graph.block import BlockInput
 from mirage_hf.graph.coded import is_exponent
 from mirage_hf.graph.printing import format_block_graph
 
-#: Where the expert that an index chooses does not exist, values are 0.
+#: If the expert that an index chooses does not exist, values are 0.
 _READ_IF_ANY = (
     "template <class T> __device__ __forceinline__ float read_if_any(const T* from) {",
     "  return from ? to_float(*from) : 0.0f;",
@@ -322,7 +323,7 @@ class _KernelWriter(PairWriter):
             expert, row = (n * found.bits // 8 for n in strides)
             return f"{self.pointer(i, 0)} + expert * {expert}LL + row * {row}"
         return self._of_source(
-            i, found.pieces(product.codes), "row", lambda at: f" + {at} * row_bytes"
+            i, found.source_rows(product.codes), "row", lambda at: f" + {at} * row_bytes"
         )
 
     def _of_source(
@@ -359,7 +360,7 @@ class _KernelWriter(PairWriter):
                 index = f"{at} / {shared_by}" if shared_by > 1 else at
                 return f" + {index} * {of_row}"
 
-            text = self._of_source(i, self.found.pieces(p.codes), "row_0", address)
+            text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
             self.put(
                 f"if (lane == {lane}) copy_bytes({self.scale_slot(n)}, "
                 f"{text}, {size}, &shared.full[s]);"
@@ -424,13 +425,13 @@ class _KernelWriter(PairWriter):
 
     def sums_of_inputs(self) -> list[str]:
         """Return sums over pieces that nothing but inputs enters, such as those of biases."""
+        plain = {*self.inputs} - self.coded - self.scales
         return [
             op.out
             for op in self.ops.values()
             if op.over is not None
             and op.over == self.found.piece
-            and op.out not in self.finished
-            and not {*self.coded, *self.scales} & {*self.found.inputs_of(op.out)}
+            and {*self.found.inputs_of(op.out)} <= plain
         ]
 
     def load_for_end(self) -> None:

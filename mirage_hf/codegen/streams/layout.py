@@ -80,13 +80,18 @@ class StreamLayout:
         found = self.products
         if len(found.products) < 2 or found.taken is None:
             return False
-        strides = {found.row_stride(p.codes) for p in found.products}
-        scales = [p.scale for p in found.products]
-        alike = scales == [None, None] or None not in scales
-        if alike and scales[0] is not None:
-            kinds = {(found.row_stride(str(s)), found.tensor(str(s)).dtype) for s in scales}
-            alike = len(kinds) == 1
-        return alike and strides == {2 * found.piece_columns}
+        strides = {
+            (found.row_stride(p.codes), found.chosen_stride(p.codes)) for p in found.products
+        }
+        has_gaps = found.row_stride(found.products[0].codes) == 2 * found.piece_columns
+        return has_gaps and len(strides) == len({*map(self._kind_of_scales, found.products)}) == 1
+
+    def _kind_of_scales(self, p: Product) -> object:
+        """Return what products whose rows lie in turns have in common."""
+        found = self.products
+        if p.scale is None:
+            return None
+        return found.row_stride(p.scale), found.tensor(p.scale).dtype, found.has_scales_of_rows(p)
 
     @property
     def has_whole_tiles(self) -> bool:
@@ -114,8 +119,8 @@ class StreamLayout:
         """Teams of warps that multiply chunks in turns.
 
         Two are used where instructions limit a kernel, which is so with pairs of short groups.
-        While one team adds up its sums, the other one multiplies. A stage of the ring belongs to
-        one team: who misses a phase of a barrier cannot tell the next one from the one before.
+        While one team adds up its sums, the other one multiplies. Each stage of the ring belongs to
+        one team, because a warp must wait for every phase of a barrier: parities repeat.
         """
         is_slow = self.groups_of_unit > 1 and self.warps >= 8
         return 2 if is_slow and self.chunks == 1 and self.stages % 2 == 0 else 1
@@ -377,4 +382,11 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
         )
     layout = StreamLayout(products, schedule)
     layout.lane_bytes  # noqa: B018 — raises if nothing fits
+    if products.taken is None and any(
+        layout.scale_bytes(n) % 16 for n in range(len(products.products))
+    ):
+        raise errors.CodegenError(
+            f"{schedule}: the scales of a tile are no multiple of 16 bytes; "
+            f"give tiles of {ROWS} rows"
+        )
     return layout

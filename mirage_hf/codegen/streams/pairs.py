@@ -15,7 +15,7 @@ _MOST_HELD = 12
 
 
 class PairWriter(ProductWriter):
-    """Writes products of pairs of groups, where a unit has two, and else those of one group."""
+    """Writes products of pairs of groups if a unit has two. Otherwise writes those of one group."""
 
     @property
     def has_pairs(self) -> bool:

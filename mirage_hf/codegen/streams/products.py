@@ -1,9 +1,9 @@
 """Find the products with codes that a kernel can stream.
 
 Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
-eight. Sums over groups of columns may be multiplied by scales. All rows of codes share `other`, and
-any sums that no row of codes enters, such as the sum of squares of a norm. What follows the sums is
-elementwise.
+eight. Codes may be 4-bit floats instead, which are looked up. Sums over groups of columns may be
+multiplied by scales. All rows of codes share `other`, and any sums that no row of codes enters,
+such as the sum of squares of a norm. What follows the sums is elementwise.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
@@ -243,7 +243,7 @@ class Products:
         assert product.scale is not None
         return self.rows[-1] in self.block.carried[product.scale]
 
-    def pieces(self, name: str) -> tuple[int, ...]:
+    def source_rows(self, name: str) -> tuple[int, ...]:
         """Return how many rows of codes each source of an input has."""
         i, own = self.block.inputs_by_name[name], self.own_rows
         inner = self._size(own[1:])
@@ -347,6 +347,8 @@ class _Finder:
             raise _refused("it has other axes than the rows and columns of the codes, and a batch")
         if others and others[0].size > MOST_BATCH:
             raise _refused(f"the other factor has {others[0].size} rows, more than {MOST_BATCH}")
+        if others and self.taken is not None:
+            raise _refused("it has an index, and a batch")
         self.batch = others[0].name if others else None
 
     def check_input(self, i: BlockInput) -> None:
@@ -473,6 +475,9 @@ class _Finder:
         first = parts[0]
         is_code = first is not None and first == _Part(first.codes)
         if first is not None and is_code and looks_up_e2m1(op):
+            dtype = self.operand(self.block.inputs_by_name[first.codes]).dtype
+            if dtype is not torch.uint4:
+                raise _refused(f"{op.out} looks up codes of {dtype}")
             return replace(first, is_looked_up=True)
         if first is not None and is_code and op.fn == "sub":
             zero = op.args[1]
@@ -500,9 +505,11 @@ class _Finder:
         """Return the factors of a product of columns and a scale, or of more columns."""
         if len(op.args) != 2 or not all(isinstance(a, str) for a in op.args):
             return None
-        (first, scale), (second, other_scale) = (self.factors(str(a)) for a in op.args)
-        scales = [s for s in (scale, other_scale) if s is not None]
-        columns = (*first, *second)
+        known = [self.factors(str(a)) for a in op.args]
+        if not all(columns or scale for columns, scale in known):
+            return None
+        scales = [scale for _, scale in known if scale is not None]
+        columns = tuple(column for found, _ in known for column in found)
         return (columns, scales[0]) if len(scales) == 1 and columns else None
 
     def is_of_columns(self, value: str) -> bool:
@@ -533,7 +540,7 @@ class _Finder:
         products = [(out, p) for out, p in self.parts.items() if self.is_finished(out)]
         if not 1 <= len(products) <= _MOST_PRODUCTS:
             raise _refused(f"it has {len(products)} products with codes; it may have two at most")
-        if len({frozenset(p.other) for _, p in products}) > 1:
+        if len({tuple(sorted(p.other)) for _, p in products}) > 1:
             raise _refused("its codes are multiplied with different values")
         dtypes = {self.operand(self.block.inputs_by_name[p.codes]).dtype for _, p in products}
         if len(dtypes) > 1 or len({p.is_looked_up for _, p in products}) > 1:
@@ -556,8 +563,8 @@ class _Finder:
         """Check what the copies and the instructions need."""
         if found.group % 32 or found.piece_columns % 64 or found.row_bytes % 16:
             raise _refused(f"{found.piece_columns} columns in groups of {found.group} do not fit")
-        pieces = [n for p in found.products for n in found.pieces(p.codes)]
-        if any(n % found.rows_of_each for n in pieces):
+        every = [n for p in found.products for n in found.source_rows(p.codes)]
+        if any(n % found.rows_of_each for n in every):
             raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
         if found.is_looked_up and found.batch_size > 1:
             raise _refused("codes of 4-bit floats are multiplied with one row")

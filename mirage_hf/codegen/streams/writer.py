@@ -155,7 +155,7 @@ class StreamWriter(NestWriter):
     def address(self, i: BlockInput) -> str:
         """Return a C++ lambda from coordinates to the address of an input's element.
 
-        If an index chooses the element, there is no address where the expert does not exist.
+        If an index chooses the element, and the expert does not exist, there is no address.
         """
         if i.taken is None:
             return super().address(i)
