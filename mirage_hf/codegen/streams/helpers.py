@@ -124,7 +124,7 @@ __device__ __forceinline__ Words<4> halves_of_float8(unsigned first, unsigned se
 }
 """
 
-#: What kernels call besides, if codes are 4-bit floats.
+#: What kernels call besides, if codes are 4-bit floats or scales are powers of two.
 SMALL_FLOAT_HELPERS = """\
 // Four 4-bit floats (e2m1) times 2, as bytes. Those that have a sign are 0.
 __device__ __forceinline__ unsigned twice_positive_floats(unsigned codes) {

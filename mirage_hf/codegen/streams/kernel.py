@@ -76,7 +76,8 @@ class _KernelWriter(PairWriter):
         text = "\n".join([*self.head(), *self.lines, "}", "", f"}}  // namespace {self.name}"])
         threads = self.threads + 32
         layout = self.layout
-        helpers = SMALL_FLOAT_HELPERS if self.found.is_looked_up else ""
+        powers = any(is_exponent(self.found.tensor(s).dtype) for s in self.scales)
+        helpers = SMALL_FLOAT_HELPERS if self.found.is_looked_up or powers else ""
         return CudaKernel(
             text,
             layout.blocks,

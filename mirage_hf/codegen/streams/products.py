@@ -618,6 +618,9 @@ class _Finder:
         if found.sums:
             raise _refused("it has an index, and other sums")
         for p in found.products:
+            if p.scale is None and not found.is_looked_up and ZEROS[found.dtype]:
+                # the code of a missing expert is 0, and its zero point is subtracted nevertheless
+                raise _refused(f"{p.codes} has an index, a zero point and no scale")
             strides = found.row_stride(p.codes), found.chosen_stride(p.codes)
             if any(s * found.bits % (8 * _LOADED) for s in strides):
                 raise _refused(f"the rows of {p.codes} do not begin at multiples of 16 bytes")
