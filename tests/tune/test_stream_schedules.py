@@ -98,7 +98,7 @@ def test_nothing_is_listed_for_float32_activations(name):
 def test_each_schedule_can_be_written(name):
     op = HANDS[name].op
     found = listed(op)
-    assert 0 < len(found) <= MOST
+    assert 0 < len(found) <= MOST * 3 // 2
     assert len({s for s, _ in found}) == len(found)
     estimates = [us for _, us in found]
     assert estimates == sorted(estimates) and estimates[0] > 0
