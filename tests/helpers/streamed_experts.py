@@ -69,7 +69,7 @@ class Experts:
         scales_first: Whether scales multiply x. Otherwise they multiply the sum of each group.
         walks_groups: Whether the loop walks the groups of columns, not the columns of a group.
         in_turns: Whether rows of both products may lie in turns: there is a gap after each.
-        is_apart: Whether they do not: each product has a storage of its own.
+        is_apart: Whether they do not: one product lies after the other.
         is_swapped: Whether the second product comes first in memory.
         gap: Codes between rows that belong to nothing. Scales have one element there.
         shift: Elements between the begin of the scales and a multiple of 16 bytes.

@@ -14,11 +14,7 @@ These changes compute the same, so they are not here:
 - The size of the scales of one product for those of the other. They are equal if both begin alike.
 - The expert of another piece in the loop of the products, if both exist. Only the copies differ.
 
-No emulation on the CPU notices these:
-
-- No `__threadfence_block`. The emulation has one view of memory.
-- Scales that are copied in units of 32 bytes. The slot of the last tile may be too short, and what
-  comes after it is written before it is read.
+No emulation on the CPU notices that `__threadfence_block` is missing: it has one view of memory.
 """
 
 from __future__ import annotations
@@ -199,12 +195,14 @@ COMMON = [
     ("the index is read too early", READ_INDEX, "for (int e = lane;"),
     ("x is read too early", READ_X, "  launch_next_kernel();"),
     ("the first expert for all", "index_ptr[e]", "index_ptr[0]"),
-    ("numbers of 32 bits", "const long long expert =", "const int expert ="),
     ("missing experts are the first", " : -1;", " : 0;"),
     ("lanes read the index before it is there", "__syncwarp();\n    announce<1>", "announce<1>"),
     ("no scales are copied", "if (c == 0) {", "if (c == 1) {"),
     ("a ring of scales of one slot", "(n / chunks) % ", "0 * "),
 ]
+
+#: Mistakes of kernels with an index that has numbers of more than 32 bits.
+OF_LONG_NUMBERS = [("numbers of 32 bits", "const long long expert =", "const int expert =")]
 
 #: Mistakes of kernels with an index that has numbers below 0, or of experts after the last one.
 OF_BOUNDS = {
@@ -278,7 +276,7 @@ OF_ONE = {
         (
             "rows are apart, but copied together",
             TOGETHER,
-            f"lie_together = true || {TOGETHER[15:]}",
+            TOGETHER.replace("= ", "= true || ", 1),
         ),
         (
             "rows in the other order lie together",
@@ -293,7 +291,7 @@ OF_ONE = {
         ("a tile less a row", "from, 16 * chunk_bytes", "from, 15 * chunk_bytes"),
         ("tiles in the first slot", "copy_bytes(shared.codes[s],", "copy_bytes(shared.codes[0],"),
         (
-            "the tile of another expert",
+            "experts lie closer",
             "codes0_ptr + expert * 15360LL + row * 320;\n          if",
             "codes0_ptr + expert * 15344LL + row * 320;\n          if",
         ),
@@ -363,6 +361,7 @@ OF_ONE = {
         ("sizes without the shift", "(int(begin_0 & 15) + 111)", "(0 + 96)"),
         ("sizes are not rounded up", "(int(begin_0 & 15) + 111)", "(int(begin_0 & 15) + 96)"),
         ("sizes are not rounded", " & ~15;  // whole", " & ~0;  // whole"),
+        ("sizes are multiples of 32", "111) & ~15;", "127) & ~31;"),
         ("too few bytes", "? size_0 : 0)", "? size_0 - 16 : 0)"),
         ("too many bytes", "? size_0 : 0)", "? size_0 + 16 : 0)"),
         ("bytes of scales with each chunk", "(c == 0 ? size_0 : 0)", "(size_0 + size_0)"),
@@ -434,7 +433,7 @@ OF_ONE = {
         ("sums of the other product", "[own_row + 8]", "[own_row]"),
         ("copies of the first expert", "codes1_ptr + expert", "codes1_ptr + 0 * expert"),
         (
-            "a missing expert is waited for",
+            "no wait for one expert's chunks",
             "wait_for_phase(&shared.full[s]",
             "if (expert != 1) wait_for_phase(&shared.full[s]",
         ),
@@ -501,7 +500,7 @@ OF_ONE = {
     ],
 }
 
-#: Mistakes of a ring, each in kernels whose chunks differ: whole tiles, pieces, and teams.
+#: Mistakes of a ring.
 OF_RINGS = [
     ("no wait for full", FULL, ""),
     ("no wait for empty", EMPTY, ""),
@@ -510,12 +509,8 @@ OF_RINGS = [
 ]
 
 MUTANTS = [
-    *(
-        Mutant(k, *m)
-        for k in ("turns", "pieces", "both")
-        for m in COMMON
-        if k != "both" or "32" not in m[0]
-    ),
+    *(Mutant(k, *m) for k in ("turns", "pieces", "both") for m in COMMON),
+    *(Mutant(k, *m) for k in ("turns", "pieces") for m in OF_LONG_NUMBERS),
     *(Mutant(k, *m) for k in ("turns", "teams", "8 rows, whole tiles") for m in OF_RINGS),
     *(Mutant("pieces", *m) for m in OF_PAIRS),
     *(Mutant(k, *m) for k in ("turns", "turns, chunks") for m in OF_TURNS),
