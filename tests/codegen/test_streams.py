@@ -13,6 +13,7 @@ import torch
 
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
+from mirage_hf.graph.coded import is_exponent
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.tune.tuner import check_compiled
@@ -146,6 +147,17 @@ def test_infinities_and_nan_never_give_finite_results(name, tmp_path):
 
             got, _, exact = results_of(name, changed, 0, tmp_path)
             assert not got[~exact.isfinite()].isfinite().any(), (special, at)
+
+
+@pytest.mark.parametrize("name", ["MXFP4, pairs of groups", "int4, powers of two"])
+def test_a_scale_of_nan_gives_nan(name, tmp_path):
+    """A byte of 255 stands for NaN. An infinity in its place could be clamped to a number."""
+    case = CASES[name]
+    _, inputs = next(checked(name).each())
+    scales = next(n for n, t in enumerate(case.program.inputs) if is_exponent(t.dtype))
+    inputs[scales][1:, 1] = 255
+    (got,) = runner(case, kernel_of(case), 0, tmp_path)(inputs)
+    assert got[0, 0].isfinite() and got[0, 1:].isnan().all()
 
 
 @pytest.mark.gpu

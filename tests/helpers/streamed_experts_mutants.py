@@ -3,12 +3,12 @@
 These changes compute the same, so they are not here:
 
 - `lie_together = false`, or only one of its two comparisons. The rows are then copied one by one.
-- Another order of the rows of both products, if each row is copied by itself.
-- A fourth digit that lanes hold, or that counts. Each alone is multiplied with 0.
+- Rows of both products in another order, if each row is copied by itself.
+- Lanes hold a fourth digit, or a fourth digit counts. Each alone is multiplied with 0.
 - Numbers of experts from -1 to -2^31 without the check. They are negative in 32 bits, too.
 - The last chunk of a row, copied as if it were whole. Nothing reads the rest.
-- Teams, one of which multiplies all tiles, or tiles in another order that each team keeps.
-- A ring of scales with one slot less, if a tile has one chunk. There is one more slot than needed.
+- One team multiplies all tiles. Or the teams take other tiles, as long as each keeps its stages.
+- The ring of scales has one slot less, and each tile has one chunk. Then there is a spare slot.
 - The codes of the upper rows for the lower ones in tiles of 8 rows. Nothing reads the lower sums.
 - `lane == 15` for the copy of the scales. Each lane may copy them.
 - The size of the scales of one product for those of the other. They are equal if both begin alike.

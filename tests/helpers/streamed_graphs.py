@@ -37,6 +37,7 @@ from mirage_hf.tune.measure import random_inputs
 from scripts import bench_codes
 from tests.helpers import coded_programs
 from tests.helpers.cuda_on_cpu import run_kernel
+from tests.helpers.small_float_programs import mxfp4_linear
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ LINEARS = {
     "float16": lambda: coded_programs.int4_linear(1, 64, 960, 64, norm=True),
     "float16, int8": lambda: coded_programs.int8_linear(1, 64, 448, norm=True),
     "float16, float8": lambda: coded_programs.fp8_linear(1, 256, 512),
+    "MXFP4": lambda: mxfp4_linear(1, 64, 512),
+    "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
 
@@ -132,6 +135,9 @@ CASES = {
     "int4, float16": Linear("float16", tile=4),
     "int8, float16": Linear("float16, int8", tile=128),
     "float8, float16": Linear("float16, float8", tile=2),
+    "MXFP4, pairs of groups": Linear("MXFP4", tile=4),
+    "MXFP4, single groups": Linear("MXFP4", tile=1, stages=3),
+    "int4, powers of two": Linear("powers of two", tile=1),
     "int4, norm and joined linears, 4 rows": Case("int4", "qkv", batch=4),
     "int4, gate and up, 8 rows": Case("int4", "gate_up", tile=2, stages=1, warps=4, batch=8),
     "int4, residual, 3 rows": Case("int4", "down", width=640, tile=2, stages=3, batch=3),

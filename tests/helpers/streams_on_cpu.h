@@ -292,6 +292,10 @@ inline float power_of_two(unsigned byte) {
 
 inline void __threadfence_block() {}
 
+inline float power_of_two_or_nan(unsigned byte) {
+  return byte == 255 ? NAN : std::ldexp(1.0f, int(byte) - 127);
+}
+
 inline unsigned pick_bytes(unsigned a, unsigned b, unsigned selector) {
   if (selector & 0x8888) cuda_on_cpu::stop("pick_bytes has no sign mode");
   const unsigned long long both = (unsigned long long)b << 32 | a;

@@ -124,7 +124,8 @@ __device__ __forceinline__ Words<4> halves_of_float8(unsigned first, unsigned se
 }
 """
 
-#: What kernels call besides, if codes are 4-bit floats or scales are powers of two.
+#: What kernels call besides, if codes are 4-bit floats, or pairs of groups have powers of two as
+#: scales. There, each infinite scale is multiplied with a digit that is 0, so the result is NaN.
 SMALL_FLOAT_HELPERS = """\
 // Four 4-bit floats (e2m1) times 2, as bytes. Those that have a sign are 0.
 __device__ __forceinline__ unsigned twice_positive_floats(unsigned codes) {
@@ -137,6 +138,16 @@ __device__ __forceinline__ unsigned twice_positive_floats(unsigned codes) {
 __device__ __forceinline__ float power_of_two(unsigned byte) {
   unsigned bits;
   asm("max.u32 %0, %1, %2;" : "=r"(bits) : "r"(byte << 23), "r"(0x00400000u));
+  return __uint_as_float(bits);
+}
+
+"""
+
+#: What kernels without pairs of groups call, if scales are powers of two.
+POWER_HELPERS = """\
+// 2^(byte - 127), and NaN for 255
+__device__ __forceinline__ float power_of_two_or_nan(unsigned byte) {
+  const unsigned bits = byte == 255 ? 0x7fc00000u : byte == 0 ? 0x00400000u : byte << 23;
   return __uint_as_float(bits);
 }
 

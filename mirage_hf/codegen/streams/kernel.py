@@ -19,7 +19,7 @@ from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Nest
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.streams.helpers import SMALL_FLOAT_HELPERS
+from mirage_hf.codegen.streams.helpers import POWER_HELPERS, SMALL_FLOAT_HELPERS
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.pairs import PairWriter
 from mirage_hf.codegen.streams.products import ROWS, Product
@@ -76,16 +76,22 @@ class _KernelWriter(PairWriter):
         text = "\n".join([*self.head(), *self.lines, "}", "", f"}}  // namespace {self.name}"])
         threads = self.threads + 32
         layout = self.layout
-        powers = any(is_exponent(self.found.tensor(s).dtype) for s in self.scales)
-        helpers = SMALL_FLOAT_HELPERS if self.found.is_looked_up or powers else ""
         return CudaKernel(
             text,
             layout.blocks,
             layout.shared_bytes,
             is_clustered=False,
             threads=threads,
-            helpers=helpers,
+            helpers=self.more_helpers(),
         )
+
+    def more_helpers(self) -> str:
+        """Return the device functions that the kernel calls and most others do not."""
+        has_powers = any(is_exponent(self.found.tensor(s).dtype) for s in self.scales)
+        helpers = POWER_HELPERS if has_powers and not self.has_pairs else ""
+        if self.found.is_looked_up or (has_powers and self.has_pairs):
+            helpers += SMALL_FLOAT_HELPERS
+        return helpers
 
     # -- before the body --------------------------------------------------------------------------
 
@@ -237,7 +243,9 @@ class _KernelWriter(PairWriter):
     def copy_span(self) -> None:
         """Write how the chunks of all tiles are copied."""
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
-            self.put(f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {self.tile_rows};")
+            self.put(
+                f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {self.layout.tile_rows};"
+            )
             with self.each_piece():
                 self.copy_chunks()
 
@@ -301,8 +309,8 @@ class _KernelWriter(PairWriter):
         else:
             head = f"if (lane < {rows})"
         with self.scope(head):
-            own = f"lane % {layout.each}"
-            is_first = f"lane < {layout.each}"
+            own = f"lane % {layout.tile_rows}"
+            is_first = f"lane < {layout.tile_rows}"
             if layout.is_in_turns:
                 own, is_first = "lane / 2", "(lane % 2 == 0) != is_swapped"
             self.put(f"const long long row = {first} + {own};")
@@ -371,7 +379,7 @@ class _KernelWriter(PairWriter):
 
     def finish(self) -> None:
         """Write how the warps add up their sums, and how the outputs are stored."""
-        each = self.tile_rows
+        each = self.layout.tile_rows
         self.put(f"meet<{COMPUTED}>(threads);")
         nest = Nest((), None, 1)
         if self.layout.batch == 1:
@@ -403,7 +411,7 @@ class _KernelWriter(PairWriter):
     def stores_once(self) -> bool:
         """Whether each thread stores one element of each output at most."""
         layout = self.layout
-        return layout.most_tiles * self.tile_rows * layout.batch <= self.threads
+        return layout.most_tiles * self.layout.tile_rows * layout.batch <= self.threads
 
     def read_at_end(self) -> list[str]:
         """Return the inputs that are read when outputs are stored, such as a residual."""
@@ -439,7 +447,7 @@ class _KernelWriter(PairWriter):
         """Write the loads of what a thread needs at the end, if it stores one row at most."""
         if not self.stores_once:
             return
-        self.put(f"const bool stores = tid < mine * {self.of_batch(self.tile_rows)};")
+        self.put(f"const bool stores = tid < mine * {self.of_batch(self.layout.tile_rows)};")
         self.place("tid")
         for name in self.read_at_end():
             self.put(self.address(self.inputs[name]))
@@ -478,7 +486,7 @@ class _KernelWriter(PairWriter):
 
     def place(self, element: str) -> None:
         """Write the tile, the row and its coordinates of an element that a thread stores."""
-        found, each = self.found, self.tile_rows
+        found, each = self.found, self.layout.tile_rows
         batch = self.layout.batch
         if batch > 1:
             self.put(f"const int b = {element} / {each} % batch;")
@@ -499,7 +507,7 @@ class _KernelWriter(PairWriter):
 
     def store_row(self, nest: Nest) -> None:
         """Write how a thread adds up the warps' sums for its row, and stores the outputs."""
-        each = self.tile_rows
+        each = self.layout.tile_rows
         if self.layout.batch > 1:
             self.add_sums(nest)
         for n, p in enumerate(self.found.products):

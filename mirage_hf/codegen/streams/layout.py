@@ -58,17 +58,17 @@ class StreamLayout:
     @property
     def tiles(self) -> int:
         """How many tiles there are."""
-        return self.products.num_rows // self.each
+        return self.products.num_rows // self.tile_rows
 
     @property
-    def each(self) -> int:
+    def tile_rows(self) -> int:
         """Rows of each product that a tile has."""
         return self.schedule.tiles[self.products.rows[-1]]
 
     @property
     def rows(self) -> int:
         """Rows of codes that a tile has, those of all products."""
-        return self.each * len(self.products.products)
+        return self.tile_rows * len(self.products.products)
 
     @property
     def is_in_turns(self) -> bool:
@@ -299,7 +299,7 @@ class StreamLayout:
 
     def scale_rows(self, product: Product) -> int:
         """Return how many rows of scales a product has for the rows of a tile."""
-        return self.each if self.products.has_scales_of_rows(product) else 1
+        return self.tile_rows if self.products.has_scales_of_rows(product) else 1
 
     def scale_slot_bytes(self, number: int) -> int:
         """Return the bytes of shared memory that hold the scales of a product for one tile."""

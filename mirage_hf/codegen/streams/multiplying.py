@@ -31,7 +31,9 @@ class ProductWriter(FactorWriter):
             rows = "rows g and g + 8" if self.has_lower else "row g"
             self.put(f"float {totals};  // of {rows}")
             if self.has_index:
-                self.put(f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.tile_rows};")
+                self.put(
+                    f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.layout.tile_rows};"
+                )
             with self.each_piece():
                 self.multiply_chunks()
             self.join_lanes()
@@ -318,5 +320,11 @@ class ProductWriter(FactorWriter):
 
     def decoded_scale(self, scale: str, element: str) -> str:
         """Return the number that an element of a scale stands for."""
-        is_power = is_exponent(self.found.tensor(scale).dtype)
-        return f"power_of_two({element})" if is_power else f"to_float({element})"
+        if not is_exponent(self.found.tensor(scale).dtype):
+            return f"to_float({element})"
+        return f"{self.power_of_two}({element})"
+
+    @property
+    def power_of_two(self) -> str:
+        """The function that decodes scales which are powers of two."""
+        return "power_of_two_or_nan"

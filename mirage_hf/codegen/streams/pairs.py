@@ -111,7 +111,7 @@ class PairWriter(ProductWriter):
             super().multiply_unit(units)
             return
         self.load_codes(units)
-        if self.holds_digits and self.layout.last_chunk == self.layout.chunk:
+        if self.holds_digits:
             self.put("const auto x = held_digits[k];", "const float step = held_steps[k];")
         else:
             self.put(
@@ -131,6 +131,11 @@ class PairWriter(ProductWriter):
         """Return the number of a lane's group among those of a row of scales."""
         group = super().group_text()
         return f"{group} + t / 2" if self.has_pairs else group
+
+    @property
+    def power_of_two(self) -> str:
+        """The function that decodes scales which are powers of two."""
+        return "power_of_two" if self.has_pairs else super().power_of_two
 
     def join_lanes(self) -> None:
         """Write how the lanes of a row add up their sums of a tile."""

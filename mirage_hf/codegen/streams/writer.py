@@ -51,11 +51,6 @@ class StreamWriter(NestWriter):
         self.scales = {p.scale for p in self.found.products if p.scale is not None}
 
     @property
-    def tile_rows(self) -> int:
-        """Rows of each product that a tile has."""
-        return self.layout.each
-
-    @property
     def has_index(self) -> bool:
         """Whether an index chooses among experts."""
         return self.found.taken is not None
@@ -100,7 +95,7 @@ class StreamWriter(NestWriter):
         assert p.scale is not None
         size = self.found.tensor(p.scale).dtype.itemsize
         chosen, row = self.found.chosen_stride(p.scale), self.found.row_stride(p.scale)
-        of_tile = row * (self.tile_rows if self.layout.scale_rows(p) > 1 else 1)
+        of_tile = row * (self.layout.tile_rows if self.layout.scale_rows(p) > 1 else 1)
         if chosen * size % 16 or of_tile * size % 16:
             return f"{self.scale_begin(number)} & 15"
         pointer = self.pointer(self.inputs[p.scale], 0)
