@@ -30,7 +30,13 @@ BYTES_PER_SECOND = H200.bandwidth
 #: The device on which everything runs. Tests set it to a CPU.
 DEVICE = "cuda"
 
-PEERS = ("liger-kernel", "flashinfer-python", "flash-linear-attention", "mamba-ssm")
+PEERS = (
+    "liger-kernel",
+    "flashinfer-python",
+    "flash-linear-attention",
+    "mamba-ssm",
+    "triton-kernels",
+)
 
 #: The largest relative RMS error that counts as rounding. The roundings of a dozen ops stay below a
 #: fifth of it.

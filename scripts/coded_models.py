@@ -9,16 +9,19 @@ The formats:
     nf4    bitsandbytes' Linear4bit: 4-bit codes of a table in blocks of 64 along the inputs, with a
            float32 scale for each block
     mxfp4  transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a power of
-           two each. Only experts have codes. They are in the plain order of `triton_kernels`, and
-           not in the one that it makes for a kind of GPU.
+           two each. Only experts have codes. If `triton_kernels` is installed, they are stored as
+           it wants them for the GPU, and stock runs them. Otherwise they are in its plain order.
 
 `with_int4_products` gives linears torch's own int4 product instead, as gpt-fast does.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mirage_hf.formats import held_tensors
+from mirage_hf.formats.experts import CodedExperts, coded_experts
 from mirage_hf.ops.dtypes import E2M1
-from mirage_hf.trace.experts.form import ExpertsForm, form_of
+from mirage_hf.trace.experts.form import ExpertsForm, form_of, linear_of
 
 #: Columns of a group of int4 codes, and the side of a block of float8 codes.
 GROUP, BLOCK = 128, 128
@@ -158,6 +162,17 @@ def _fp8_experts(experts: Any) -> nn.Module:
 class StridedLayout:
     """The name of `triton_kernels` for tensors in their plain order."""
 
+    def __init__(self, shape: Any) -> None:
+        """Make the order of a tensor."""
+
+    def swizzle_data(self, data: Tensor) -> Tensor:
+        """Return the bytes of a plain tensor in this order."""
+        return data
+
+    def unswizzle_data(self, data: Tensor) -> Tensor:
+        """Return the plain bytes."""
+        return data
+
 
 def put_mxfp4(experts: Any, name: str, blocks: Tensor, scales: Tensor) -> None:
     """Put codes and scales of a checkpoint where transformers' loader puts them.
@@ -169,14 +184,52 @@ def put_mxfp4(experts: Any, name: str, blocks: Tensor, scales: Tensor) -> None:
         scales: The exponents (experts, outputs, groups) plus 127.
     """
     experts._parameters.pop(name, None)
-    experts.__dict__[name] = _wrapped(blocks.flatten(2).transpose(-2, -1))
+    count, rows, groups, width = blocks.shape
+    codes = _wrapped(blocks.flatten(2).transpose(-2, -1))
+    codes.shape = torch.Size((count, 2 * groups * width, rows))
+    experts.__dict__[name] = codes
     config = SimpleNamespace(weight_scale=_wrapped(scales.transpose(-2, -1)))
     setattr(experts, f"{name}_precision_config", config)
 
 
 def _wrapped(data: Tensor) -> Any:
-    storage = SimpleNamespace(data=data, layout=StridedLayout())
+    storage = SimpleNamespace(data=data, layout=StridedLayout(data.shape))
     return SimpleNamespace(storage=storage, shape=data.shape)
+
+
+def with_library_of_mxfp4() -> Any:
+    """Return `triton_kernels`, as transformers uses it for MXFP4. None if it is not installed.
+
+    transformers fetches a copy of it from the Hub.
+    """
+    if importlib.util.find_spec("triton_kernels") is None:
+        return None
+    from transformers.integrations import mxfp4
+
+    for part in ("matmul_ogs", "numerics_details.mxfp", "routing", "swiglu", "tensor"):
+        importlib.import_module(f"triton_kernels.{part}")
+    mxfp4.triton_kernels_hub = sys.modules["triton_kernels"]
+    return mxfp4.triton_kernels_hub
+
+
+def load_mxfp4(mixture: Any, experts: Any, name: str, blocks: Tensor, scales: Tensor) -> None:
+    """Give `experts` of `mixture` codes as transformers does, with its library if it is installed.
+
+    Args:
+        mixture: The module that calls the router and the experts.
+        experts: `Mxfp4GptOssExperts`.
+        name: The linear.
+        blocks: The bytes (experts, outputs, groups, bytes of a group).
+        scales: The exponents (experts, outputs, groups) plus 127.
+    """
+    library = with_library_of_mxfp4() if blocks.is_cuda else None
+    if library is None:
+        put_mxfp4(experts, name, blocks, scales)
+        return
+    from transformers.integrations.mxfp4 import mlp_forward, swizzle_mxfp4_convertops
+
+    swizzle_mxfp4_convertops(blocks, scales, experts, name, blocks.device, library)
+    mixture.forward = MethodType(mlp_forward, mixture)
 
 
 def _mxfp4(model: PreTrainedModel) -> None:
@@ -187,7 +240,8 @@ def _mxfp4(model: PreTrainedModel) -> None:
             coded: Any = Mxfp4GptOssExperts(model.config)
         for linear in ("gate_up_proj", "down_proj"):
             both = [_in_groups(weight.T) for weight in getattr(experts, linear)]
-            put_mxfp4(coded, linear, *(torch.stack(x) for x in zip(*both, strict=True)))
+            blocks, exponents = (torch.stack(x) for x in zip(*both, strict=True))
+            load_mxfp4(parent, coded, linear, blocks, exponents)
             bias = getattr(experts, f"{linear}_bias").detach().float()
             setattr(coded, f"{linear}_bias", nn.Parameter(bias, requires_grad=False))
         setattr(parent, name, coded.eval())
@@ -258,6 +312,16 @@ def product_bytes(model: PreTrainedModel) -> int:
     return sum(b.nbytes for m in products for b in m.buffers())
 
 
+def parameters_of_experts(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that the linears of experts read, in whatever order their codes are."""
+    coded = coded_experts(module)
+    if isinstance(coded, CodedExperts):
+        linears = linear_of(coded.first), linear_of(coded.second)
+        return [x for linear in linears for x in linear.parameters]
+    form = form_of(module)
+    return form.parameters if isinstance(form, ExpertsForm) else []
+
+
 def coded_bytes(model: PreTrainedModel, rows: int = 1) -> int:
     """Return the bytes that a step reads of a model with weights in codes: all but the table.
 
@@ -268,13 +332,13 @@ def coded_bytes(model: PreTrainedModel, rows: int = 1) -> int:
     chosen = getattr(model.config, "num_experts_per_tok", None) or 0
     seen: dict[int, float] = {head.data_ptr(): head.nbytes}
     for module in model.get_decoder().modules():
-        form = form_of(module)
+        of_experts = parameters_of_experts(module)
         held = held_tensors(module) or tuple(
             p for p in module._parameters.values() if p is not None
         )
-        if isinstance(form, ExpertsForm):
-            for t in form.parameters:
-                seen[t.data_ptr()] = t.nbytes * (1 - (1 - chosen / len(t)) ** rows)
+        for t in of_experts:
+            seen[t.data_ptr()] = t.nbytes * (1 - (1 - chosen / len(t)) ** rows)
+        if of_experts:
             continue
         for t in held:
             if t is not table and t.numel() > 2:

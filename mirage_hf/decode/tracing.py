@@ -26,6 +26,7 @@ from mirage_hf.decode.trace_check import TraceCheck, UnfitFormError
 from mirage_hf.decode.trace_report import report_rows
 from mirage_hf.errors import Rejected
 from mirage_hf.formats.containers import bytes_of
+from mirage_hf.formats.experts import CodedExperts, coded_experts
 from mirage_hf.layers.part import StepShape
 from mirage_hf.match.matches import CausalMatch, Match, Matches
 from mirage_hf.pipeline.resolver import KernelFinder
@@ -118,7 +119,10 @@ def _wants_experts(model: nn.Module, layers: Iterable[Match]) -> bool:
     for layer in layers:
         if layer.adapters or (layer.layout is not None and layer.layout.latent is not None):
             return False
-    return any(isinstance(form_of(module), ExpertsForm) for module in model.modules())
+    return any(
+        isinstance(form_of(module), ExpertsForm) or isinstance(coded_experts(module), CodedExperts)
+        for module in model.modules()
+    )
 
 
 class _Tracer:

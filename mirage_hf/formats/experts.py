@@ -2,8 +2,8 @@
 
 `FP8Experts` of transformers has float8 codes with a float32 scale for each block of each expert.
 `Mxfp4GptOssExperts` has 4-bit floats (e2m1) in groups of 32 inputs with a power of two each. Its
-library may store them in an order of its own for each kind of GPU. Only the plain order is read:
-the codes of the inputs of an output, and then the next output.
+library may store them in an order of its own for each kind of GPU. Kernels read the plain order:
+the codes of the inputs of an output, and then the next output. `CodedStack.swizzled` leads there.
 
 The parameters of plain experts may be tensors of torchao. These have a dim of experts before the
 dims of a linear's weight. transformers loads such models, and runs few of them.
@@ -24,6 +24,7 @@ from mirage_hf.formats import containers, torchao
 from mirage_hf.formats.coding import Coding
 from mirage_hf.formats.containers import uneven, wrong_tensor
 from mirage_hf.formats.stored import Split
+from mirage_hf.formats.swizzled import Swizzled, swizzled
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES, E2M1
 
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Experts"
@@ -31,6 +32,9 @@ _MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
 
 #: Inputs of a group of `Mxfp4GptOssExperts`.
 _GROUP = 32
+
+#: The class of `triton_kernels` for the plain order.
+_PLAIN = "StridedLayout"
 
 #: What transformers says of experts that it calls by name, in its words.
 _SETTINGS = ("has_gate", "has_bias", "is_transposed")
@@ -48,11 +52,14 @@ class CodedStack:
         tensors: For each input of `coding` the tensor of the container that holds it for all
             experts, in the order of memory.
         bias: The biases (experts, outputs), None without any.
+        swizzled: What puts the codes of `tensors` in the order that `coding` reads, before they are
+            read. None if they are in that order.
     """
 
     coding: Coding
     tensors: tuple[Tensor, ...]
     bias: Tensor | None = None
+    swizzled: Swizzled | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +201,10 @@ def _mxfp4_linear(module: Any, name: str, dtype: torch.dtype) -> CodedStack:
     config, bias = getattr(module, f"{name}_precision_config"), getattr(module, f"{name}_bias")
     if config is None:
         raise _UnreadError(f"{name} has no scales")
-    codes = _in_plain_order(name, getattr(module, name))
     scales = _in_plain_order("its scales", config.weight_scale)
+    wrapped = getattr(module, name)
+    other = _in_other_order(name, wrapped, type(config.weight_scale.storage.layout))
+    codes = _in_plain_order(name, wrapped) if other is None else other.plain
     experts, packed, rows = codes.shape
     columns = 2 * packed
     _check(uneven("inputs", columns, _GROUP))
@@ -215,7 +224,7 @@ def _mxfp4_linear(module: Any, name: str, dtype: torch.dtype) -> CodedStack:
         split.per_row(torch.float8_e8m0fnu),
         table=E2M1,
     )
-    return CodedStack(coding, (codes, scales), bias)
+    return CodedStack(coding, (codes, scales), bias, other)
 
 
 def _torchao(module: Any, dtype: torch.dtype) -> CodedExperts:
@@ -252,20 +261,36 @@ def _in_plain_order(name: str, wrapped: Any) -> Tensor:
 
     The bytes of one output are next to each other.
     """
-    storage: Any = getattr(wrapped, "storage", None)
-    layout = type(getattr(storage, "layout", None)).__name__
-    if layout != "StridedLayout":
-        raise _UnreadError(
-            f"{name} is in the order {layout} of its library; load the model with "
-            "Mxfp4Config(dequantize=True)"
-        )
-    data = storage.data
+    order = _order_of(wrapped)
+    if order != _PLAIN:
+        raise _UnreadError(f"{name} is in the order {order} of its library")
+    data = wrapped.storage.data
     if type(data) not in containers.PLAIN_TENSORS or data.dim() != 3:
         raise _UnreadError(f"{name} is of another form")
     _, width, rows = data.shape
-    if data.dtype is not torch.uint8 or data.stride() != (width * rows, 1, width):
+    experts_apart = data.stride(0) >= width * rows
+    if data.dtype is not torch.uint8 or data.stride()[1:] != (1, width) or not experts_apart:
         raise _UnreadError(f"{name} is not stored output by output")
     return data  # type: ignore[no-any-return]
+
+
+def _in_other_order(name: str, wrapped: Any, plain_layout: Callable[..., Any]) -> Swizzled | None:
+    """Return the codes of a tensor of `triton_kernels` in an order for a kind of GPU."""
+    order = _order_of(wrapped)
+    if order in (_PLAIN, "NoneType"):
+        return None
+    found = swizzled(wrapped, plain_layout)
+    if found is None:
+        raise _UnreadError(
+            f"{name} is in the order {order} of its library, which is not known to convert it; "
+            "load the model with Mxfp4Config(dequantize=True)"
+        )
+    return found
+
+
+def _order_of(wrapped: Any) -> str:
+    """Return the class of the order in which a tensor of `triton_kernels` is stored."""
+    return type(getattr(getattr(wrapped, "storage", None), "layout", None)).__name__
 
 
 try:

@@ -33,7 +33,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
 
     Raises:
         OptimizeError: A weight cannot be decoded, or its library computes other numbers. One
-            linear of each coding is compared.
+            linear of each coding is compared. Or codes cannot be put in the plain order and back.
     """
     found: dict[Coding, Decoder] = {}
     of_experts: dict[tuple[Coding, int], Decoder] = {}
@@ -61,6 +61,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
     for path, module in modules:
         experts = coded_experts(module, dtype)
         if isinstance(experts, CodedExperts):
+            _put_in_plain_order(path, experts, ledger)
             linears = linear_of(experts.first), linear_of(experts.second)
             are_grouped = may_be_grouped(*linears)
             for stack, linear in zip((experts.first, experts.second), linears, strict=True):
@@ -73,6 +74,20 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         parts = (coded_experts(child, dtype) for child in module.children())
         if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
             ledger.undos.append(use_class_forward(module))
+
+
+def _put_in_plain_order(path: str, experts: CodedExperts, ledger: Ledger) -> None:
+    """Rewrite codes that are in an order of their library's.
+
+    Raises:
+        OptimizeError: The library cannot convert them back.
+    """
+    for stack in (experts.first, experts.second):
+        why = stack.swizzled and stack.swizzled.put_in_plain_order(ledger.undos)
+        if why:
+            raise OptimizeError(
+                f"optimize: {path}: {why}; load the model with Mxfp4Config(dequantize=True)"
+            )
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -30,10 +30,16 @@ from mirage_hf.match.matcher import match
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.trace.experts.decoded import decoded_weights
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
-from scripts.coded_models import coded_bytes, put_mxfp4, with_codes
+from scripts.coded_models import (
+    coded_bytes,
+    put_mxfp4,
+    with_codes,
+    with_library_of_mxfp4,
+)
 from tests.decode.test_coded_models import generated, snapshot
 from tests.helpers import torchao_tensors
 from tests.helpers.coded_experts import Make, decoded_fp8, shape_of_blocks, with_names
+from tests.helpers.hopper_order import HopperMXValueLayout, put_in_hopper_order
 from tests.helpers.thorough import THOROUGH
 
 pytestmark = pytest.mark.models
@@ -128,9 +134,18 @@ def torchao_model(make: Make) -> tuple[Any, Any]:
     return model, twin
 
 
+def hopper_model() -> tuple[Any, Any]:
+    """Return gpt-oss with codes in the order for Hopper, and its twin with decoded experts."""
+    model, twin = mxfp4_model()
+    for layer in model.model.layers:
+        put_in_hopper_order(layer.mlp.experts)
+    return model, twin
+
+
 MODELS = {
     "fp8": fp8_model,
     "mxfp4": mxfp4_model,
+    "mxfp4 of Hopper": hopper_model,
     "int4 of torchao": lambda: torchao_model(torchao_tensors.of_rows(32)),
     "int8 of torchao": lambda: torchao_model(torchao_tensors.of_bytes("Int8", group=64)),
 }
@@ -157,7 +172,7 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_experts(kind: str) -> N
     plain = optimized_twin(twin) if kind == "fp8" else twin
     for count in sizes:
         assert torch.equal(generated(model, count), generated(plain, count)), count
-    how = "all by kernels" if kind == "mxfp4" else "traced"
+    how = "all by kernels" if kind.startswith("mxfp4") else "traced"
     assert model.mirage.report.decode[f"step: {how}"] == len(sizes)
     mi.restore(model)
     assert list(snapshot(model)) == before
@@ -282,16 +297,109 @@ def test_a_model_whose_experts_are_not_read_stays_stock_and_says_why(saved: Path
         assert torch.equal(model(text).logits, before)
 
 
-def test_another_order_of_codes_is_an_error_with_its_name() -> None:
-    """Such as the one that the library makes on Hopper."""
+def stored(model: Any) -> list[tuple[Any, ...]]:
+    """Return where the codes of a model's experts are, their order, and their bytes."""
+    names = ("gate_up_proj", "down_proj")
+    storages = [getattr(x.mlp.experts, n).storage for x in model.model.layers for n in names]
+    return [(id(x.data), x.layout, x.data.tolist()) for x in storages]
 
-    class HopperMXValueLayout:
+
+def plain_bytes(model: Any) -> list[Any]:
+    """Return the bytes that transformers saves for the experts of a model."""
+    names = ("gate_up_proj", "down_proj")
+    storages = [getattr(x.mlp.experts, n).storage for x in model.model.layers for n in names]
+    return [x.layout.unswizzle_data(x.data).tolist() for x in storages]
+
+
+def test_codes_in_the_order_of_their_library_are_rewritten_and_put_back() -> None:
+    model, _ = hopper_model()
+    before, saved = stored(model), plain_bytes(model)
+    report = mi.optimize(model, dry_run=True)
+    assert "experts" in str(report) and stored(model) == before
+    mi.optimize(model)
+    assert plain_bytes(model) == saved
+    copied = copy.deepcopy(model)
+    assert stored(model) != before
+    mi.restore(model)
+    assert stored(model) == before
+    assert plain_bytes(copied) == saved  # a copy of an optimized model is a stock model
+    mi.optimize(model, patterns=["rms_norm_linear"])  # other blocks: stock runs the experts
+    assert stored(model) == before
+
+
+def test_a_failure_puts_rewritten_codes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = hopper_model()
+    before = stored(model)
+
+    def failing(*_: Any, **__: Any) -> None:
+        assert stored(model)[0] != before[0]
+        raise RuntimeError("no steps")
+
+    monkeypatch.setattr("mirage_hf.decode.trace_steps", failing)
+    with pytest.raises(RuntimeError, match="no steps"):
+        mi.optimize(model)
+    assert stored(model) == before
+
+
+@pytest.mark.gpu
+def test_its_library_computes_the_same_before_and_after() -> None:
+    """On a GPU with `triton_kernels`: stock, optimized, a copy of that, and restored."""
+    if with_library_of_mxfp4() is None:
+        pytest.skip("triton_kernels is not installed")
+    sizes = {**SIZES, "hidden_size": 256, "initializer_range": 0.05}
+    config = GptOssConfig(**sizes, num_local_experts=4, intermediate_size=256, sliding_window=32)
+    torch.manual_seed(0)
+    model: Any = GptOssForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    with_codes(model, "mxfp4")
+    is_swizzled = type(model.model.layers[0].mlp.experts.down_proj.storage.layout).__name__
+    before, saved = stored(model), plain_bytes(model)
+    text = torch.arange(1, 41, device="cuda")[None]
+
+    def logits(of: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return of(text).logits.float()
+
+    stock = logits(model)
+    mi.optimize(model)
+    assert plain_bytes(model) == saved
+    assert (stored(model) != before) == (is_swizzled != "StridedLayout")
+    far = (logits(model) - stock).norm() / stock.norm()
+    assert far < 0.05
+    copied = copy.deepcopy(model)
+    assert (logits(copied) - stock).norm() / stock.norm() < 0.05
+    tokens = model.generate(text, max_new_tokens=8, do_sample=False)
+    assert tokens.shape == copied.generate(text, max_new_tokens=8, do_sample=False).shape
+    assert model.mirage.report.decode["step: all by kernels"] == 1
+    mi.restore(model)
+    assert stored(model) == before and torch.equal(logits(model), stock)
+
+
+def test_an_order_that_does_not_lead_back_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library loses bits of the last expert of the second layer."""
+    model, _ = hopper_model()
+    before = stored(model)
+    storage = model.model.layers[1].mlp.experts.down_proj.storage
+    of_last = storage.layout.unswizzle_data(storage.data[-1:])
+    right = HopperMXValueLayout.unswizzle_data
+
+    def wrong(self: Any, data: torch.Tensor) -> torch.Tensor:
+        plain = right(self, data)
+        return plain & 254 if torch.equal(plain, of_last) else plain
+
+    monkeypatch.setattr(HopperMXValueLayout, "unswizzle_data", wrong)
+    with pytest.raises(OptimizeError, match=r"layers.1.mlp.experts: .*HopperMXValueLayout"):
+        mi.optimize(model)
+    assert stored(model) == before
+
+
+def test_an_order_that_its_library_does_not_convert_is_an_error_with_its_name() -> None:
+    class FutureLayout:
         pass
 
     model, _ = mxfp4_model()
     for layer in model.model.layers:
-        layer.mlp.experts.gate_up_proj.storage.layout = HopperMXValueLayout()
-    with pytest.raises(OptimizeError, match=r"HopperMXValueLayout.*dequantize=True"):
+        layer.mlp.experts.gate_up_proj.storage.layout = FutureLayout()
+    with pytest.raises(OptimizeError, match=r"FutureLayout.*dequantize=True"):
         mi.optimize(model)
 
 

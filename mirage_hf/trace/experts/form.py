@@ -112,6 +112,8 @@ def form_of(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ExpertsFo
     if isinstance(found, Rejected):
         return found
     if found is not None:
+        if found.first.swizzled or found.second.swizzled:
+            return Rejected("codes that are not yet in the plain order")
         return ExpertsForm(linear_of(found.first), linear_of(found.second), found.gate)
     settings = settings_of(module)
     if settings is None:
