@@ -14,10 +14,10 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.coded_forward import CodedBinding, decoding_program
-from mirage_hf.swap.experts_forward import CodedExpertsBinding, use_class_forward
+from mirage_hf.swap.experts_forward import CodedExpertsBinding
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.own_forward import bind_forward
-from mirage_hf.swap.plain_copies import take_hook
+from mirage_hf.swap.plain_copies import take_attribute, take_hook
 from mirage_hf.trace.experts.decoded import Decoder, experts_at_once, may_be_grouped
 from mirage_hf.trace.experts.decoded import decoding_program as experts_program
 from mirage_hf.trace.experts.form import linear_of
@@ -73,7 +73,8 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
             ledger.undos.append(bind_forward(module, CodedExpertsBinding(decoders=of_experts)))
         parts = (coded_experts(child, dtype) for child in module.children())
         if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
-            ledger.undos.append(use_class_forward(module))
+            # the forward of its class calls the router and the experts
+            ledger.undos.append(take_attribute(module, "forward"))
 
 
 def _put_in_plain_order(path: str, experts: CodedExperts, ledger: Ledger) -> None:

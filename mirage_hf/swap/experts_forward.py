@@ -8,7 +8,6 @@ experts at a time, and multiply with torch's grouped product.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +129,3 @@ class CodedExpertsBinding(ExpertsBinding):
             self.put_back(module)
             return module.forward(x, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         return run_decoded(form, x, top_k_index, top_k_weights, self.decoders)
-
-
-def use_class_forward(module: nn.Module) -> Callable[[], None]:
-    """Let a mixture run the forward of its class. Return what puts its library's back."""
-    library = module.__dict__.pop("forward")
-    return lambda: module.__dict__.__setitem__("forward", library)

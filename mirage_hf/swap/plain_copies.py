@@ -23,12 +23,14 @@ class _PlainState:
     Attributes:
         names: Our attributes, which are left out.
         hooks: Forward pre-hooks that were taken away, by the attribute that holds their handle.
+        taken: Attributes that were taken away.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.names: set[str] = set()
         self.hooks: dict[str, tuple[int, Callable[..., Any]]] = {}
+        self.taken: dict[str, Any] = {}
 
     def __call__(self) -> Any:
         model: Any = self._model()
@@ -37,6 +39,7 @@ class _PlainState:
         if not isinstance(state, dict):
             return state
         state = {k: v for k, v in state.items() if k != _GETSTATE and k not in self.names}
+        state = {**self.taken, **state}
         if self.hooks:
             self._put_back_hooks(state)
         return state
@@ -95,11 +98,32 @@ def take_hook(model: nn.Module, name: str) -> Callable[[], None]:
     return undo
 
 
+def take_attribute(model: nn.Module, name: str) -> Callable[[], None]:
+    """Take an attribute of the instance away from a model, but not from its copies.
+
+    Returns:
+        What puts it back, unless there is another one by then.
+    """
+    value = model.__dict__.pop(name)
+    present = model.__dict__.setdefault(_GETSTATE, _PlainState(model))
+    if isinstance(present, _PlainState):
+        present.taken[name] = value
+
+    def undo() -> None:
+        model.__dict__.setdefault(name, value)
+        if isinstance(present, _PlainState):
+            present.taken.pop(name)
+            _remove_if_unused(model, present)
+
+    return undo
+
+
 def _has_handle(state: dict[str, Any], name: str, number: int) -> bool:
     """Return whether a model still has the handle of a hook."""
     return name in state and state[name].id == number
 
 
 def _remove_if_unused(model: nn.Module, state: _PlainState) -> None:
-    if not state.names and not state.hooks and model.__dict__.get(_GETSTATE) is state:
+    is_used = state.names or state.hooks or state.taken
+    if not is_used and model.__dict__.get(_GETSTATE) is state:
         del model.__dict__[_GETSTATE]
