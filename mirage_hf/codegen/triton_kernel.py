@@ -272,7 +272,7 @@ class _KernelWriter(CombineWriter):
             self._trip(stage, loop, inputs, body)
         else:
             self.load_ahead([*twice, *left], first=True)
-            self.line(self._loop_head(loop))
+            self.line(self._loop_head(stage, loop))
             self.indent += 1
             self._step(stage, loop, inputs, body)
         self.indent -= 1
@@ -292,13 +292,20 @@ class _KernelWriter(CombineWriter):
         twice = [i for i in inputs if i.name in pipelining.loaded_twice and len(i.sources) == 1]
         return twice, [i for i in inputs if i.name in pipelining.loaded_ahead]
 
-    def _loop_head(self, loop: str) -> str:
-        """Return the first line of a loop. It runs over this block's share, inside the bounds."""
+    def _loop_head(self, stage: Stage, loop: str) -> str:
+        """Return the first line of a loop. It runs over this block's share, inside the bounds.
+
+        It takes no step if an index chooses nothing, where tensor cores multiply blocks of rows.
+        """
         axis, tile = self.axis[loop], self.tiling.tile(loop)
         length = self.block.split_size(loop)
         if self.plan.schedule.cooperating_blocks > 1:
             length = self.cooperation.steps_per_block * tile
         ends = f"0, {length}, {tile}"
+        indices = self.loop_bounds.skipped_without(stage) if self.layout.dots else []
+        if indices:
+            chosen = " & ".join(x for i in indices for x in self.taken_inside(i, []))
+            ends = f"0, tl.where({chosen}, {length}, 0), {tile}"
         if self.trimmed is not None:
             ends = f"0, {axis}_last - {axis}_first, {tile}"
         num_stages = self.plan.schedule.num_stages

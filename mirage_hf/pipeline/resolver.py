@@ -135,6 +135,7 @@ def kernel_request(
     next_may_launch_early: bool = False,
     tune: str = "auto",
     device: torch.device | None = None,
+    max_kernels: int = SearchOptions.max_kernels,
 ) -> Request:
     """Return the request for the one kernel that runs a program.
 
@@ -146,13 +147,18 @@ def kernel_request(
         next_may_launch_early: See `placement.place_kernels`.
         tune: "auto" or "full" measure, "never" trusts the cost model.
         device: The GPU to measure on, if there is one.
+        max_kernels: The number of kernels of one µGraph.
     """
     runs_generated = target != "cpu"
     keep = KEEP if tune != "never" else KEEP_UNTUNED
     return Request(
         program,
         key_of(program, target, next_may_launch_early=next_may_launch_early),
-        SearchOptions(time_limit=settings().search_seconds, gpu=current_gpu(device)),
+        SearchOptions(
+            time_limit=settings().search_seconds,
+            max_kernels=max_kernels,
+            gpu=current_gpu(device),
+        ),
         pattern=pattern,
         like=like,
         keep=keep if runs_generated else 1,  # a CPU runs the first candidate
@@ -256,6 +262,7 @@ def resolve(
     progress: ProgressCallback | None = None,
     like: KernelGraph | None = None,
     next_may_launch_early: bool = False,
+    max_kernels: int = SearchOptions.max_kernels,
 ) -> Resolved:
     """Return the kernel of `program` on `device`: looked up, else made and stored.
 
@@ -273,6 +280,7 @@ def resolve(
             and rounding is checked at the smaller. A µGraph serves every size.
         next_may_launch_early: A promise about the kernel that is launched after this program, see
             `placement.place_kernels`.
+        max_kernels: The number of kernels of one µGraph that is searched for.
 
     Raises:
         ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
@@ -280,7 +288,11 @@ def resolve(
     started = time.perf_counter()
     finder = KernelFinder(torch.device(device), backend, zoo, tune)
     request = finder.request(
-        program, pattern=pattern, like=like, next_may_launch_early=next_may_launch_early
+        program,
+        pattern=pattern,
+        like=like,
+        next_may_launch_early=next_may_launch_early,
+        max_kernels=max_kernels,
     )
     result = find_outcome(request, finder.results(), progress)
     seconds = time.perf_counter() - started

@@ -165,7 +165,7 @@ def _give_blocks(
     form, (chosen, weights_dtype) = form_of(module, dtype), binding.called_with
     if not isinstance(form, ExpertsForm):
         return
-    sizes = BlockSizes(len(form.first.tensors[0]), chosen)
+    sizes = BlockSizes.of(form, chosen)
     try:
         programs = blocks_programs(form, sizes, dtype, weights_dtype)
     except (GraphError, TraceError):
@@ -173,7 +173,9 @@ def _give_blocks(
     key = tuple((str(p.graph), str(p.inputs)) for p in programs)
     if key not in found:
         found[key] = None
-        first, second = (_kernel(program.graph, "experts", finder) for program in programs)
+        first, second = (
+            _kernel(program.graph, "experts", finder, max_kernels=1) for program in programs
+        )
         if first is not None and second is not None:
             runs = first, second
             blocks = RowBlocks(sizes, programs, runs, dtype, weights_dtype, skips_blocks=True)
@@ -220,14 +222,21 @@ def _random_tokens(
 # -- both
 
 
-def _kernel(program: KernelGraph, pattern: str, finder: KernelFinder) -> Run | None:
+def _kernel(program: KernelGraph, pattern: str, finder: KernelFinder, **limits: Any) -> Run | None:
     """Return a kernel of a program, None if there is none.
 
     The library is no kernel: it would decode weights, or copy those of each block. So would several
     kernels: those of gate and up of Qwen3-30B-A3B in float8 took 105 ms (H200).
+
+    Args:
+        program: The program.
+        pattern: What it computes.
+        finder: Finds the kernel.
+        limits: Further options of `resolver.resolve`. Programs of experts have a structure of their
+            own, so a search for one kernel alone, which takes half the time, serves no others.
     """
     try:
-        kernel = finder.resolve(program, pattern=pattern)
+        kernel = finder.resolve(program, pattern=pattern, **limits)
     except (SearchError, VerificationError, CodegenError, torch.OutOfMemoryError):
         return None
     return kernel.run if kernel.runs_kernel and kernel.ugraph.num_kernels == 1 else None

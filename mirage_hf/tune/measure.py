@@ -66,7 +66,9 @@ def random_inputs(
 
     Floats are normal numbers in the dtype and strides of each input, and codes are random. Bounds
     keep everything, appends go to the end of their cache, and indices choose different elements as
-    long as there are any. Other integers are 0. Constants that fill each other's gaps share memory.
+    long as there are any. Indices that choose once for each block of rows repeat a choice in the
+    next block, as prompts of mixtures do. Other integers are 0. Constants that fill each other's
+    gaps share memory.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
@@ -83,7 +85,10 @@ def random_inputs(
         inputs[n].fill_(cache.dims[-2] - rows.dims[-2])
     for n, chosen in indices_of(graph).items():
         different = torch.randperm(num_choices(chosen), generator=generator, device=device)
-        at = torch.arange(inputs[n].numel(), device=device) % len(different)
+        at = torch.arange(inputs[n].numel(), device=device)
+        if inputs[n].shape[-1] == 1 and len(at) > len(different):
+            at = at * len(different) // len(at)
+        at %= len(different)
         inputs[n].copy_(different[at].view(inputs[n].shape))
     constants = [n for n, t in enumerate(graph.inputs) if t.constant]
     for n, x in zip(constants, in_turns([inputs[n] for n in constants]), strict=True):

@@ -82,6 +82,27 @@ def test_the_index_of_a_block_is_one_number_that_gate_and_up_share():
     assert f"{name}_in = ({name} >= 0) & ({name} < 128)" in text
 
 
+def skipped_loops(g, **tiles: int) -> list[list[str]]:
+    """Return for each loop of the best µGraph which inputs it needs an index for."""
+    (op,) = place_kernels(best_of(g))
+    schedule = Schedule({a.name: tiles[f"n{a.size}"] for a in op.block.axes}, num_warps=1)
+    plan = plan_kernel(op, schedule)
+    loops = [stage for stage in op.block.stages if stage.loop]
+    return [[i.name for i in plan.loop_bounds.skipped_without(stage)] for stage in loops]
+
+
+def test_a_loop_may_be_skipped_if_an_index_chooses_nothing():
+    """Its sums are all of products with chosen weights, and a block has one index."""
+    four = replace(QWEN, tokens=4)
+    sizes = dict(n4=1, n8=1, n768=4, n2048=512)
+    ((found,),) = skipped_loops(programs.gate_up(four), **sizes)
+    assert found.startswith(("gate", "up", "w"))
+    assert skipped_loops(programs.gate_up(four), **sizes | {"n8": 2}) == [[]]
+    assert skipped_loops(programs.gate_up(four), **sizes | {"n2048": 2048}) == [[]]  # held whole
+    with_norm = skipped_loops(programs.gate_up(replace(four, norm=True)), **sizes)
+    assert with_norm == [[]] * len(with_norm)  # sums of squares count without an expert
+
+
 def test_the_index_is_read_after_the_wait():
     """The kernel before may have written it. Weights at its offset cannot be prefetched."""
     text = text_of(programs.gate_up(QWEN), n8=1, n768=4, n2048=512)
@@ -185,6 +206,9 @@ def test_inputs_for_measurements_choose_different_experts():
     assert len(inputs[1].unique()) == 32
     inputs = random_inputs(programs.gate_up(Mixture(3, 2, 4, 8, 4)), "cpu")
     assert inputs[1].unique().tolist() == [0, 1, 2, 3]
+    inputs = random_inputs(programs.gate_up(Mixture(6, 1, 3, 8, 4)), "cpu")
+    first, second = inputs[1].view(3, 2).unbind(1)  # blocks of one expert lie side by side
+    assert torch.equal(first, second) and len(first.unique()) == 3
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

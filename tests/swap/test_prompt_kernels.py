@@ -96,7 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.clear()
         return notes
 
-    def kernel(program: Any, *_: Any) -> Any:
+    def kernel(program: Any, *_: Any, **__: Any) -> Any:
         return partial(run_kernel_graph, program)
 
     def unskipped(*args: Any, skips_blocks: bool) -> RowBlocks:

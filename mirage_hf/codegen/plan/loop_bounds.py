@@ -1,17 +1,21 @@
-"""Loops that only visit what is within their bounds.
+"""Loops that only visit what counts.
 
 An axis may have bounds per row, like the valid slots of a key cache. Tiles that lie outside of all
 bounds need not be visited if they change no accumulator. Every sum must add zeros there. Every
 maximum must take a number there that is so low that the maximum may as well start from it.
+
+An index may choose nothing for a block of rows: the block has no expert. What the index chooses is
+0 then. If every sum of a loop adds zeros, the block skips the loop.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mirage_hf.codegen.plan.tiling import Tiling
-from mirage_hf.graph.block import Accumulator, BlockInput, Stage
+from mirage_hf.graph.block import Accumulator, BlockInput, Stage, Taken
 
 #: The maximum of no scores at all. It is finite, and below any score that matters.
 LOWEST = -1e30
@@ -50,9 +54,7 @@ class LoopBounds:
 
     def _nothing_counts_outside(self, stage: Stage, bounds: str) -> bool:
         return all(
-            self._is_zero_outside(a.arg, bounds)
-            if a.kind == "sum"
-            else self.floor(a, bounds) is not None
+            self._is_zero(a.arg, {bounds}) if a.kind == "sum" else self.floor(a, bounds) is not None
             for a in stage.accumulators
         )
 
@@ -90,17 +92,43 @@ class LoopBounds:
             op = self.tiling.ops.get(str(op.args[1]))  # the value inside other bounds
         return None
 
-    def _is_zero_outside(self, value: str | float, bounds: str) -> bool:
-        """Return True if a value is 0 outside the bounds, whatever its other operands are."""
+    def skipped_without(self, stage: Stage) -> list[BlockInput]:
+        """Return inputs that an index chooses, such that a loop adds zeros if it chooses nothing.
+
+        There is one input for each such index. The index has one element in each block.
+        """
+        block, loop = self.tiling.block, stage.loop
+        is_skippable = (
+            loop is not None
+            and self.tiling.is_looped
+            and self.trimming(stage) is None
+            and not any(loop in o.axes for o in block.outputs)
+            and all(a.kind == "sum" for a in stage.accumulators)
+        )
+        if not is_skippable:
+            return []
+        chosen: dict[Taken, list[BlockInput]] = {}
+        for i in block.inputs:
+            if i.taken is not None and i.name in stage.reads:
+                chosen.setdefault(replace(i.taken, dim=0), []).append(i)
+        found = []
+        for taken, inputs in chosen.items():
+            axes = [a for a in taken.axes if a is not None]
+            names = {i.name for i in inputs}
+            is_single = loop not in axes and all(self.tiling.tile(a) == 1 for a in axes)
+            if is_single and all(self._is_zero(a.arg, names) for a in stage.accumulators):
+                found.append(inputs[0])
+        return found
+
+    def _is_zero(self, value: str | float, names: Collection[str]) -> bool:
+        """Return True if a value is 0 where those of these names are, whatever others are."""
         op = self.tiling.ops.get(str(value))
         if op is None:
-            return value == bounds
+            return value in names
         if op.fn == "select":
             condition, inside, otherwise = op.args
-            return otherwise == 0.0 and (
-                condition == bounds or self._is_zero_outside(inside, bounds)
-            )
-        if op.fn == "mul" and any(self._is_zero_outside(a, bounds) for a in op.args):
+            return otherwise == 0.0 and (condition in names or self._is_zero(inside, names))
+        if op.fn == "mul" and any(self._is_zero(a, names) for a in op.args):
             return True
         keeps_zero = op.over is not None or op.fn in ("neg", "cast")
-        return keeps_zero and self._is_zero_outside(op.args[0], bounds)
+        return keeps_zero and self._is_zero(op.args[0], names)

@@ -31,8 +31,10 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 #: Rows of a block: the fewest that tensor cores multiply at once. Blocks of 64 rows were slower
-#: than the library for the two mixtures that were measured (decision 027).
-ROWS = 16
+#: than the library for the two mixtures that were measured (decision 027). Each block decodes its
+#: expert's codes anew, so blocks of codes are longer: those of gpt-oss take about as long with 32
+#: rows as with 16, and serve twice as many tokens.
+ROWS, ROWS_OF_CODES = 16, 32
 
 #: Inputs of programs: the experts of blocks (blocks, 1), tokens (tokens, width), the tokens of rows
 #: (blocks, 1, rows), results of the first program (blocks, 1, rows, width), and the routing weights
@@ -52,7 +54,13 @@ class BlockSizes:
 
     experts: int
     chosen: int
-    rows: int = ROWS
+    rows: int
+
+    @classmethod
+    def of(cls, form: ExpertsForm, chosen: int) -> BlockSizes:
+        """Return the sizes for some experts, of which a token chooses so many."""
+        rows = ROWS_OF_CODES if form.is_coded else ROWS
+        return cls(len(form.first.tensors[0]), chosen, rows)
 
     @property
     def blocks(self) -> int:
