@@ -7,7 +7,8 @@ see. The keys of that padding are cleared.
 
 If layers keep states, a padding on the right would move the states on. Then stock's own prefill is
 captured for prompts of one exact length. It fills a cache of stock's, which the graph copies into
-the block.
+the block. HF's forward is captured for one length, too, if prompts exceed a window: padding would
+take the place of tokens in it.
 
 There are four ways. A call takes the first one that is possible:
 
@@ -225,7 +226,7 @@ class Prefills:
         block.prompts[shape] += 1
         if block.prompts[shape] < 2 or not (block.keys or block.states):
             return None
-        if not block.logits.numel() or (shape.is_exact and self._usual != request.state):
+        if not block.logits.numel() or (shape.by_stock and self._usual != request.state):
             return None
         block.dirty = max(block.dirty, shape.tokens)  # the warm-ups write so far
         model_kernels = None
@@ -324,7 +325,7 @@ def capture_prefill(request: PrefillRequest, model_kernels: ModelKernels | None)
         if model_kernels is not None:
             prefill = kernel_run(model_kernels, block, prompts, shape)
             check_kernels(model, block, prompts, prefill.run)
-        elif shape.is_exact:
+        elif shape.by_stock:
             prompts.ids.copy_(random_prompts(model, block, shape.tokens))
             prefill, masked = (
                 stock_run(request.inputs, request.cache, block, prompts.ids, with_mask=with_mask)
@@ -333,7 +334,11 @@ def capture_prefill(request: PrefillRequest, model_kernels: ModelKernels | None)
             check_without_mask(masked.run, prefill.run, block, shape.tokens)
         else:
             prefill = forward_run(model, block, prompts.ids, prompts.last[:1])
-            check_causal(prefill.run, block, prompts, random_prompts(model, block, shape.tokens))
+            random = random_prompts(model, block, shape.tokens)
+            if shape.is_exact:  # nothing follows the prompt
+                prompts.ids.copy_(random)
+            else:
+                check_causal(prefill.run, block, prompts, random)
         graph, block.graph_pool = capture(prefill.run, block.device, block.graph_pool)
     finally:
         block.logits.copy_(logits)

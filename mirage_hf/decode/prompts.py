@@ -20,8 +20,8 @@ GRAIN, LONG_GRAIN = MIN_CHUNK_ROWS, 256
 #: (Llama-3.2-1B, H200). The kernels take about 2 ms there. The first token takes 9.6 ms without a
 #: graph and 5.6 ms with one. The number at which the GPU takes as long as the host is an estimate.
 MAX_CAPTURED_TOKENS = 2048
-#: The same where stock's own prefill fills stock's own cache. Forms that no library speeds up make
-#: tensors of 2 MB a token (Mamba-2), and a graph keeps its memory.
+#: The same for prompts of one length. Forms that no library speeds up make tensors of 2 MB a token
+#: (Mamba-2), and a graph keeps its memory.
 MAX_STOCK_TOKENS = 512
 #: Kernels are compared with HF's forward before they are called. This is the number of tokens of
 #: the compared prompt, for prompts of more than MAX_CAPTURED_TOKENS that exceed no window.
@@ -45,7 +45,9 @@ class PromptShape:
         windows: For each layer the window that hides some of the tokens from others, or None.
         exceeds_windows_from: The least number of tokens that exceeds the same windows and rings as
             these tokens. 0 if they exceed none.
-        is_exact: Whether prompts have just so many tokens, because states would see a padding.
+        is_exact: Whether prompts have just so many tokens, because states would see a padding, or
+            because it would take the place of tokens within a window.
+        by_stock: Whether stock's own prefill runs them, and fills a cache of stock's.
     """
 
     batch: int
@@ -54,11 +56,12 @@ class PromptShape:
     windows: tuple[int | None, ...]
     exceeds_windows_from: int
     is_exact: bool = False
+    by_stock: bool = False
 
     @classmethod
     def exactly(cls, length: int, block: CacheBlock) -> PromptShape:
         """Return the shape of prompts of `length` tokens that stock's own prefill runs."""
-        return cls(block.batch, length, False, (), 0, is_exact=True)
+        return cls(block.batch, length, False, (), 0, is_exact=True, by_stock=True)
 
     @classmethod
     def of(cls, length: int, block: CacheBlock, masks: MaskPlan) -> PromptShape | None:
@@ -74,6 +77,16 @@ class PromptShape:
         padded = block.lowest is not None
         return cls(block.batch, tokens, padded, windows, max(exceeded, default=0))
 
+    def for_forward(self, length: int) -> PromptShape:
+        """Return the shape of prompts of `length` tokens that HF's forward runs.
+
+        The keys of a bucket's padding would lie in rings where those of the prompt belong. So
+        prompts that exceed a window have a shape for each length.
+        """
+        if self.padded or not self.exceeds_windows_from:
+            return self
+        return replace(self, tokens=length, is_exact=True)
+
     @property
     def is_short(self) -> bool:
         """Whether the host takes longer than the GPU, so that a capture saves time."""
@@ -82,8 +95,8 @@ class PromptShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether HF's forward leaves the same keys for prompts padded to the bucket."""
-        return not self.padded and not self.exceeds_windows_from
+        """Whether HF's forward leaves the same keys for prompts that are padded to `tokens`."""
+        return not self.padded and (self.is_exact or not self.exceeds_windows_from)
 
     @property
     def kind(self) -> PromptShape:

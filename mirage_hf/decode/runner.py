@@ -250,6 +250,9 @@ class DecodeRunner:
             shape = PromptShape.exactly(tokens, block)
         elif plan.prompt_is_whole:
             shape = PromptShape.of(tokens, block, plan.masks)
+            kernels = self.model_kernels
+            if shape is not None and (kernels is None or kernels.no_prefill):
+                shape = shape.for_forward(tokens)
         else:
             return None
         if shape is None or (rope is not None and shape.tokens > rope.reach):

@@ -47,10 +47,22 @@ def test_prompts_of_changing_length(family: str, batch: int, captures: list[str]
     for length in LENGTHS:
         alike(model, batch, length)
     windowed = any(window is not None for _, window in masks.MaskPlan.of(model.config).windows)
-    # eight prompts have a bucket of 64, three one of 128; the first of each runs HF's forward
-    assert runner.prefills == ({} if windowed else {"captured": 7 + 2}) and captures.count(
-        "prefill"
-    ) == (0 if windowed else 2)
+    # eight prompts have a bucket of 64, three one of 128; the first of each runs HF's forward.
+    # Where buckets exceed a window, lengths have no bucket, and one of them comes twice.
+    replays, graphs = (1, 1) if windowed else (7 + 2, 2)
+    assert runner.prefills == {"captured": replays} and captures.count("prefill") == graphs
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_prompts_beyond_a_window_are_captured_for_their_length(
+    family: str, captures: list[str]
+) -> None:
+    model = tiny(family)
+    runner = install(model)
+    lengths = (70, 33, 70, 33, 7, 70, 7, 33, 71)
+    for length in lengths:
+        alike(model, 2, length)
+    assert runner.prefills == {"captured": len(lengths) - 4} and captures.count("prefill") == 3
 
 
 def test_a_prompt_that_is_not_plain_is_not_padded(captures: list[str]) -> None:
@@ -84,6 +96,11 @@ def test_a_prompt_that_is_not_plain_is_not_padded(captures: list[str]) -> None:
     assert [(s.windows, s.exceeds_windows_from, s.is_plain) for s in cut if s] == [
         ((None, None), 0, True),
         ((1000, 1000), 1001, False),
+    ]
+    forward = [s.for_forward(961) for s in cut if s]
+    assert [(s.tokens, s.is_plain, s.is_exact) for s in forward] == [
+        (960, True, False),
+        (961, True, True),
     ]
 
 
