@@ -10,12 +10,15 @@ the order converts in both directions, so nothing here knows an order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mirage_hf.formats import containers
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +42,15 @@ class Swizzled:
         """Rewrite the codes, one expert at a time.
 
         Args:
-            undos: Takes what puts back the library's order, bit for bit.
+            undos: Takes what puts back the library's order, bit for bit. It may be called again
+                after a failure.
 
         Returns:
-            Why it was not done: the library does not convert back what it converted. The codes
-            are as they were once the last of `undos` has run.
+            Why it was not done: the library does not convert back what it converted. Some codes may
+            be rewritten by then, so the undo must be called.
         """
         data, layout = self.storage.data, self.storage.layout
-        rewritten: list[int] = []
+        rewritten: dict[int, Tensor | None] = {}
         undos.append(lambda: self._put_back(data, layout, rewritten))
         for expert in range(len(data)):
             part = slice(expert, expert + 1)
@@ -55,18 +59,36 @@ class Swizzled:
                 layout.swizzle_data(plain), data[part]
             ):
                 return f"its library's order {type(layout).__name__} cannot be undone exactly"
-            rewritten.append(expert)
+            rewritten[expert] = plain  # an interrupt may come while the memory has neither order
             self.plain[part].copy_(plain)
+            rewritten[expert] = None
         self.storage.data, self.storage.layout = self.plain, self.plain_layout(self.plain.shape)
         return None
 
     @torch.inference_mode()
-    def _put_back(self, data: Tensor, layout: Any, rewritten: list[int]) -> None:
+    def _put_back(self, data: Tensor, layout: Any, rewritten: dict[int, Tensor | None]) -> None:
+        """Give experts the library's order again.
+
+        Args:
+            data: The library's tensor.
+            layout: Its order.
+            rewritten: The experts that are rewritten. Those whose memory may have any order have
+                their plain codes here. Loses each expert that is done.
+        """
+        for expert, plain in list(rewritten.items()):
+            part = slice(expert, expert + 1)
+            if plain is None:
+                plain = rewritten[expert] = _copied(self.plain[part])
+            data[part].copy_(_swizzled(layout, plain))
+            del rewritten[expert]
         self.storage.data, self.storage.layout = data, layout
-        while rewritten:
-            part = slice(rewritten[-1], rewritten[-1] + 1)
-            data[part].copy_(layout.swizzle_data(_copied(self.plain[part])))
-            rewritten.pop()
+
+
+def _swizzled(layout: Any, plain: Tensor) -> Tensor:
+    """Return plain codes in an order. The CPU converts them if the GPU lacks the memory."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return layout.swizzle_data(plain)  # type: ignore[no-any-return]
+    return layout.swizzle_data(plain.cpu())  # type: ignore[no-any-return]
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -85,7 +107,11 @@ def swizzled(wrapped: Any, plain_layout: Callable[..., Any]) -> Swizzled | None:
         The codes. None if the library cannot convert them expert by expert.
     """
     storage = wrapped.storage
-    data, (experts, columns, rows) = storage.data, wrapped.shape
+    data, shape = storage.data, tuple(wrapped.shape)
+    is_plain = type(data) in containers.PLAIN_TENSORS and data.dtype is torch.uint8
+    if not is_plain or data.dim() != 3 or len(shape) != 3:
+        return None
+    experts, columns, rows = shape
     converts = all(
         callable(getattr(storage.layout, name, None)) for name in ("swizzle_data", "unswizzle_data")
     )

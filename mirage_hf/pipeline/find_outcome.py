@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mirage_hf.errors import Rejected
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import searching_ahead
 from mirage_hf.pipeline.checkpoint import CheckpointJournal
 from mirage_hf.pipeline.choose import measure_candidates, schedule_candidates
@@ -90,8 +91,12 @@ def _reused(request: Request, results: Results) -> VerifiedCandidates | None:
     known = request.known or results.known_search(request)
     if known is None:
         return None
+    most = request.options.max_kernels
+    few = tuple(k for k in known.kernels if UGraph(known.program, k).num_kernels <= most)
+    if not few:
+        return None
     return reused(
-        known,
+        replace(known, kernels=few),
         request.program,
         like=request.like,
         keep=request.keep,

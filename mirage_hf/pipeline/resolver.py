@@ -280,7 +280,8 @@ def resolve(
             and rounding is checked at the smaller. A µGraph serves every size.
         next_may_launch_early: A promise about the kernel that is launched after this program, see
             `placement.place_kernels`.
-        max_kernels: The number of kernels of one µGraph that is searched for.
+        max_kernels: The number of kernels of one µGraph that is searched for. A kernel that is
+            stored already may have more.
 
     Raises:
         ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.

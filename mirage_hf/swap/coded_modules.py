@@ -16,7 +16,7 @@ from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.coded_forward import CodedBinding, decoding_program
 from mirage_hf.swap.experts_forward import CodedExpertsBinding
 from mirage_hf.swap.ledger import Ledger
-from mirage_hf.swap.own_forward import bind_forward
+from mirage_hf.swap.own_forward import FORWARD_KEY, Binding, bind_forward
 from mirage_hf.swap.plain_copies import take_attribute, take_hook
 from mirage_hf.trace.experts.decoded import Decoder, experts_at_once, may_be_grouped
 from mirage_hf.trace.experts.decoded import decoding_program as experts_program
@@ -61,7 +61,6 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
     for path, module in modules:
         experts = coded_experts(module, dtype)
         if isinstance(experts, CodedExperts):
-            _put_in_plain_order(path, experts, ledger)
             linears = linear_of(experts.first), linear_of(experts.second)
             are_grouped = may_be_grouped(*linears)
             for stack, linear in zip((experts.first, experts.second), linears, strict=True):
@@ -71,20 +70,23 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
                     program = experts_program(linear, count)
                     of_experts[key] = _decoder(path, program, resolve)
             ledger.undos.append(bind_forward(module, CodedExpertsBinding(decoders=of_experts)))
-        parts = (coded_experts(child, dtype) for child in module.children())
-        if replaced_forward(module) and any(isinstance(x, CodedExperts) for x in parts):
+            _put_in_plain_order(path, experts, module.__dict__[FORWARD_KEY])
+    for _, module in modules:
+        bindings = [child.__dict__.get(FORWARD_KEY) for child in module.children()]
+        of_child = next((b for b in bindings if isinstance(b, CodedExpertsBinding)), None)
+        if of_child is not None and replaced_forward(module):
             # the forward of its class calls the router and the experts
-            ledger.undos.append(take_attribute(module, "forward"))
+            of_child.undos.append(take_attribute(module, "forward"))
 
 
-def _put_in_plain_order(path: str, experts: CodedExperts, ledger: Ledger) -> None:
-    """Rewrite codes that are in an order of their library's.
+def _put_in_plain_order(path: str, experts: CodedExperts, binding: Binding) -> None:
+    """Rewrite codes that are in an order of their library's, as long as experts are bound.
 
     Raises:
         OptimizeError: The library cannot convert them back.
     """
     for stack in (experts.first, experts.second):
-        why = stack.swizzled and stack.swizzled.put_in_plain_order(ledger.undos)
+        why = stack.swizzled and stack.swizzled.put_in_plain_order(binding.undos)
         if why:
             raise OptimizeError(
                 f"optimize: {path}: {why}; load the model with Mxfp4Config(dequantize=True)"

@@ -14,6 +14,7 @@ from mirage_hf.match.matches import Match
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.guard import BINDING_KEY, Binding
 from mirage_hf.swap.swapped_module import swapped_class
+from mirage_hf.swap.undos import put_back_all
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Ledger:
             if module is None or entry[0] is module:
                 put_back(*entry)
                 self.entries.remove(entry)
-        while module is None and self.undos:
-            self.undos.pop()()
+        if module is None:
+            put_back_all(self.undos)
 
 
 def put_back(module: nn.Module, stock: type[nn.Module]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mirage_hf.formats.containers import STOCK_CLASS, stock_class
+from mirage_hf.swap.undos import put_back_all
 
 #: The entry of a module's dictionary that holds its binding.
 FORWARD_KEY = "_mirage_hf_forward"
@@ -49,10 +50,12 @@ class Binding(ABC):
     Attributes:
         own: The forward on the instance that ours hides, None if there is none.
         models: How many optimized models have the module.
+        undos: What puts back other changes that the binding needs, once no model has the module.
     """
 
     own: Any = None
     models: int = 0
+    undos: list[Callable[[], None]] = field(default_factory=list)
 
     @abstractmethod
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -82,10 +85,16 @@ def bind_forward(module: nn.Module, binding: Binding) -> Callable[[], None]:
         module.__class__ = bound_class(kind)
     binding.models += 1
 
+    has_module = True
+
     def undo() -> None:
-        binding.models -= 1
+        nonlocal has_module
+        if has_module:  # it may be called again after a failure
+            binding.models -= 1
+            has_module = False
         if not binding.models:
             binding.put_back(module)
+            put_back_all(binding.undos)
 
     return undo
 

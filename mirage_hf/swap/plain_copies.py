@@ -92,7 +92,7 @@ def take_hook(model: nn.Module, name: str) -> Callable[[], None]:
         if _has_handle(model.__dict__, name, number):
             model._forward_pre_hooks[number] = hook
         if isinstance(present, _PlainState):
-            present.hooks.pop(name)
+            present.hooks.pop(name, None)
             _remove_if_unused(model, present)
 
     return undo
@@ -112,7 +112,7 @@ def take_attribute(model: nn.Module, name: str) -> Callable[[], None]:
     def undo() -> None:
         model.__dict__.setdefault(name, value)
         if isinstance(present, _PlainState):
-            present.taken.pop(name)
+            present.taken.pop(name, None)
             _remove_if_unused(model, present)
 
     return undo

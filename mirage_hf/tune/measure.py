@@ -66,9 +66,8 @@ def random_inputs(
 
     Floats are normal numbers in the dtype and strides of each input, and codes are random. Bounds
     keep everything, appends go to the end of their cache, and indices choose different elements as
-    long as there are any. Indices that choose once for each block of rows repeat a choice in the
-    next block, as prompts of mixtures do. Other integers are 0. Constants that fill each other's
-    gaps share memory.
+    long as there are any. Indices whose last dim is 1 repeat a choice next to it, as blocks of rows
+    of one expert do. Other integers are 0. Constants that fill each other's gaps share memory.
     """
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []

@@ -348,6 +348,20 @@ def test_a_failure_puts_rewritten_codes_back(monkeypatch: pytest.MonkeyPatch) ->
     assert stored(model) == before
 
 
+def test_experts_of_two_optimized_models_are_rewritten_until_both_are_restored() -> None:
+    first, twin = hopper_model()
+    second, _ = hopper_model()
+    second.model, second.lm_head = first.model, first.lm_head
+    before, library = stored(first), first.model.layers[0].mlp.forward
+    wanted = generated(twin, 1)
+    mi.optimize(first)
+    mi.optimize(second)
+    mi.restore(first)
+    assert torch.equal(generated(second, 1), wanted) and stored(first) != before
+    mi.restore(second)
+    assert stored(first) == before and first.model.layers[0].mlp.forward == library
+
+
 @pytest.mark.gpu
 def test_its_library_computes_the_same_before_and_after() -> None:
     """On a GPU with `triton_kernels`: stock, optimized, a copy of that, and restored."""

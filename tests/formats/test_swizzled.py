@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mirage_hf.formats.swizzled import Swizzled, swizzled
+from mirage_hf.swap.undos import put_back_all
 from scripts.coded_models import StridedLayout
 from tests.helpers.hopper_order import HopperMXValueLayout
 
@@ -66,6 +67,59 @@ def test_an_order_that_loses_bits_is_refused_and_nothing_is_lost() -> None:
     assert why == "its library's order HopperMXValueLayout cannot be undone exactly"
     assert not torch.equal(data, before)  # two experts were rewritten
     undos.pop()()
+    assert torch.equal(data, before) and tensor.storage.data is data
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_codes_are_put_back_in_a_second_try(
+    error: type[BaseException], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU may lack the memory, and a user may interrupt at any conversion."""
+    tensor, _ = wrapped(3, 32, 16)
+    data, before = tensor.storage.data, tensor.storage.data.clone()
+    undos = [put_in_plain_order(swizzled(tensor, StridedLayout))]
+    convert, calls = HopperMXValueLayout.swizzle_data, iter(range(9))
+
+    def once(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if next(calls) == failing:
+            raise error
+        return convert(self, x)
+
+    monkeypatch.setattr(HopperMXValueLayout, "swizzle_data", once)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            put_back_all(undos)
+    else:  # the CPU converts instead
+        put_back_all(undos)
+    assert not undos
+    assert torch.equal(data, before) and tensor.storage.data is data
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_codes_are_put_back_after_an_interrupt_beside_a_write(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, _ = wrapped(3, 32, 16)
+    data, before = tensor.storage.data, tensor.storage.data.clone()
+    codes, undos = swizzled(tensor, StridedLayout), []  # type: ignore[var-annotated]
+    assert codes is not None
+    copy, calls = torch.Tensor.copy_, iter(range(99))
+
+    def interrupted(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        is_second = next(calls) == 1
+        if is_second and when == "before":
+            raise KeyboardInterrupt
+        copy(self, other)
+        if is_second:
+            raise KeyboardInterrupt
+        return self
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            codes.put_in_plain_order(undos)
+    put_back_all(undos)
     assert torch.equal(data, before) and tensor.storage.data is data
 
 

@@ -32,8 +32,8 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 #: Rows of a block: the fewest that tensor cores multiply at once. Blocks of 64 rows were slower
 #: than the library for the two mixtures that were measured (decision 027). Each block decodes its
-#: expert's codes anew, so blocks of codes are longer: those of gpt-oss take about as long with 32
-#: rows as with 16, and serve twice as many tokens.
+#: expert's codes anew, so blocks of codes are longer: those of gpt-oss, the only ones measured,
+#: take about as long with 32 rows as with 16, and serve twice as many tokens.
 ROWS, ROWS_OF_CODES = 16, 32
 
 #: Inputs of programs: the experts of blocks (blocks, 1), tokens (tokens, width), the tokens of rows
