@@ -289,7 +289,7 @@ def _in_other_order(name: str, wrapped: Any, plain_layout: Callable[..., Any]) -
 
 
 def _order_of(wrapped: Any) -> str:
-    """Return the class of the order in which a tensor of `triton_kernels` is stored."""
+    """Return the name of a tensor's layout class in `triton_kernels`, "NoneType" without any."""
     return type(getattr(getattr(wrapped, "storage", None), "layout", None)).__name__
 
 

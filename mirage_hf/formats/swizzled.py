@@ -1,4 +1,4 @@
-"""Codes in an order that their library made for a kind of GPU, and the way to the plain order.
+"""Codes in a layout that their library made for a kind of GPU, and the way to the plain order.
 
 transformers loads MXFP4 with `triton_kernels`. On Hopper that library moves codes, and mixes the
 bits of eight of them, for its own kernels. Our kernels read codes output by output. So `optimize()`
@@ -27,9 +27,10 @@ class Swizzled:
 
     Attributes:
         storage: The library's holder of the bytes, `data`, and of their order, `layout`.
-        plain: The memory of `data` as it is in the plain order: (experts, bytes of the inputs,
-            outputs), with the bytes of an output next to each other. It may be shorter, because
-            the library pads.
+        plain: A view of the memory of `data` with the dims and strides of the plain order:
+            (experts, bytes of the inputs, outputs), with the bytes of an output next to each other.
+            It holds these codes only after `put_in_plain_order`. It may be shorter than `data`,
+            because the library pads.
         plain_layout: The library's class for the plain order.
     """
 

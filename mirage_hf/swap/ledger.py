@@ -1,6 +1,7 @@
 """Swap modules in place and back.
 
-Only a module's class and one entry of its instance dictionary change. Children and weights stay.
+Of a swapped module, only its class and one entry of its instance dictionary change. Children and
+weights stay. Other changes, such as codes in another order, come with a function that undoes them.
 """
 
 from __future__ import annotations

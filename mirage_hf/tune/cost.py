@@ -108,9 +108,10 @@ BLOCK_US = 0.16
 #: Counted in machine code for sm_90.
 BESIDE_TILES = 56
 
-#: Such a kernel waits for its decoding, its products and its copies in turn. With 16 warps on an SM
-#: it takes 1.75 times as long as its instructions, with 12 warps 2, and with 8 warps 2.5. Measured
-#: on an H200 for the experts of gpt-oss.
+#: Such a kernel waits for its decoding, its products and its copies in turn, and only other warps
+#: of the SM work meanwhile. Kernels for the experts of gpt-oss took 1.5 to 1.7 times the estimate
+#: without this factor if an SM held 16 of their warps, 1.8 to 1.9 with 12, and 2.4 to 2.7 with 8
+#: (H200). This number multiplies instructions by 1.75, 2 and 2.5.
 HIDING_WARPS = 12
 
 #: How many times as long it takes if the codes are the second factor: the median of 140 pairs of

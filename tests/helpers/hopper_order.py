@@ -1,9 +1,10 @@
-"""The order in which `triton_kernels` stores 4-bit floats on Hopper, written from what it does.
+"""The layout of `triton_kernels` for 4-bit floats on Hopper.
 
-The library is not among those that tests install. Outputs come in blocks of 16 and bytes of inputs
-in blocks of 32; the library pads with zeros. A word of 32 bits holds the codes of two outputs that
-are eight apart and two bytes that are four apart. Their bits are mixed: the first three codes of a
-half are three bits apart, and the fourth fills the gaps.
+Tests do not install the library. This layout gave the same bytes as the library's. Outputs come
+in blocks of 16 and bytes of inputs in blocks of 32; the library pads with zeros. A word of 32
+bits holds the codes of two outputs that are eight apart and two bytes that are four apart. Their
+bits are mixed: the first three codes of a half are three bits apart, and the fourth fills the
+gaps.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Experts:
     """A block graph that is built directly, with a schedule and an index.
 
     Each product is Σ (codes − zero) · scale · x for the rows of an expert. With `chosen`, the
-    results have the rows of each chosen expert. With `pieces`, they are sums over as many experts,
-    each of which has its own columns of x.
+    results have the rows of each chosen expert. With `pieces`, each of that many experts multiplies
+    its own columns of x, and the results are summed.
 
     Attributes:
         codes: The dtype of the codes, or "e2m1".

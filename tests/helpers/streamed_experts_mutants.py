@@ -4,7 +4,7 @@ These changes compute the same, so they are not here:
 
 - `lie_together = false`, or only one of its two comparisons. The rows are then copied one by one.
 - Rows of both products in another order, if each row is copied by itself.
-- Lanes hold a fourth digit, or a fourth digit counts. Each alone is multiplied with 0.
+- Lanes hold a fourth digit of x, or the products count a fourth one. Each alone multiplies by 0.
 - Numbers of experts from -1 to -2^31 without the check. They are negative in 32 bits, too.
 - The last chunk of a row, copied as if it were whole. Nothing reads the rest.
 - One team multiplies all tiles. Or the teams take other tiles, as long as each keeps its stages.

@@ -58,7 +58,7 @@ class BlockSizes:
 
     @classmethod
     def of(cls, form: ExpertsForm, chosen: int) -> BlockSizes:
-        """Return the sizes for some experts, of which a token chooses so many."""
+        """Return the sizes of blocks for experts. Each token chooses `chosen` of them."""
         rows = ROWS_OF_CODES if form.is_coded else ROWS
         return cls(len(form.first.tensors[0]), chosen, rows)
 
