@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,19 @@ from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.measure import Timing
 from mirage_hf.tune.turns import undisturbed
 
-#: The most candidates of each program to try. With 8, two layers took as long as with 5, and the
-#: choice three times as long. With 3, they were up to 7% slower.
-MOST_CANDIDATES = 5
+#: The most candidates of each program to try. With 5, layers took up to 5% longer.
+MOST_CANDIDATES = 16
 
-#: The most times that all pairs of neighbours are gone through.
-MOST_SWEEPS = 2
+#: Candidates that take longer than this many times the fastest one's time are not tried. A kernel
+#: that is slower by itself may leave room for its neighbours. Some that were chosen took 1.27 times
+#: as long.
+NEARLY = 1.35
+
+#: The best candidates of each program, in turn with its neighbour's, that are tried together.
+MOST_OF_PAIRS = 3
+
+#: The most times that all programs are gone through, and then all pairs of neighbours.
+MOST_SWEEPS = 3
 
 #: Least relative gain of the whole layer that counts as better.
 LEAST_GAIN = 0.002
@@ -36,9 +43,9 @@ def choose_for_layer(
 ) -> tuple[list[ScheduledCandidate], Timing]:
     """Choose one candidate of each program by the time of all programs run as one layer.
 
-    The choice starts with the first candidate of each program. Then the candidates of two
-    neighbours are changed at a time, as long as that helps. Two at a time, because their overlap
-    matters as much as the time of either.
+    The choice starts with the first candidate of each program. Then one candidate is changed at a
+    time, as long as that helps. Then the best few of two neighbours are changed together, because
+    their overlap matters as much as the time of either.
 
     Args:
         choices: Measured candidates of each program, best first, in the order in which the programs
@@ -51,61 +58,93 @@ def choose_for_layer(
     """
     with torch.cuda.device(device), torch.no_grad(), compiler.passing():
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
-        tried = [_diverse(found) for found in choices]
+        tried = [_worth_trying(found) for found in choices]
         runs = [[measure.run_of(c.generate()) for c in found] for found in tried]
 
-        def time(at: Sequence[int], to_beat: float = math.inf) -> Timing:
+        def time(at: Sequence[int], to_beat: float) -> Timing:
             chosen_runs = [run[k] for run, k in zip(runs, at, strict=True)]
             return undisturbed(partial(layer.time, chosen_runs, replays, to_beat))
 
-        chosen = (0,) * len(choices)
-        best = time(chosen)
+        search = _Descent(time, [len(run) for run in runs])
         for _ in range(MOST_SWEEPS):
-            before = chosen
-            for pair, both in _pair_choices([len(run) for run in runs]):
-                other = _with_pair(chosen, pair, both)
-                if other == chosen:
-                    continue
-                if time(other, best.us * SLOW).us > best.us * (1 - LEAST_GAIN):
-                    continue
-                # Measure both again, so that one lucky reading decides nothing.
-                best, again = time(chosen), time(other)
-                if again.us < best.us * (1 - LEAST_GAIN):
-                    chosen, best = other, again
-            if chosen == before:
+            if not search.sweep() and not search.sweep_pairs():
                 break
-        return [found[k] for found, k in zip(tried, chosen, strict=True)], best
+        return [found[k] for found, k in zip(tried, search.chosen, strict=True)], search.best
 
 
-def _pair_choices(counts: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
-    """Yield two neighbours, by position, and a candidate of each, by number.
+class _Descent:
+    """Changes one number of a choice at a time, or two, as long as its time gets shorter.
 
-    The last program and the first are neighbours too, because layers repeat.
+    Attributes:
+        chosen: The candidate of each program, by number.
+        best: The time of these.
     """
-    for n in range(len(counts) if len(counts) > 2 else 1):
-        pair = n, (n + 1) % len(counts)
-        for both in itertools.product(*(range(counts[p]) for p in pair)):
-            yield pair, both
+
+    def __init__(self, time: Callable[[Sequence[int], float], Timing], counts: Sequence[int]):
+        """Start with the first candidate of each program.
+
+        Args:
+            time: Returns the time of a choice. It may stop early if it does not beat a time in µs.
+            counts: How many candidates each program has.
+        """
+        self._time, self._counts = time, counts
+        self.chosen = (0,) * len(counts)
+        self.best = time(self.chosen, math.inf)
+        #: The time with each candidate, when it was last tried by itself.
+        self._us = [[math.inf] * count for count in counts]
+
+    def sweep(self) -> bool:
+        """Try each candidate of each program. Return whether one was better."""
+        before = self.chosen
+        for n, count in enumerate(self._counts):
+            for k in range(count):
+                self._us[n][k] = self.best.us if k == self.chosen[n] else self._try({n: k})
+        return self.chosen != before
+
+    def sweep_pairs(self) -> bool:
+        """Try the best candidates of two neighbours together. Return whether a pair was better.
+
+        The last program and the first are neighbours too, because layers repeat.
+        """
+        before, size = self.chosen, len(self._counts)
+        best = [sorted(range(len(us)), key=us.__getitem__)[:MOST_OF_PAIRS] for us in self._us]
+        for n in range(size if size > 2 else size - 1):
+            other = (n + 1) % size
+            for a, b in itertools.product(best[n], best[other]):
+                if a != self.chosen[n] and b != self.chosen[other]:
+                    self._try({n: a, other: b})
+        return self.chosen != before
+
+    def _try(self, changes: Mapping[int, int]) -> float:
+        """Take some programs' other candidates if that is better. Return the time in µs."""
+        other = tuple(changes.get(n, k) for n, k in enumerate(self.chosen))
+        found = self._time(other, self.best.us * SLOW)
+        if found.us > self.best.us * (1 - LEAST_GAIN):
+            return found.us
+        # Measure both again, so that one lucky reading decides nothing.
+        self.best, again = self._time(self.chosen, math.inf), self._time(other, math.inf)
+        if again.us < self.best.us * (1 - LEAST_GAIN):
+            self.chosen, self.best = other, again
+        return again.us
 
 
-def _with_pair(chosen: Sequence[int], pair: Sequence[int], both: Sequence[int]) -> tuple[int, ...]:
-    """Return the chosen numbers with those of two programs replaced."""
-    other = list(chosen)
-    for position, number in zip(pair, both, strict=True):
-        other[position] = number
-    return tuple(other)
+def _worth_trying(found: Sequence[ScheduledCandidate]) -> list[ScheduledCandidate]:
+    """Return candidates that are not much slower than the fastest by themselves.
 
-
-def _diverse(found: Sequence[ScheduledCandidate]) -> list[ScheduledCandidate]:
-    """Return the first of every µGraph and set of tiles, then others.
-
-    Tiles affect neighbours most.
+    If there are too many, the first of every µGraph and set of tiles come before others.
     """
+    fastest_us = min(map(_alone_us, found))
+    fast = [c for c in found if _alone_us(c) <= NEARLY * fastest_us]
     seen: Counter[Any] = Counter()
     earlier_alike: list[int] = []
-    for c in found:
+    for c in fast:
         kind = id(c.ugraph.kernels), tuple(s.tiles for s in c.schedules)
         earlier_alike.append(seen[kind])
         seen[kind] += 1
-    order = sorted(range(len(found)), key=lambda n: earlier_alike[n])
-    return [found[n] for n in order[:MOST_CANDIDATES]]
+    order = sorted(range(len(fast)), key=lambda n: earlier_alike[n])
+    return [fast[n] for n in order[:MOST_CANDIDATES]]
+
+
+def _alone_us(candidate: ScheduledCandidate) -> float:
+    """Return the time of calls on their own, or the estimate."""
+    return candidate.timing.us if candidate.timing else candidate.estimate_us
