@@ -29,8 +29,8 @@ from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.traffic import read_bytes
 
 #: Bytes of a row of a chunk to try, chunks that the ring holds, and warps that compute.
-_CHUNK_BYTES = (1024, 2048, 4096)
-_STAGES = (2, 3, 4, 5, 6, 8)
+_CHUNK_BYTES = (512, 1024, 2048, 4096)
+_STAGES = (2, 3, 4, 5, 6, 8, 12)
 _WARPS = (4, 8, 16)
 
 #: The same for kernels whose index chooses experts. They copy nothing before the previous kernel
@@ -43,16 +43,13 @@ LEAST_SM = 90
 
 #: The most schedules of an op. If tiles of half as many rows are tried, too, there are half as many
 #: of these besides.
-MOST = 12
+MOST = 24
 
-#: µs from the request of a chunk to its end while memory is busy: for rows of 2 KiB, and of 1 KiB.
-_COPY_US, _SHORT_COPY_US, _SHORT_BYTES = 2.4, 3.4, 2048
+#: µs from the request of a chunk to its end while memory is busy.
+_COPY_US = 2.4
 
 #: By how much the GPU must be busier with tiles of half as many rows for these to be tried.
 _MORE_EVEN = 1.15
-
-#: What copies of short rows get of the bandwidth: those that fill the ring first, and later ones.
-_SHORT_SHARES = 0.75, 0.6
 
 #: µs before a block begins to compute and after it ends, µs that each warp takes to compute 1,024
 #: columns of a row of the other factor, and µs without products between spans.
@@ -90,17 +87,18 @@ def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
         found = []
         for schedule in _space(products, device, rows):
             try:
-                found.append((schedule, estimated_stream_us(stream_layout(op, schedule), device)))
+                layout = stream_layout(op, schedule)
+                found.append((estimated_stream_us(layout, device), layout.shared_bytes, schedule))
             except errors.CodegenError:
                 continue
-        best += sorted(found, key=_by_estimate)[: MOST if rows == every[0] else MOST // 2]
-    return tuple(sorted(best, key=_by_estimate))
+        best += sorted(found, key=_order)[: MOST if rows == every[0] else MOST // 2]
+    return tuple((schedule, us) for us, _, schedule in sorted(best, key=_order))
 
 
-def _by_estimate(pair: tuple[Schedule, float]) -> tuple[float, str]:
-    """Return what pairs of a schedule and its estimate are sorted by."""
-    schedule, us = pair
-    return us, repr(schedule)
+def _order(found: tuple[float, int, Schedule]) -> tuple[float, int, str]:
+    """Return what estimates are sorted by. Of equal ones, less shared memory comes first."""
+    us, shared_bytes, schedule = found
+    return us, shared_bytes, repr(schedule)
 
 
 def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
@@ -166,14 +164,10 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     read = _read(op)
     uneven = layout.most_tiles * layout.blocks / layout.tiles
     under_way = layout.stages * layout.rows * layout.chunk_bytes * min(layout.blocks, device.sms)
-    latency_us, shares = _COPY_US, (1.0, 1.0)
-    if layout.chunk_bytes < _SHORT_BYTES and not layout.has_whole_tiles:
-        latency_us, shares = _SHORT_COPY_US, _SHORT_SHARES
-    first, later = (share * device.bandwidth for share in shares)
-    later = min(later, 1e6 * under_way / latency_us)
+    later = min(device.bandwidth, 1e6 * under_way / _COPY_US)
     pieces = layout.products.num_pieces
     in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks * pieces))
-    copy_us = 1e6 * read * uneven * (in_first / first + (1 - in_first) / later)
+    copy_us = 1e6 * read * uneven * (in_first / device.bandwidth + (1 - in_first) / later)
     factor_us = _FACTOR_US * layout.batch * layout.products.num_columns / 1024 / layout.warps
     early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile
     ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1)

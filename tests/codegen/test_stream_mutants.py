@@ -17,9 +17,15 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such 
 
 
 def kernel_of(name: str, namespace: str = "kernel") -> CudaKernel:
-    """Return a kernel of `KERNELS`. Shared memory is limited if it has several spans."""
+    """Return a kernel of `KERNELS`.
+
+    Shared memory is limited if it has several spans. If it has teams, one chunk is requested first.
+    """
     hand = KERNELS[name]
     with pytest.MonkeyPatch.context() as patch:
+        if "teams" in name:
+            patch.setattr(layout, "_FIRST_BYTES", 1)
+            assert stream_layout(hand.op, hand.schedule).teams == 2
         if name in SPAN_CHUNKS:
             whole = stream_layout(hand.op, hand.schedule)
             limit = whole.bytes_with_spans_of(SPAN_CHUNKS[name])

@@ -6,7 +6,6 @@ No emulation on the CPU notices these mistakes, so they are not here:
   waits for the same chunks.
 - The last chunk of a row is copied as if it were whole. The slot has room, and nothing reads the
   rest. Only a copy beyond the end of the memory would be noticed, on a GPU.
-- No `__syncwarp` between `expect_bytes` and the copies. The phase cannot end before the arrival.
 - No `publish_barriers`. The emulation has one view of memory.
 - `sums[3]` for `sums[2]` in products of halves with one row. All columns of the right factor are
   equal.
@@ -61,6 +60,10 @@ KERNELS = {
     ),
     "int4, one chunk": Hand(
         rows=(96,), columns=256, group=64, tile=4, stages=3, blocks=1, warps=2, dtype="float32"
+    ),
+    # two teams of warps; while the ring is filled, one chunk is under way
+    "int4, teams": Hand(
+        rows=(160,), columns=256, group=128, tile=2, stages=4, blocks=1, warps=8, dtype="float32"
     ),
     "int4, 4 rows": Hand(
         codes="int4",
@@ -141,8 +144,9 @@ class Mutant:
 FULL = "wait_for_phase(&shared.full[s], (n / stages) & 1);"
 EMPTY = "if (n >= stages) wait_for_phase(&shared.empty[s], (n / stages - 1) & 1);"
 ARRIVE = "arrive(&shared.empty[s]);"
+FIRST_CHUNKS = "if (n >= 1 && n < stages) wait_for_phase(&shared.full[n - 1], 0);"
 BYTES = "expect_bytes(&shared.full[s], 16 * "
-FROM = "from + c * chunk_bytes"
+FROM = " + c * chunk_bytes, "
 FACTOR_KEPT = "if (span > 0) meet<2>(threads);"
 LATER_READY = "else meet<2>(threads);"
 LAST_SPAN = "(span < 2 ? 2 : 1)"
@@ -187,13 +191,22 @@ COMMON = [
     ("copies of the same tile", TILE_ROW, TILE_ROW.replace(" + i * blocks", "")),
     ("the factor is read too early", FACTOR_READY, "announce<1>(threads + 32);"),
     ("the barriers are used too early", "announce<1>(threads + 32);", ""),
-    ("units from the first", "int u = warp;", "int u = 0;"),
 ]
+
+
+def units_from_the_first(kernel: str) -> tuple[str, str, str]:
+    """Return a mistake. The loop over units is unrolled if all chunks have as many."""
+    if kernel in RAGGED:
+        return "units from the first", "int u = warp;", "int u = 0;"
+    if kernel == "int4":  # a chunk has one unit
+        return "no unit", "if (warp < 1)", "if (warp < 0)"
+    return "units from the first", "u = warp + k * warps", "u = k * warps"
+
 
 #: Mistakes of kernels with one span.
 OF_ONE_SPAN = [
-    ("copy of another chunk", FROM, "from + (chunks - 1 - c) * chunk_bytes"),
-    ("copies of the same chunk", FROM, "from"),
+    ("copy of another chunk", FROM, " + (chunks - 1 - c) * chunk_bytes, "),
+    ("copies of the same chunk", FROM, ", "),
     ("the sums are read too early", SUMS_READY, ""),
 ]
 
@@ -324,7 +337,7 @@ OF_ONE = [
         "(shared.scales_1[i % 2])[g * 4",
         "(shared.scales_1[i % 2])[(g ^ 1) * 4",
     ),
-    ("int4", "one product for both", "lane < 8 ? codes0_ptr", "lane < 0 ? codes0_ptr"),
+    ("int4", "one product for both", "codes1_ptr + row", "codes0_ptr + row"),
     (
         "int4",
         "sums of the other product",
@@ -353,7 +366,7 @@ OF_ONE = [
     ("float8", "pieces of the first columns", "(factor + piece * ", "(factor + 0 * "),
     ("float8", "scales of the first block", "row_0 / 64 * 4", "row_0 / 128 * 4"),
     ("float8", "the sum of lower rows", "lower += sums[2]", "lower += sums[0]"),
-    ("int4, one chunk", "a part of the units", "u += warps", "u += 2 * warps"),
+    ("int4, one chunk", "a part of the units", "k < 2; ++k", "k < 1; ++k"),
     (
         "float8",
         "the residual of another row",
@@ -361,6 +374,27 @@ OF_ONE = [
         "residual_ptr + at_o",
     ),
     ("int4, one chunk", "a ring of scales that is too short", "scales_0[i % 5]", "scales_0[i % 2]"),
+    (
+        "int4, teams",
+        "the first chunk is not awaited",
+        FIRST_CHUNKS,
+        FIRST_CHUNKS.replace("n - 1", "n"),
+    ),
+    (
+        "int4, teams",
+        "a team arrives for both",
+        "&shared.empty[s], 32 * team_warps",
+        "&shared.empty[s], threads",
+    ),
+    ("int4, teams", "both teams multiply", "if (n % 2 != team) {", "if (false) {"),
+    (
+        "int4, teams",
+        "sums of two warps in one place",
+        "[team_warp][g] = upper",
+        "[team_warp / 2][g] = upper",
+    ),
+    ("int4, teams", "sums of fewer warps", "w < team_warps; ++w) sum", "w < 1; ++w) sum"),
+    ("int4, teams", "units of the first warp", "u = team_warp + k", "u = k"),
     (
         "int4, one chunk",
         "scales of another tile",
@@ -449,7 +483,7 @@ OF_SPANS = [
     ("x of the first span", "x_ptr + span * ", "x_ptr + 0 * "),
     ("sums start with what is in memory", "(span ? ", "(true ? "),
     ("sums of the last two spans", "(span ? ", "(span > 1 ? "),
-    ("copies of the first span", "from + (span * ", "from + (0 * "),
+    ("copies of the first span", "row_bytes + (span * ", "row_bytes + (0 * "),
     ("copies of the same chunk", "+ c) * chunk_bytes", ") * chunk_bytes"),
 ]
 
@@ -491,11 +525,13 @@ OF_ONE_WITH_SPANS = {
     ],
 }
 
-#: Kernels by what they have.
+#: Kernels by what they have. The last chunk of a tile has fewer units in those that are ragged.
 ONE_ROW = ("int4", "int8", "uint8", "float8")
 BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
+RAGGED = ("int8", "int8, spans of 2 rows")
 MUTANTS = [
     *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
+    *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPAN_CHUNKS)),
     *(Mutant(k, *m) for k in ONE_ROW for m in OF_ONE_SPAN),
     *(Mutant(k, *m) for k in (*ONE_ROW, "int4, spans") for m in OF_ONE_ROW),
     *(Mutant(k, *m) for k in ("int4", "int8", "uint8") for m in OF_DIGITS),

@@ -10,7 +10,6 @@ These changes compute the same, so they are not here:
 - One team multiplies all tiles. Or the teams take other tiles, as long as each keeps its stages.
 - The ring of scales has one slot less, and each tile has one chunk. Then there is a spare slot.
 - The codes of the upper rows for the lower ones in tiles of 8 rows. Nothing reads the lower sums.
-- `lane == 15` for the copy of the scales. Each lane may copy them.
 - The size of the scales of one product for those of the other. They are equal if both begin alike.
 - The expert of another piece in the loop of the products, if both exist. Only the copies differ.
 
@@ -183,10 +182,11 @@ LESS = "(__int_as_float(sums[0]) - __int_as_float(less[0]))"
 MORE = "(__int_as_float(sums[0]) + __int_as_float(less[0]) - 25165824.0f)"
 LAST_UNIT = "warp + k * warps < 4 ? warp + k * warps : 4"
 SCALES_OF_LANE = "((g % 2 == 0) != is_swapped ? shared.scales_0"
-ROW_OF_LANE = "(lane % 2 == 0) != is_swapped ? codes0_ptr"
+RESULT_ROW = "own_row * 2 + (is_swapped ? 1 : 0)"
+COPIED_ROW = "2 * r + (is_swapped ? 1 : 0)"
 NO_BIAS = "expert < 0 ? (const float*)nullptr : "
 LOWEST_DIGIT = "worth_0 = t % 2 ? 1.0f : 65536.0f"
-EXPERT_OF_COPY = ";\n        const unsigned long long begin_0"
+EXPERT_OF_COPY = ";\n          const unsigned long long begin_0"
 TOGETHER = "lie_together = codes0_ptr + row_bytes == codes1_ptr || codes1_ptr + row_bytes =="
 SWAPPED = "is_swapped = codes1_ptr < codes0_ptr"
 
@@ -256,16 +256,16 @@ OF_PAIRS = [
 
 #: Mistakes of kernels whose rows may lie in turns.
 OF_TURNS = [
-    ("results of the other product", "(is_swapped ? 1 : 0)", "(is_swapped ? 0 : 1)"),
-    ("sums as if in order", "(is_swapped ? 1 : 0)", "0"),
+    ("results of the other product", RESULT_ROW, RESULT_ROW.replace("1 : 0", "0 : 1")),
+    ("sums as if in order", RESULT_ROW, "own_row * 2"),
     ("scales of the other product", SCALES_OF_LANE, SCALES_OF_LANE.replace("!=", "==")),
     ("scales as if in order", SCALES_OF_LANE, "(g % 2 == 0 ? shared.scales_0"),
     ("scales of upper rows", "g / 2 * ", "g / 4 * "),
     ("scales of the first product twice", "shared.scales_1[(n", "shared.scales_0[(n"),
     ("the other shift of the scales", "+ first_1)", "+ first_1 + 1)"),
-    ("rows as if in order", ROW_OF_LANE, "(lane % 2 == 0) ? codes0_ptr"),
-    ("rows of the other product", ROW_OF_LANE, ROW_OF_LANE.replace("!=", "==")),
-    ("rows of half the tile", "+ lane / 2;", "+ lane / 4;"),
+    ("rows as if in order", COPIED_ROW, "2 * r"),
+    ("rows of the other product", COPIED_ROW, COPIED_ROW.replace("1 : 0", "0 : 1")),
+    ("rows of half the tile", "row = first + r;", "row = first + r / 2;"),
 ]
 
 #: Mistakes of one kernel.
@@ -288,17 +288,17 @@ OF_ONE = {
             "is_swapped ? codes1_ptr + ",
             "false ? codes1_ptr + ",
         ),
-        ("a tile less a row", "from, 16 * chunk_bytes", "from, 15 * chunk_bytes"),
+        ("a tile less a row", ", 16 * chunk_bytes, ", ", 15 * chunk_bytes, "),
         ("tiles in the first slot", "copy_bytes(shared.codes[s],", "copy_bytes(shared.codes[0],"),
         (
             "experts lie closer",
-            "codes0_ptr + expert * 15360LL + row * 320;\n          if",
-            "codes0_ptr + expert * 15344LL + row * 320;\n          if",
+            "codes0_ptr + expert * 15360LL + row * 320, 16",
+            "codes0_ptr + expert * 15344LL + row * 320, 16",
         ),
         (
             "the first tile of an expert",
-            "const long long row = row_0 % 48;",
-            "const long long row = 0;",
+            "first = row_0 % 48;",
+            "first = 0;",
         ),
         ("experts by tiles of the block", "shared.chosen[row_0 / 48]", "shared.chosen[i % 3]"),
         ("digits of the first unit for all", "x = held_digits[k];", "x = held_digits[0];"),
@@ -326,7 +326,7 @@ OF_ONE = {
     ],
     "turns, chunks": [
         ("the last chunk has more units", "c + 1 < chunks ? 2 : 1", "2"),
-        ("copies of the first chunk", "from + c * chunk_bytes", "from"),
+        ("copies of the first chunk", " + c * chunk_bytes, ", ", "),
         ("digits of the first chunk", "unit = c * 2 + u", "unit = u"),
         ("scales of each chunk", "(n / chunks) % 3] + first_0", "n % 3] + first_0"),
         ("chunks of missing experts", "(expert < 0 ? 0 : chunks)", "chunks"),
@@ -369,8 +369,8 @@ OF_ONE = {
         ("scales of the first expert", "scales0_ptr + expert * 384LL", "scales0_ptr + 0 * 384LL"),
         ("scales of the next row of the expert", "row_0 % 64 * 6)", "(row_0 % 64 + 3) * 6)"),
         ("codes of the first expert", "codes0_ptr + expert * 6144LL", "codes0_ptr + 0 * 6144LL"),
-        ("codes of the next row", "row_0 % 64 + lane % 16;", "row_0 % 64 + (lane + 1) % 16;"),
-        ("codes of the first tile", "row_0 % 64 + lane % 16;", "lane % 16;"),
+        ("codes of the next row", "row = first + r;", "row = first + (r + 1) % 16;"),
+        ("codes of the first tile", "row = first + r;", "row = r;"),
         ("lower rows of the upper ones", "(codes + 8 * pitch)", "(codes)"),
         ("weights of the first piece", "weights_ptr + at / 192", "weights_ptr"),
         ("weights of longer pieces", "weights_ptr + at / 192", "weights_ptr + at / 384"),
@@ -386,8 +386,8 @@ OF_ONE = {
         ("biases with each warp", "all0 += shared", "all0 += 0.5f * biases0_ahead + shared"),
     ],
     "8 rows": [
-        ("four rows", "if (lane < 8) {", "if (lane < 4) {"),
-        ("the first four rows twice", "lane % 8;", "lane % 4;"),
+        ("four rows", "r < 8; ++r", "r < 4; ++r"),
+        ("the first four rows twice", "row = first + r;", "row = first + r % 4;"),
         ("bytes of 16 rows", "8 * size + ", "16 * size + "),
         (
             "rows in the lower half",
@@ -403,8 +403,8 @@ OF_ONE = {
         ("results of another tile", "own_tile = tid / 8", "own_tile = tid / 16"),
         (
             "copies of every second tile",
-            "i * blocks) * 8;\n      for (int q",
-            "i * blocks) / 2 * 16;\n      for (int q",
+            "i * blocks) * 8;\n        for (int q",
+            "i * blocks) / 2 * 16;\n        for (int q",
         ),
         ("one unit in the last chunk", "c + 1 < chunks ? 4 : 1", "1"),
         ("no unit in the last chunk", "c + 1 < chunks ? 4 : 1", "c + 1 < chunks ? 4 : 0"),
@@ -415,15 +415,15 @@ OF_ONE = {
         ("partial sums of one warp", "shared.partial[own_tile][w]", "shared.partial[own_tile][0]"),
     ],
     "8 rows, whole tiles": [
-        ("the first tile of an expert", "row = row_0 % 48;", "row = 0;"),
-        ("a row less", "from, 8 * chunk_bytes", "from, 7 * chunk_bytes"),
-        ("each lane copies", "if (lane == 0) copy_bytes", "if (lane < 2) copy_bytes"),
+        ("the first tile of an expert", "first = row_0 % 48;", "first = 0;"),
+        ("a row less", ", 8 * chunk_bytes, ", ", 7 * chunk_bytes, "),
+        ("each lane copies", "if (is_elected())", "if (lane < 2)"),
         ("chunks of missing experts", "(expert < 0 ? 0 : chunks)", "chunks"),
         ("no last unit", "if (warp < 1)", "if (warp < 0)"),
         ("units of one warp", "u = warp + k * warps", "u = k * warps"),
     ],
     "float8": [
-        ("one product for both", "lane < 8 ? codes0_ptr", "lane < 0 ? codes0_ptr"),
+        ("one product for both", "codes1_ptr + expert", "codes0_ptr + expert"),
         ("scales of the first block", "row_0 % 64 / 32 * 4", "row_0 % 64 / 64 * 4"),
         ("scales of other blocks", "row_0 % 64 / 32 * 4", "row_0 % 64 / 16 * 4"),
         ("scales of the first product", "% 4] + first_1)", "% 4] + first_0 + 4)"),

@@ -132,6 +132,12 @@ inline void start_barrier(unsigned long long* barrier, int arrivals) {
 
 inline void publish_barriers() {}
 
+// Another thread of the warp in each order.
+inline bool is_elected() {
+  using namespace cuda_on_cpu;
+  return machine.current->thread % kWarp == machine.order % kWarp;
+}
+
 inline void arrive(unsigned long long* barrier) {
   using namespace cuda_on_cpu;
   if (arrive_once(phases_of(barrier))) let_other_warps_run();

@@ -1,8 +1,8 @@
 """Write kernels that stream codes as CUDA C++.
 
-One warp copies the codes and scales of a block's tiles through a ring in shared memory, from the
-start of the kernel on. If an index chooses them, it waits for the previous kernel first. The
-others first compute the other factor. They store it as digits: signed bytes d₀, d₁ and d₂ with d₀
+A thread of one warp copies the codes and scales of a block's tiles through a ring in shared memory,
+from the start of the kernel on. If an index chooses them, it waits for the previous kernel first.
+The other warps first compute the other factor. They store it as digits: signed bytes d₀, d₁ and d₂ with d₀
 + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then they multiply codes and
 digits as signed bytes on tensor cores, so these sums are exact. If codes are floats, or if the
 other factor has several rows, codes and the other factor become halves instead. At the end the
@@ -22,7 +22,7 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.helpers import POWER_HELPERS, SMALL_FLOAT_HELPERS
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.pairs import PairWriter
-from mirage_hf.codegen.streams.products import ROWS, Product
+from mirage_hf.codegen.streams.products import Product
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import BlockInput
@@ -220,7 +220,8 @@ class _KernelWriter(PairWriter):
                     f"const bool lie_together = {first} + row_bytes == {second} || "
                     f"{second} + row_bytes == {first};"
                 )
-            self.copy_tiles()
+            with self.scope("if (is_elected())"):
+                self.copy_tiles()
             self.put("return;")
 
     def pointers_of_codes(self) -> list[str]:
@@ -272,6 +273,11 @@ class _KernelWriter(PairWriter):
                 "const int s = n % stages;",
                 "if (n >= stages) wait_for_phase(&shared.empty[s], (n / stages - 1) & 1);",
             )
+            if layout.first_chunks < layout.stages:
+                first = layout.first_chunks
+                self.put(
+                    f"if (n >= {first} && n < stages) wait_for_phase(&shared.full[n - {first}], 0);"
+                )
             size = "chunk_bytes"
             if last != whole:
                 self.put(
@@ -279,10 +285,7 @@ class _KernelWriter(PairWriter):
                 )
                 size = "size"
             more = f" + (c == 0 ? {scales} : 0)" if scales else ""
-            self.put(
-                f"if (lane == 0) expect_bytes(&shared.full[s], {layout.rows} * {size}{more});",
-                "__syncwarp();",
-            )
+            self.put(f"expect_bytes(&shared.full[s], {layout.rows} * {size}{more});")
             self.copy_rows(size)
             if scaled:
                 with self.scope("if (c == 0)"):
@@ -291,38 +294,34 @@ class _KernelWriter(PairWriter):
     def copy_rows(self, size: str) -> None:
         """Write the copies of a chunk's rows: one for each, or one for all if they lie together."""
         layout, found, rows = self.layout, self.found, self.layout.rows
-        first = f"row_0 % {found.num_own_rows}" if self.has_index else "row_0"
-        texts = [self.row_of(p) for p in found.products]
+        own = f"row_0 % {found.num_own_rows}" if self.has_index else "row_0"
+        self.put(f"const long long first = {own};")
+        addresses = [self.row_of(p) for p in found.products]
         if layout.has_whole_tiles:
-            head = "if (lie_together)" if layout.is_in_turns else ""
-            text = f"is_swapped ? {texts[1]} : {texts[0]}" if layout.is_in_turns else texts[0]
+            head, address = "", addresses[0]
+            if layout.is_in_turns:
+                head = "if (lie_together)"
+                address = f"is_swapped ? {addresses[1]} : {addresses[0]}"
             with self.scope(head):
                 self.put(
-                    f"const long long row = {first};",
-                    f"const unsigned char* from = {text};",
-                    f"if (lane == 0) copy_bytes(shared.codes[s], from, {rows} * {size}, "
-                    "&shared.full[s]);",
+                    "const long long row = first;",
+                    f"copy_bytes(shared.codes[s], {address}, {rows} * {size}, &shared.full[s]);",
                 )
             if not layout.is_in_turns:
                 return
-            head = f"else if (lane < {rows})"
-        else:
-            head = f"if (lane < {rows})"
-        with self.scope(head):
-            own = f"lane % {layout.tile_rows}"
-            is_first = f"lane < {layout.tile_rows}"
-            if layout.is_in_turns:
-                own, is_first = "lane / 2", "(lane % 2 == 0) != is_swapped"
-            self.put(f"const long long row = {first} + {own};")
-            text = texts[-1]
-            if len(found.products) > 1:
-                text = f"{is_first} ? {texts[0]} : {text}"
-            self.put(
-                f"const unsigned char* from = {text};",
-                "copy_bytes(&shared.codes[s][lane * pitch], "
-                f"from + {self.chunk_number} * chunk_bytes, "
-                f"{size}, &shared.full[s]);",
-            )
+        at = f" + {self.chunk_number} * chunk_bytes"
+        with self.scope("else") if layout.has_whole_tiles else nullcontext():
+            self.put("#pragma unroll")
+            with self.scope(f"for (int r = 0; r < {layout.tile_rows}; ++r)"):
+                self.put("const long long row = first + r;")
+                for n, address in enumerate(addresses):
+                    to = f"({n * layout.tile_rows} + r)" if n else "r"
+                    if layout.is_in_turns:
+                        to = f"(2 * r + (is_swapped ? {1 - n} : {n}))"
+                    self.put(
+                        f"copy_bytes(&shared.codes[s][{to} * pitch], {address}{at}, {size}, "
+                        "&shared.full[s]);"
+                    )
 
     def row_of(self, product: Product) -> str:
         """Return the address of a row of a product's codes."""
@@ -348,11 +347,11 @@ class _KernelWriter(PairWriter):
         return f"({text})" if len(pieces) > 1 else text
 
     def copy_scales(self, scaled: Sequence[int]) -> None:
-        """Write the copies of a tile's scales, each by another lane."""
-        for lane, n in enumerate(scaled, ROWS):
+        """Write the copies of a tile's scales."""
+        for n in scaled:
             if self.has_index:
                 self.put(
-                    f"if (lane == {lane}) copy_bytes({self.scale_slot(n)}, "
+                    f"copy_bytes({self.scale_slot(n)}, "
                     f"reinterpret_cast<const void*>(begin_{n} & ~15ULL), size_{n}, "
                     "&shared.full[s]);"
                 )
@@ -370,10 +369,7 @@ class _KernelWriter(PairWriter):
                 return f" + {index} * {of_row}"
 
             text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
-            self.put(
-                f"if (lane == {lane}) copy_bytes({self.scale_slot(n)}, "
-                f"{text}, {size}, &shared.full[s]);"
-            )
+            self.put(f"copy_bytes({self.scale_slot(n)}, {text}, {size}, &shared.full[s]);")
 
     # -- outputs ----------------------------------------------------------------------------------
 

@@ -29,6 +29,13 @@ _MOST_LOADS = 16
 #: The most warps that compute, a power of two. One more copies, and a block has at most 32 warps.
 MOST_WARPS = 16
 
+#: Bytes of codes that a block requests before the first of them arrive. While more are under way,
+#: loads of the other factor wait behind them.
+_FIRST_BYTES = 48 << 10
+
+#: The fewest warps of a team.
+_LEAST_WARPS = 4
+
 #: Slots of a ring of scales besides those of tiles that are under way.
 _MORE_SLOTS = 2
 
@@ -116,14 +123,15 @@ class StreamLayout:
 
     @property
     def teams(self) -> int:
-        """Teams of warps that multiply chunks in turns.
+        """Teams of warps that multiply tiles in turns, if a stage holds a whole tile.
 
-        Two are used where instructions limit a kernel, which is so with pairs of short groups.
-        While one team adds up its sums, the other one multiplies. Each stage of the ring belongs to
-        one team, because a warp must wait for every phase of a barrier: parities repeat.
+        While one team adds up its sums and waits, the others multiply. Each stage of the ring
+        belongs to one team, because a warp must wait for every phase of a barrier: parities repeat.
         """
-        is_slow = self.groups_of_unit > 1 and self.warps >= 8
-        return 2 if is_slow and self.chunks == 1 and self.stages % 2 == 0 else 1
+        if self.chunks > 1:
+            return 1
+        every = (n for n in (4, 2) if self.stages % n == 0 and self.warps >= n * _LEAST_WARPS)
+        return next(every, 1)
 
     @property
     def team_warps(self) -> int:
@@ -139,6 +147,14 @@ class StreamLayout:
     def stages(self) -> int:
         """Chunks that the ring holds."""
         return self.schedule.num_stages
+
+    @property
+    def first_chunks(self) -> int:
+        """Chunks that are requested at once when the kernel starts.
+
+        Until the ring is full, each further one is requested when one has arrived.
+        """
+        return -(-_FIRST_BYTES // (self.rows * self.chunk_bytes))
 
     @cached_property
     def chunk(self) -> int:

@@ -11,6 +11,9 @@ from mirage_hf.graph.coded import is_exponent
 #: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
 _MAGIC = 0x4B400000
 
+#: The most units of a chunk for which a warp's loop over them is unrolled.
+MOST_UNROLLED = 12
+
 
 class ProductWriter(FactorWriter):
     """Writes the loop over the tiles of a block, whose chunks the copying warp brings."""
@@ -25,6 +28,8 @@ class ProductWriter(FactorWriter):
                 "const int own = g < batch ? g : 0, first = 2 * t < batch ? 2 * t : 0, "
                 "second = 2 * t + 1 < batch ? 2 * t + 1 : 0;",
             )
+        if layout.teams > 1:
+            self.put("const int team = warp / team_warps, team_warp = warp % team_warps;")
         self.prepare_lanes()
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
             totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
@@ -79,23 +84,51 @@ class ProductWriter(FactorWriter):
     @property
     def own_warp(self) -> tuple[str, str]:
         """The texts of a warp's number among those that share a chunk, and of how many they are."""
-        return "warp", "warps"
+        return ("team_warp", "team_warps") if self.layout.teams > 1 else ("warp", "warps")
+
+    @property
+    def units(self) -> int:
+        """Units of a chunk. The last one may have fewer."""
+        return self.layout.chunk // self.layout.unit
+
+    @property
+    def most_units(self) -> int:
+        """The most units of a chunk that a warp multiplies."""
+        return -(-self.units // self.layout.team_warps)
 
     def multiply_units(self) -> None:
-        """Write the loop over a warp's units of a chunk."""
-        layout = self.layout
-        units, last = layout.chunk // layout.unit, layout.last_chunk // layout.unit
-        count = str(units)
+        """Write the products of a warp's units of a chunk.
+
+        If all warps have as many units, or nearly so, the loop over them is unrolled, so that loads
+        of several units are under way at once.
+        """
+        layout, units = self.layout, self.units
+        warp, warps = self.own_warp
+        if layout.last_chunk == layout.chunk and self.most_units <= MOST_UNROLLED:
+            whole, rest = divmod(units, layout.team_warps)
+            if whole:
+                self.put("#pragma unroll")
+                with self.scope(f"for (int k = 0; k < {whole}; ++k)"):
+                    self.put(f"const int u = {warp} + k * {warps};")
+                    self.multiply_unit(units)
+            if rest:
+                with self.scope(f"if ({warp} < {rest})"):
+                    self.put(f"const int k = {whole}, u = {warp} + k * {warps};")
+                    self.multiply_unit(units)
+            return
+        count, last = str(units), layout.last_chunk // layout.unit
         if last != units:
             self.put(f"const int units = {self.chunk_number} + 1 < chunks ? {units} : {last};")
             count = "units"
         self.put("#pragma unroll 4")
-        warp, warps = self.own_warp
         with self.scope(f"for (int u = {warp}; u < {count}; u += {warps})"):
             self.multiply_unit(units)
 
     def leave_to_others(self, chunks: str) -> None:
-        """Write how a warp leaves chunks to other warps. Here all warps share each chunk."""
+        """Write how a warp leaves so many chunks to the other teams."""
+        if self.layout.teams > 1:
+            with self.scope(f"if (n % {self.layout.teams} != team)"):
+                self.put(f"n += {chunks};", "continue;")
 
     def totals(self) -> list[str]:
         """Return the names of a lane's sums, for the upper and the lower half of the rows."""
@@ -104,17 +137,18 @@ class ProductWriter(FactorWriter):
 
     def store_totals(self) -> None:
         """Write how a lane stores its sums of a tile."""
+        place = f"shared.partial[i][{self.summing_warp}]"
         if self.layout.batch == 1:
             with self.scope("if (t == 0)"):
-                for total, row in zip(self.totals(), ("g", "g + 8"), strict=False):
-                    self.put(self.add_to(f"shared.partial[i][warp][{row}]", total))
+                for total, row in (("upper", "g"), ("lower", "g + 8"))[: 1 + self.has_lower]:
+                    self.put(self.add_to(f"{place}[{row}]", total))
             return
         for n in (0, 1):
             at = f"2 * t{f' + {n}' if n else ''}"
             with self.scope(f"if ({at} < batch)"):
                 self.put(
-                    self.add_to(f"shared.partial[i][warp][g * batch + {at}]", f"upper_{n}"),
-                    self.add_to(f"shared.partial[i][warp][(g + 8) * batch + {at}]", f"lower_{n}"),
+                    self.add_to(f"{place}[g * batch + {at}]", f"upper_{n}"),
+                    self.add_to(f"{place}[(g + 8) * batch + {at}]", f"lower_{n}"),
                 )
 
     def multiply_unit(self, units: int) -> None:

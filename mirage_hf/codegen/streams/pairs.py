@@ -8,10 +8,7 @@ zeros as digits of the other group.
 from __future__ import annotations
 
 from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
-from mirage_hf.codegen.streams.multiplying import ProductWriter
-
-#: The most units of a warp whose digits it holds in registers for all tiles.
-_MOST_HELD = 12
+from mirage_hf.codegen.streams.multiplying import MOST_UNROLLED, ProductWriter
 
 
 class PairWriter(ProductWriter):
@@ -23,34 +20,17 @@ class PairWriter(ProductWriter):
         return self.layout.groups_of_unit > 1
 
     @property
-    def units(self) -> int:
-        """Units of a chunk. The last one may have fewer."""
-        return self.layout.chunk // self.layout.unit
-
-    @property
-    def most_units(self) -> int:
-        """The most units of a chunk that a warp multiplies."""
-        return -(-self.units // self.layout.team_warps)
-
-    @property
-    def own_warp(self) -> tuple[str, str]:
-        """The texts of a warp's number in its team, and of the number of warps there."""
-        return ("team_warp", "team_warps") if self.layout.teams > 1 else ("warp", "warps")
-
-    @property
     def holds_digits(self) -> bool:
         """Whether a warp multiplies the same units of each tile, and holds their digits."""
         layout = self.layout
         whole = layout.chunks == self.found.num_pieces == layout.spans == 1
-        return whole and self.most_units <= _MOST_HELD
+        return whole and self.most_units <= MOST_UNROLLED
 
     def prepare_lanes(self) -> None:
         """Write what a lane knows before the first tile."""
         if not self.has_pairs:
             super().prepare_lanes()
             return
-        if self.layout.teams > 1:
-            self.put("const int team = warp / team_warps, team_warp = warp % team_warps;")
         self.put(
             "// a lane has digits of the group that its columns belong to, or zeros",
             f"const bool holds = g / 4 == t / 2 && g % 4 < {DIGITS};",
@@ -81,29 +61,6 @@ class PairWriter(ProductWriter):
             return super().totals()
         halves = ("upper", "lower")[: 1 + self.has_lower]
         return [f"{h}_{n}" for h in halves for n in (0, 1)]
-
-    def multiply_units(self) -> None:
-        """Write the products of a warp's units of a chunk."""
-        layout = self.layout
-        if not self.has_pairs or layout.last_chunk != layout.chunk or self.most_units > _MOST_HELD:
-            super().multiply_units()
-            return
-        (warp, warps), (whole, rest) = self.own_warp, divmod(self.units, layout.team_warps)
-        if whole:
-            self.put("#pragma unroll")
-            with self.scope(f"for (int k = 0; k < {whole}; ++k)"):
-                self.put(f"const int u = {warp} + k * {warps};")
-                self.multiply_unit(self.units)
-        if rest:
-            with self.scope(f"if ({warp} < {rest})"):
-                self.put(f"const int k = {whole}, u = {warp} + k * {warps};")
-                self.multiply_unit(self.units)
-
-    def leave_to_others(self, chunks: str) -> None:
-        """Write how a warp leaves so many chunks to the other team."""
-        if self.layout.teams > 1:
-            with self.scope(f"if (n % {self.layout.teams} != team)"):
-                self.put(f"n += {chunks};", "continue;")
 
     def multiply_unit(self, units: int) -> None:
         """Write the products of a unit."""
@@ -150,14 +107,3 @@ class PairWriter(ProductWriter):
             self.put(f"float {half} = {half}_0 * worth_0 + {half}_1 * worth_1;")
             for step in (1, 2):
                 self.put(f"{half} += __shfl_xor_sync(0xffffffffu, {half}, {step});")
-
-    def store_totals(self) -> None:
-        """Write how a lane stores its sums of a tile."""
-        if not self.has_pairs:
-            super().store_totals()
-            return
-        warp = "team_warp" if self.summing_warps == "team_warps" else "warp"
-        with self.scope("if (t == 0)"):
-            self.put(self.add_to(f"shared.partial[i][{warp}][g]", "upper"))
-            if self.has_lower:
-                self.put(self.add_to(f"shared.partial[i][{warp}][g + 8]", "lower"))

@@ -25,7 +25,7 @@ _NAMES = frozenset(
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
     exponent factor first first_0 first_1 g halves held held_digits held_step held_steps high_0
     high_1 holds is_swapped j k lane largest left less lie_together low_0 low_1 lower lower_0
-    lower_1 m magic mine n of_piece own own_row own_scales own_tile piece pitch q right row
+    lower_1 m magic mine n of_piece own own_row own_scales own_tile piece pitch q r right row
     row_0 row_bytes scaled second size span stages step stores sums t team team_warp team_warps
     tiles to unit units up upper upper_0 upper_1 w warp warps Words worth_0 worth_1
     """.split()
@@ -58,8 +58,17 @@ class StreamWriter(NestWriter):
     @property
     def summing_warps(self) -> str:
         """The text of the number of warps that have sums of a tile."""
-        is_one_team = self.layout.summing_warps < self.layout.warps
-        return "team_warps" if is_one_team else "warps"
+        return "team_warps" if self.sums_by_team else "warps"
+
+    @property
+    def summing_warp(self) -> str:
+        """The text of the number of a warp among those that have sums of its tile."""
+        return "team_warp" if self.sums_by_team else "warp"
+
+    @property
+    def sums_by_team(self) -> bool:
+        """Whether one team has all sums of a tile."""
+        return self.layout.summing_warps < self.layout.warps
 
     def each_piece(self) -> AbstractContextManager[None]:
         """Write the loop over pieces `q`, if there are several, and which expert each is of.
