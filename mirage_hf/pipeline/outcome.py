@@ -104,7 +104,7 @@ class Outcome:
                 ugraph, schedules = library_ugraph(self.request.program), ()
         timings: tuple[Measurement, ...] = ()
         if best is not None and library is not None:
-            timings = (*_measurements(OURS, best), *_measurements(LIBRARY, library))
+            timings = measurements(best, library)
         search = self._statistics()
         if layer_us:
             search["layer_us"] = round(layer_us, 3)
@@ -153,14 +153,16 @@ def _is_slower(mine: Timing | None, theirs: Timing | None) -> bool:
     return mine is not None and theirs is not None and mine.us > theirs.us
 
 
-def _measurements(name: str, candidate: ScheduledCandidate) -> list[Measurement]:
-    """Return the candidate's timings. The library path has none if it ran out of memory."""
-    timings = (("", candidate.timing), (CHAINED, candidate.chain))
-    return [
+def measurements(
+    best: ScheduledCandidate, library: ScheduledCandidate
+) -> tuple[Measurement, ...]:
+    """Return the timings of a kernel and of the library, which has none if it ran out of memory."""
+    return tuple(
         Measurement(name + how, t.us, t.low, t.high, t.replays)
-        for how, t in timings
+        for name, candidate in ((OURS, best), (LIBRARY, library))
+        for how, t in (("", candidate.timing), (CHAINED, candidate.chain))
         if t is not None
-    ]
+    )
 
 
 def library_wins(entry: Entry) -> str:

@@ -1,0 +1,123 @@
+"""Measure entries of the packaged zoo again, after the text that is generated for them changed.
+
+    python -m scripts.retune_zoo --layer "$(ls -d kernel_zoo/traced/1x2048-to-1x3072-*/sm_90 …)"
+
+Each --layer names the folders of entries in the order in which a layer of a model runs them, with
+white space between. Their µGraphs stay. Entries whose text is out of date get the schedules that make
+the whole layer fastest, and so do those whose codes a CUDA kernel can stream. All others only run
+beside them. An entry is written with its new schedule, text, times, machine and date.
+
+`scripts/refresh_zoo.py` is enough if the same schedules still generate the same code up to names.
+Run `scripts/build_cubins.py` afterwards, because cubins belong to a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import Device
+from mirage_hf.graph.kernel import KernelOp
+from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.pipeline.layer_choice import only_choice
+from mirage_hf.pipeline.outcome import measurements
+from mirage_hf.tune import space, tuner
+from mirage_hf.tune.candidates import ScheduledCandidate
+from mirage_hf.tune.layer import choose_for_layer
+from mirage_hf.tune.stream_schedules import stream_schedules
+from mirage_hf.tune.tuner import TuneResult
+from mirage_hf.zoo.entry import Entry
+from mirage_hf.zoo.entry_reader import read_entry
+from mirage_hf.zoo.machine import this_machine
+from scripts.benching import DEVICE, need_gpu
+from scripts.refresh_zoo import ROOT, write
+
+#: Schedules of Triton kernels to try for an op.
+MOST = 24
+
+
+def schedules_of(op: KernelOp, device: Device, own: Schedule) -> list[Schedule]:
+    """Return the schedules to try for an op: its own, and those that stream codes, if any do."""
+    streams = [s for s, _ in stream_schedules(op, device)]
+    others = streams or [s for s in space.schedules(op, device) if s.mma == own.mma][:MOST]
+    return list(dict.fromkeys([own, *others]))
+
+
+def tuned(entry: Entry) -> TuneResult | None:
+    """Return measured kernels of an entry's µGraph, or None if it needs none."""
+    ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
+    is_stale = entry.generate().source != entry.kernel
+    if len(ops) != 1 or not (is_stale or stream_schedules(ops[0])):
+        return None
+    (own,) = entry.schedules
+    return tuner.tune(
+        [entry.ugraph],
+        device=DEVICE,
+        per_graph=2 * MOST,
+        schedules=lambda op, device: schedules_of(op, device, own),
+        rounds=0,
+        patience=0,
+        next_may_launch_early=entry.key.next_may_launch_early,
+    )
+
+
+def remade(entry: Entry, chosen: ScheduledCandidate, result: TuneResult, layer_us: float) -> Entry:
+    """Return an entry with another schedule and its times."""
+    program, kernels = entry.ugraph.program, entry.ugraph.kernels
+    assert result.library is not None
+    return replace(
+        entry,
+        ugraph=UGraph(program, kernels, chosen.schedules),
+        kernel=chosen.generate().source,
+        schedules=chosen.schedules,
+        timings=measurements(chosen, result.library),
+        search={**entry.search, "layer_us": round(layer_us, 3), "tried": len(result.candidates)},
+        machine=this_machine(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def retune(folders: Sequence[Path], zoo: Path) -> None:
+    """Measure the entries of a layer again, and write those that were tuned."""
+    started = time.perf_counter()
+    (entries, results, choices) = ([], [], [])  # type: ignore[var-annotated]
+    for folder in folders:
+        entry = read_entry(folder)
+        result = tuned(entry)
+        found = only_choice(entry) if result is None else result.searched
+        if not found:
+            raise SystemExit(f"{folder}: no kernel was right; nothing is written for its layer")
+        entries.append(entry)
+        results.append(result)
+        choices.append(found)
+    chosen, whole = choose_for_layer(choices, device=DEVICE)
+    seconds = time.perf_counter() - started
+    print(f"a layer of {len(folders)} takes {whole.us:.2f} µs, {seconds:.1f} s", flush=True)
+    for entry, result, kernel, folder in zip(entries, results, chosen, folders, strict=True):
+        if result is not None:
+            write(remade(entry, kernel, result, whole.us), zoo, folder)
+            (schedule,) = kernel.schedules
+            print(f"  {kernel.us:8.2f} µs  {folder.parent.name}  {schedule}", flush=True)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layer", action="append", required=True, help="folders of entries")
+    parser.add_argument("--zoo", type=Path, default=ROOT / "kernel_zoo", help="where they lie")
+    args = parser.parse_args()
+    need_gpu("retune_zoo")
+    for layer in args.layer:
+        retune([Path(folder).resolve() for folder in layer.split()], args.zoo.resolve())
+
+
+if __name__ == "__main__":
+    main()
