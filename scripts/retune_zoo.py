@@ -3,9 +3,9 @@
     python -m scripts.retune_zoo --layer "$(ls -d kernel_zoo/traced/1x2048-to-1x3072-*/sm_90 …)"
 
 Each --layer names the folders of entries in the order in which a layer of a model runs them, with
-white space between. Their µGraphs stay. Entries whose text is out of date get the schedules that make
-the whole layer fastest, and so do those whose codes a CUDA kernel can stream. All others only run
-beside them. An entry is written with its new schedule, text, times, machine and date.
+white space between. Their µGraphs stay. Entries whose text is out of date get the schedules that
+make the whole layer fastest, and so do those whose codes a CUDA kernel can stream. All others only
+run beside them. An entry is written with its new schedule, text, times, machine and date.
 
 `scripts/refresh_zoo.py` is enough if the same schedules still generate the same code up to names.
 Run `scripts/build_cubins.py` afterwards, because cubins belong to a text.
@@ -86,16 +86,15 @@ def remade(entry: Entry, chosen: ScheduledCandidate, result: TuneResult, layer_u
 def retune(folders: Sequence[Path], zoo: Path) -> None:
     """Measure the entries of a layer again, and write those that were tuned."""
     started = time.perf_counter()
-    (entries, results, choices) = ([], [], [])  # type: ignore[var-annotated]
-    for folder in folders:
-        entry = read_entry(folder)
-        result = tuned(entry)
-        found = only_choice(entry) if result is None else result.searched
+    entries = [read_entry(folder) for folder in folders]
+    results = [tuned(entry) for entry in entries]
+    choices = [
+        only_choice(entry) if result is None else result.searched
+        for entry, result in zip(entries, results, strict=True)
+    ]
+    for folder, found in zip(folders, choices, strict=True):
         if not found:
             raise SystemExit(f"{folder}: no kernel was right; nothing is written for its layer")
-        entries.append(entry)
-        results.append(result)
-        choices.append(found)
     chosen, whole = choose_for_layer(choices, device=DEVICE)
     seconds = time.perf_counter() - started
     print(f"a layer of {len(folders)} takes {whole.us:.2f} µs, {seconds:.1f} s", flush=True)

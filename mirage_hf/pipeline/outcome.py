@@ -153,9 +153,7 @@ def _is_slower(mine: Timing | None, theirs: Timing | None) -> bool:
     return mine is not None and theirs is not None and mine.us > theirs.us
 
 
-def measurements(
-    best: ScheduledCandidate, library: ScheduledCandidate
-) -> tuple[Measurement, ...]:
+def measurements(best: ScheduledCandidate, library: ScheduledCandidate) -> tuple[Measurement, ...]:
     """Return the timings of a kernel and of the library, which has none if it ran out of memory."""
     return tuple(
         Measurement(name + how, t.us, t.low, t.high, t.replays)
