@@ -43,7 +43,10 @@ MOST = 24
 
 
 def schedules_of(op: KernelOp, device: Device, own: Schedule) -> list[Schedule]:
-    """Return the schedules to try for an op: its own, and those that stream codes, if any do."""
+    """Return the schedules to try for an op.
+
+    These are its own, and those that stream codes. If none do, they are the best of Triton kernels.
+    """
     streams = [s for s, _ in stream_schedules(op, device)]
     others = streams or [s for s in space.schedules(op, device) if s.mma == own.mma][:MOST]
     return list(dict.fromkeys([own, *others]))
@@ -53,8 +56,10 @@ def tuned(entry: Entry) -> TuneResult | None:
     """Return measured kernels of an entry's µGraph, or None if it needs none."""
     ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
     is_stale = entry.generate().source != entry.kernel
-    if len(ops) != 1 or not (is_stale or stream_schedules(ops[0])):
+    if not is_stale and not any(stream_schedules(op) for op in ops):
         return None
+    if len(ops) != 1:
+        raise SystemExit(f"{entry.folder}: it has {len(ops)} kernels; make it again by build_zoo")
     (own,) = entry.schedules
     return tuner.tune(
         [entry.ugraph],
@@ -115,7 +120,11 @@ def main() -> None:
     args = parser.parse_args()
     need_gpu("retune_zoo")
     for layer in args.layer:
-        retune([Path(folder).resolve() for folder in layer.split()], args.zoo.resolve())
+        folders = [Path(folder).resolve() for folder in layer.split()]
+        zoo = args.zoo.resolve()
+        if outside := [f for f in folders if not f.is_relative_to(zoo)]:
+            parser.error(f"{outside[0]} does not lie in {zoo}; name its zoo by --zoo")
+        retune(folders, zoo)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Any
 from mirage_hf import errors
 from mirage_hf.graph.block import BlockGraph, Role
 
-#: Part of every key under which a tuned kernel is stored. Raise it whenever the same schedule gives
-#: different code. It stayed at 10 when the code of 4-bit codes, and of CUDA kernels with partial
-#: tiles, became better: no packaged kernel has them, and their stored schedules are still right.
+#: Part of every key under which a tuned kernel is stored. Raise it when a stored schedule is no
+#: longer right for the code that it gives. It stays if the code only becomes better: an entry of
+#: another text is refused when it is looked up, and packaged ones are measured again.
 VERSION = 10
 
 

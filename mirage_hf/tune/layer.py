@@ -17,7 +17,7 @@ from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.measure import Timing
 from mirage_hf.tune.turns import undisturbed
 
-#: The most candidates of each program to try. With 5, layers took up to 5% longer.
+#: The most candidates of each program to try.
 MOST_CANDIDATES = 16
 
 #: Candidates that take longer than this many times the fastest one's time are not tried. A kernel
@@ -25,10 +25,12 @@ MOST_CANDIDATES = 16
 #: as long.
 NEARLY = 1.35
 
-#: The best candidates of each program, in turn with its neighbour's, that are tried together.
+#: The best candidates of each program that are tried together with those of its neighbour. The
+#: chosen one is mostly among them, and is left out then.
 MOST_OF_PAIRS = 3
 
-#: The most times that all programs are gone through, and then all pairs of neighbours.
+#: The most times that all programs are gone through before pairs of neighbours are, and the most
+#: times that pairs are.
 MOST_SWEEPS = 3
 
 #: Least relative gain of the whole layer that counts as better.
@@ -66,9 +68,7 @@ def choose_for_layer(
             return undisturbed(partial(layer.time, chosen_runs, replays, to_beat))
 
         search = _Descent(time, [len(run) for run in runs])
-        for _ in range(MOST_SWEEPS):
-            if not search.sweep() and not search.sweep_pairs():
-                break
+        search.run()
         return [found[k] for found, k in zip(tried, search.chosen, strict=True)], search.best
 
 
@@ -92,6 +92,15 @@ class _Descent:
         self.best = time(self.chosen, math.inf)
         #: The time with each candidate, when it was last tried by itself.
         self._us = [[math.inf] * count for count in counts]
+
+    def run(self) -> None:
+        """Change candidates until no change is better, or enough were tried."""
+        for _ in range(MOST_SWEEPS):
+            for _ in range(MOST_SWEEPS):
+                if not self.sweep():
+                    break
+            if not self.sweep_pairs():
+                break
 
     def sweep(self) -> bool:
         """Try each candidate of each program. Return whether one was better."""

@@ -54,8 +54,18 @@ def drawn(first: int) -> tuple[list[Hand], list[CudaKernel]]:
 
 
 @pytest.mark.parametrize("first", [0, AT_ONCE, *SLOW_STARTS])
-def test_random_layouts_give_the_results_of_float64(first, tmp_path):
+def test_random_layouts_give_the_results_of_float64(first, tmp_path, monkeypatch):
+    # one chunk is under way until the ring is full, or some, or all
+    monkeypatch.setattr(layout, "_FIRST_BYTES", (1, 8 << 10, 48 << 10)[first // AT_ONCE % 3])
     check(*drawn(first), tmp_path)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_four_teams_of_warps_give_the_results_of_float64(batch, tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "_FIRST_BYTES", 1)
+    hand = Hand(rows=(16 * 11,), columns=512, tile=8, stages=4, warps=16, blocks=1, batch=batch)
+    assert stream_layout(hand.op, hand.schedule).teams == 4
+    check([hand], [hand.kernel("kernel_0")], tmp_path)
 
 
 def test_random_layouts_have_batches_of_each_kind():

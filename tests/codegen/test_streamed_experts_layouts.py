@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.streams import layout
 from mirage_hf.codegen.streams.helpers import HELPERS
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.errors import CodegenError
@@ -88,7 +89,10 @@ KINDS = {
 
 @needs_compiler
 @pytest.mark.parametrize("name", KINDS)
-def test_any_experts_may_be_chosen(name, tmp_path):
+@pytest.mark.parametrize("first_bytes", [1, 48 << 10])
+def test_any_experts_may_be_chosen(name, first_bytes, tmp_path, monkeypatch):
+    """One chunk is under way until the ring is full, or all are."""
+    monkeypatch.setattr(layout, "_FIRST_BYTES", first_bytes)
     kernel = KINDS[name].kernel()
     for index, order in itertools.product(ROUTINGS, (0, 1, 7)):
         e = replace(KINDS[name], index=index)

@@ -99,6 +99,18 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     assert chosen == [found[1], found[1]] and whole.us == 8.0  # (1, 2) gains too little to count
 
 
+def test_two_kernels_are_changed_together_after_changes_of_one():
+    """Each change of one kernel helps. Then only one change of two neighbours does."""
+    us = {(0, 0, 0): 10.0, (1, 0, 0): 9.0, (1, 1, 0): 8.0, (1, 1, 1): 7.0, (2, 2, 1): 5.0}
+
+    def time(at, to_beat):
+        return measure.timing([us.get(tuple(at), 7.1 + 0.1 * sum(at))], 1)
+
+    search = layer._Descent(time, [3, 3, 2])
+    search.run()
+    assert search.chosen == (2, 2, 1) and search.best.us == 5.0
+
+
 def numbered_sets(count: int, indices: int) -> list[list[torch.Tensor]]:
     """Return sets of inputs with the same floats, and with so many different indices."""
     return [[torch.ones(2), torch.tensor([n % indices])] for n in range(count)]

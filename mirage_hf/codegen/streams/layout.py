@@ -29,8 +29,8 @@ _MOST_LOADS = 16
 #: The most warps that compute, a power of two. One more copies, and a block has at most 32 warps.
 MOST_WARPS = 16
 
-#: Bytes of codes that a block requests before the first of them arrive. While more are under way,
-#: loads of the other factor wait behind them.
+#: Bytes of codes that a block requests at least before the first of them arrive. While many more
+#: are under way, loads of the other factor wait behind them.
 _FIRST_BYTES = 48 << 10
 
 #: The fewest warps of a team.

@@ -99,8 +99,8 @@ class ProductWriter(FactorWriter):
     def multiply_units(self) -> None:
         """Write the products of a warp's units of a chunk.
 
-        If all warps have as many units, or nearly so, the loop over them is unrolled, so that loads
-        of several units are under way at once.
+        If all chunks have as many units, and a warp has few of them, the loop is unrolled, so that
+        loads of several units are under way at once.
         """
         layout, units = self.layout, self.units
         warp, warps = self.own_warp
