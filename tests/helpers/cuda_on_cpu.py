@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -76,14 +79,30 @@ def compile_cpp(source: Path, output: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr[:3000]
 
 
-_INCLUDE = f'#include "{Path(__file__).with_suffix(".h")}"'
+#: Options of a library that is loaded.
+_LIBRARY = ("-shared", "-fPIC")
+
+
+@cache
+def _include() -> str:
+    """Return the line that includes cuda_on_cpu.h, compiled once in a process.
+
+    That takes a second. A compiler that does not find the compiled header reads the text.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="cuda_on_cpu_")
+    atexit.register(folder.cleanup)
+    header = Path(folder.name) / "all.h"
+    header.write_text(f'#include "{Path(__file__).with_suffix(".h")}"\n', encoding="utf-8")
+    if not _is_clang():
+        compile_cpp(header, header.with_suffix(".h.gch"), *_LIBRARY, "-x", "c++-header")
+    return f'#include "{header}"'
 
 
 class Library:
     """Several generated files, compiled together."""
 
     def __init__(self, texts: Sequence[str], folder: Path, name: str = "kernels"):
-        parts = [_INCLUDE]
+        parts = [_include()]
         for n, text in enumerate(texts):
             for function in ("launch", "workspace_bytes"):
                 text = text.replace(f" {function}(", f" {function}_{n}(")
@@ -110,7 +129,7 @@ def _load(text: str, folder: Path, name: str) -> ctypes.CDLL:
     """Compile C++ that includes cuda_on_cpu.h, and load it."""
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(text, encoding="utf-8")
-    compile_cpp(source, library, "-shared", "-fPIC")
+    compile_cpp(source, library, *_LIBRARY)
     loaded = ctypes.CDLL(str(library))
     loaded.last_error.restype = ctypes.c_char_p
     return loaded
@@ -143,7 +162,7 @@ _COMPILED: dict[str, ctypes.CDLL] = {}
 def _compiled(source: str, folder: Path) -> ctypes.CDLL:
     """Compile the kernels of a source, each in its namespace, unless this was done before."""
     if source not in _COMPILED:
-        parts = [_INCLUDE, as_cpp(DEVICE_HELPERS), as_cpp(source), _LAUNCHER]
+        parts = [_include(), as_cpp(DEVICE_HELPERS), as_cpp(source), _LAUNCHER]
         for name, body in _NAMESPACE.findall(source):
             if re.search(r"__global__[^;{]*\brun\(", body):
                 parts.append(
