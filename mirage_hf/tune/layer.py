@@ -21,7 +21,7 @@ from mirage_hf.tune.turns import undisturbed
 MOST_CANDIDATES = 16
 
 #: Candidates that take longer than this many times the fastest one's time are not tried. A kernel
-#: that is slower by itself may leave room for its neighbours. Some that were chosen took 1.27 times
+#: that is slower by itself may leave room for its neighbours. One that was chosen took 1.27 times
 #: as long.
 NEARLY = 1.35
 

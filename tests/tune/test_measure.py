@@ -56,10 +56,19 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch
 
 
 @pytest.mark.parametrize("checks_slow", [True, False])
-@pytest.mark.parametrize("us, is_slow", [(1.0, False), (1.05, False), (1.1, True)])
-def test_only_a_candidate_that_may_be_chosen_is_checked(us, is_slow, checks_slow, monkeypatch):
+@pytest.mark.parametrize(
+    "us, streams, is_slow",
+    [(1.0, 0, False), (1.05, 0, False), (1.1, 0, True), (1.3, 132, False), (1.4, 132, True)],
+)
+def test_only_a_candidate_that_may_be_chosen_is_checked(
+    us, streams, is_slow, checks_slow, monkeypatch
+):
     ranked = rank_by_estimate([SPACES["norm linear"]], per_graph=1)
     candidate = next(c for c in ranked if not c.is_library)
+    schedules = tuple(
+        s.changed(persistent_blocks=streams, cuda=streams > 0) for s in candidate.schedules
+    )
+    candidate = replace(candidate, schedules=schedules)
     checked = []
     monkeypatch.setattr(
         measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([us], 1)
