@@ -1,4 +1,4 @@
-"""Measure entries of the packaged zoo again, after the text that is generated for them changed.
+"""Measure packaged entries again after the text of their kernels changed.
 
     python -m scripts.retune_zoo --layer "$(ls -d kernel_zoo/traced/1x2048-to-1x3072-*/sm_90 …)"
 

@@ -256,7 +256,7 @@ class _Bench:
 
 
 def _nearly(candidate: ScheduledCandidate) -> float:
-    """Return the times of the fastest kernel up to which a candidate is checked."""
+    """Return how many times as long as the fastest kernel a candidate may take to be checked."""
     streams = any(s.persistent_blocks for s in candidate.schedules)
     return NEARLY_OF_STREAMS if streams else NEARLY
 

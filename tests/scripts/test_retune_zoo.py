@@ -1,0 +1,104 @@
+"""The script that measures packaged entries again, with made-up times."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mirage_hf.tune import tuner
+from mirage_hf.tune.candidates import MEASURED, TuneResult
+from mirage_hf.tune.measure import timing
+from mirage_hf.zoo.entry import ENTRY
+from mirage_hf.zoo.entry_reader import read_entry
+from scripts import refresh_zoo, retune_zoo
+
+
+def packaged(pattern: str) -> Path:
+    """Return the folder of a packaged entry, from the root of the repository."""
+    return next(refresh_zoo.ROOT.glob(f"kernel_zoo/{pattern}/sm_90")).relative_to(refresh_zoo.ROOT)
+
+
+OUTPUT, ATTENTION = packaged("linear_residual/1x2048-*"), packaged("attention/1x8x4x64-*")
+
+
+@pytest.fixture
+def zoo(tmp_path):
+    """Return a zoo of a linear with a residual, and of attention."""
+    for folder in (OUTPUT, ATTENTION):
+        shutil.copytree(refresh_zoo.ROOT / folder, tmp_path / folder)
+    return tmp_path / "kernel_zoo"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Let the tuner give times without a GPU. A layer takes the first candidate of each program."""
+    tune = tuner.tune
+
+    def fake_tune(ugraphs, **options):
+        ranked = tune(ugraphs, **{**options, "device": "cpu"})
+        found = [
+            replace(c, status=MEASURED, timing=timing([5.0 + n], 1))
+            for n, c in enumerate(ranked.candidates)
+        ]
+        return TuneResult.of("a fake GPU", found)
+
+    monkeypatch.setattr(retune_zoo.tuner, "tune", fake_tune)
+    monkeypatch.setattr(retune_zoo, "need_gpu", lambda name: None)
+    monkeypatch.setattr(
+        retune_zoo,
+        "choose_for_layer",
+        lambda choices, device: ([found[0] for found in choices], timing([40.0], 1)),
+    )
+
+
+def make_stale(folder: Path) -> None:
+    """Store another text of the kernel, as an older generator would have written it."""
+    entry = replace(read_entry(folder), kernel="# older\n")
+    refresh_zoo.write(entry, folder.parents[2], folder)
+
+
+def run(monkeypatch, zoo: Path, *folders: Path) -> None:
+    names = " ".join(str(zoo.parent / folder) for folder in folders)
+    arguments = ["retune_zoo", "--zoo", str(zoo), "--layer", names]
+    monkeypatch.setattr(sys, "argv", arguments)
+    retune_zoo.main()
+
+
+def test_an_entry_whose_text_is_out_of_date_is_written_anew(zoo, measured, monkeypatch):
+    folder = zoo.parent / OUTPUT
+    before = read_entry(folder)
+    make_stale(folder)
+    attention = (zoo.parent / ATTENTION / ENTRY).read_text()
+    run(monkeypatch, zoo, ATTENTION, OUTPUT)
+    after = read_entry(folder)
+    assert after.key == before.key and after.kernel == after.generate().source
+    assert after.schedules != before.schedules and after.search["layer_us"] == 40.0
+    assert {t.name for t in after.timings} == {"searched kernel", "library"}
+    assert str(after.ugraph.kernels) == str(before.ugraph.kernels)
+    assert (zoo.parent / ATTENTION / ENTRY).read_text() == attention
+
+
+def test_entries_that_are_up_to_date_stay(zoo, measured, monkeypatch):
+    before = (zoo.parent / OUTPUT / ENTRY).read_text()
+    run(monkeypatch, zoo, OUTPUT, ATTENTION)
+    assert (zoo.parent / OUTPUT / ENTRY).read_text() == before
+
+
+def test_a_folder_of_another_zoo_is_refused(zoo, measured, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, zoo, refresh_zoo.ROOT / OUTPUT)
+    assert "does not lie in" in capsys.readouterr().err
+
+
+def test_nothing_is_written_if_no_kernel_is_right(zoo, measured, monkeypatch):
+    folder = zoo.parent / OUTPUT
+    make_stale(folder)
+    before = (folder / ENTRY).read_text()
+    monkeypatch.setattr(TuneResult, "searched", ())
+    with pytest.raises(SystemExit, match="no kernel was right"):
+        run(monkeypatch, zoo, OUTPUT)
+    assert (folder / ENTRY).read_text() == before
