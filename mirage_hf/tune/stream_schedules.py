@@ -103,19 +103,18 @@ def _order(found: tuple[float, int, Schedule]) -> tuple[float, int, str]:
 
 def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
     """Yield schedules to estimate, whose tiles have so many rows."""
-    group, tiles = 1, tiles_of_rows(products)
+    inner, tiles = products.inner_columns, tiles_of_rows(products)
     if products.piece is not None:
         tiles[products.piece] = next_power_of_two(products.num_pieces)
-    if len(products.own_columns) > 1:
-        group = products.group
-        tiles[products.own_columns[1]] = next_power_of_two(group)
+    for axis in products.own_columns[1:]:
+        tiles[axis] = next_power_of_two(products.block.axis(axis).size)
     row = next_power_of_two(products.row_bytes)
     lengths = dict.fromkeys(min(n, row) for n in _CHUNK_BYTES)
     every_stages = _STAGES if products.taken is None else _CHOSEN_STAGES
     for length, stages, warps in itertools.product(lengths, every_stages, _WARPS):
         columns = length * 8 // products.bits
-        if columns % group == 0:
-            count = next_power_of_two(columns // group)
+        if columns % inner == 0:
+            count = next_power_of_two(columns // inner)
             yield Schedule(
                 tiles | {products.rows[-1]: rows, products.own_columns[0]: count},
                 num_warps=warps,

@@ -205,9 +205,10 @@ class FactorWriter(StreamWriter):
             f"const int scaled = exponent < {least} ? {least} : exponent;",
             f"const float up = __uint_as_float(unsigned({127 + bits + 127} - scaled) << 23);",
         )
-        # As bytes, codes of 4 bits are in the upper half, which is times 16, and 4-bit floats are
-        # times 2. Digits were shifted.
-        times = 1 if self.found.is_looked_up else 4 * (self.found.bits == 4)
+        # As bytes, codes of 4 bits are in the upper half, which is times 16, unless they are looked
+        # up. Digits were shifted.
+        table = self.found.table
+        times = table.shift if table else 4 * (self.found.bits == 4)
         down = bits if self.layout.is_in_halves else bits + 1 + times
         step = f"at / {SHARED_COLUMNS}"
         step += " * batch + b" if self.layout.batch > 1 else ""
@@ -229,11 +230,11 @@ class FactorWriter(StreamWriter):
             return
         unit, columns = self.layout.unit, self.layout.lane_columns
         row = min(columns, 16)
-        is_packed = self.found.bits == 4 and not self.found.is_looked_up
+        is_packed = self.found.bits == 4 and self.found.table is None
         self.put("unsigned digits[3][2];", "#pragma unroll")
         with self.scope("for (int h = 0; h < 2; ++h)"):
             self.put("unsigned bits[4];", "#pragma unroll")
-            which = "2 * j + h" if is_packed else "4 * h + j"
+            which = self.in_byte("2 * j + h" if is_packed else "4 * h + j")
             self.put(
                 f"for (int j = 0; j < 4; ++j) bits[j] = __float_as_uint(fmaf(factor[{which}], up, "
                 f"{_DIGIT_OFFSET})) << 1;",
@@ -254,6 +255,10 @@ class FactorWriter(StreamWriter):
             " = Words<2>{digits[d][0], digits[d][1]};",
         )
 
+    def in_byte(self, code: str) -> str:
+        """Return the column of a code, given its place among the codes of a word."""
+        return code if self.found.pair is None else f"({code}) ^ 1"
+
     def store_halves(self) -> None:
         """Write how a thread stores 8 columns of a row as halves.
 
@@ -261,7 +266,7 @@ class FactorWriter(StreamWriter):
         lane, the rows of the batch follow each other.
         """
         unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
-        which = "j / 2 + j % 2 * 4" if self.found.bits == 4 else "j"
+        which = self.in_byte("j / 2 + j % 2 * 4") if self.found.bits == 4 else "j"
         piece = f" + at % {columns} / 8 * {64 * batch}" if columns > 8 else ""
         row = " + b * 64" if batch > 1 else ""
         self.put(

@@ -131,16 +131,21 @@ __device__ __forceinline__ Words<4> halves_of_float8(unsigned first, unsigned se
 }
 """
 
-#: What kernels call besides, if codes are 4-bit floats, or pairs of groups have powers of two as
-#: scales. There, each infinite scale is multiplied with a digit that is 0, so the result is NaN.
-SMALL_FLOAT_HELPERS = """\
-// Four 4-bit floats (e2m1) times 2, as bytes. Those that have a sign are 0.
-__device__ __forceinline__ unsigned twice_positive_floats(unsigned codes) {
-  unsigned bytes;  // a code whose highest bit is set picks eight copies of a byte's sign, which is 0
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(0x03020100u), "r"(0x0c080604u), "r"(codes));
+#: What kernels call besides, if codes are looked up in a table.
+TABLE_HELPERS = """\
+// Four bytes of half a table of 16 entries. Codes of the other half give 0: one whose highest bit is set
+// picks eight copies of a byte's sign, which is 0.
+__device__ __forceinline__ unsigned looked_up(unsigned low, unsigned high, unsigned codes) {
+  unsigned bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
   return bytes;
 }
 
+"""
+
+#: What kernels with pairs of groups call, if scales are powers of two. Each infinite scale is
+#: multiplied with a digit that is 0, so the result is NaN.
+POWER_OF_PAIR_HELPERS = """\
 // 2^(byte - 127), and infinity for 255, which stands for NaN: no result of it is finite either
 __device__ __forceinline__ float power_of_two(unsigned byte) {
   unsigned bits;

@@ -19,7 +19,7 @@ from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Nest
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.streams.helpers import POWER_HELPERS, SMALL_FLOAT_HELPERS
+from mirage_hf.codegen.streams.helpers import POWER_HELPERS, POWER_OF_PAIR_HELPERS, TABLE_HELPERS
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.pairs import PairWriter
 from mirage_hf.codegen.streams.products import Product
@@ -89,8 +89,10 @@ class _KernelWriter(PairWriter):
         """Return the device functions that the kernel calls and most others do not."""
         has_powers = any(is_exponent(self.found.tensor(s).dtype) for s in self.scales)
         helpers = POWER_HELPERS if has_powers and not self.has_pairs else ""
-        if self.found.is_looked_up or (has_powers and self.has_pairs):
-            helpers += SMALL_FLOAT_HELPERS
+        if has_powers and self.has_pairs:
+            helpers += POWER_OF_PAIR_HELPERS
+        if self.found.table is not None:
+            helpers += TABLE_HELPERS
         return helpers
 
     # -- before the body --------------------------------------------------------------------------

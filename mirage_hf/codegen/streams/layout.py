@@ -160,8 +160,7 @@ class StreamLayout:
     def chunk(self) -> int:
         """Columns of a chunk. The last one may have fewer."""
         p = self.products
-        of_one = p.group if len(p.own_columns) > 1 else 1
-        return min(p.piece_columns, self.schedule.tiles[p.own_columns[0]] * of_one)
+        return min(p.piece_columns, self.schedule.tiles[p.own_columns[0]] * p.inner_columns)
 
     @property
     def chunks(self) -> int:
@@ -230,7 +229,7 @@ class StreamLayout:
             CodegenError: The chunks of the schedule cannot be divided so.
         """
         p = self.products
-        span = p.group * self.groups_of_unit if len(p.own_columns) > 1 else p.piece_columns
+        span = p.group * self.groups_of_unit if p.is_grouped else p.piece_columns
         for count in (16, 8, 4):
             unit = 4 * count * 8 // p.bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)

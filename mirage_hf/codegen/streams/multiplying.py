@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mirage_hf.codegen.streams.factor import FactorWriter
 from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
+from mirage_hf.codegen.streams.tables import TableBytes
 from mirage_hf.graph.coded import is_exponent
 
 #: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
@@ -49,9 +50,14 @@ class ProductWriter(FactorWriter):
         if not self.layout.is_in_halves:
             self.put(
                 "// what the digits of the lane's two columns are worth",
-                "const float worth_0 = t == 0 ? 65536.0f : t == 1 ? 1.0f : 0.0f, "
-                "worth_1 = t == 0 ? 256.0f : 0.0f;",
+                f"const float worth_0 = t == 0 ? {self.worth(0)} : "
+                f"t == 1 ? {self.worth(2)} : 0.0f, worth_1 = t == 0 ? {self.worth(1)} : 0.0f;",
             )
+
+    def worth(self, digit: int) -> str:
+        """Return what a digit is worth, times what a unit of a table is."""
+        table = self.found.table
+        return f"{65536.0 / 256**digit * (table.factor if table else 1.0)}f"
 
     def join_lanes(self) -> None:
         """Write how the lanes of a row add up their sums of a tile."""
@@ -218,16 +224,11 @@ class ProductWriter(FactorWriter):
     def all_digit_products(self, words: int) -> list[str]:
         """Write the products of a unit's codes and digits, and return the sums as floats."""
         self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-        if self.found.is_looked_up:
-            self.put("// the sums of codes that have a sign, which count less")
-            self.put(f"int less[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-            self.small_float_products(words)
-            magic = [f"__int_as_float(less[{n}])" for n in range(4)]
-        else:
-            self.digit_products(words)
-            self.put("const float magic = 12582912.0f;")
-            magic = ["magic"] * 4
-        return [f"(__int_as_float(sums[{n}]) - {magic[n]})" for n in range(4)]
+        if self.found.table is not None:
+            return self.table_products(words, self.found.table)
+        self.digit_products(words)
+        self.put("const float magic = 12582912.0f;")
+        return [f"(__int_as_float(sums[{n}]) - magic)" for n in range(4)]
 
     def half_products(self) -> None:
         """Write the products of a unit's codes and the other factor, as halves."""
@@ -287,23 +288,36 @@ class ProductWriter(FactorWriter):
             codes = self.rows_of_codes([f"{{}}.w[{k}]{flip}" for k in (j, j + 1)])
             self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
 
-    def small_float_products(self, words: int) -> None:
-        """Write the products of 4-bit floats and digits. Signed bytes hold the floats times 2."""
+    def table_products(self, words: int, table: TableBytes) -> list[str]:
+        """Write the products of codes of a table and digits, and return the sums as floats."""
+        self.put("// the sums of negative entries, which count less, and of lower bytes")
+        names = [("sums", "less"), ("low_sums", "low_less")][: len(table.planes)]
+        for name in [n for pair in names for n in pair][1:]:
+            self.put(f"int {name}[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
         for j in range(words):
             x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
-            rows = "ab" if self.has_lower else "a"
-            for row in rows:
+            for row in "ab" if self.has_lower else "a":
                 self.put(
                     f"const unsigned {row}_{2 * j} = {row}.w[{j}], "
                     f"{row}_{2 * j + 1} = {row}.w[{j}] >> 16;"
                 )
-            for sums, flips in (("sums", ""), ("less", " ^ 0x8888u")):
-                codes = self.rows_of_codes(
-                    [f"twice_positive_floats({{}}_{k}{flips})" for k in (2 * j, 2 * j + 1)]
-                )
-                self.put(
-                    f"multiply_digits({sums}, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
-                )
+            for plane, pair in enumerate(names):
+                for half, flips in enumerate(("", " ^ 0x8888u")):
+                    low, high = (f"0x{w:08x}u" for w in table.words(plane, half))
+                    codes = self.rows_of_codes(
+                        [f"looked_up({low}, {high}, {{}}_{k}{flips})" for k in (2 * j, 2 * j + 1)]
+                    )
+                    self.put(
+                        f"multiply_digits({pair[half == table.negative]}, {', '.join(codes)}, "
+                        f"{x}.w[{at}], {x}.w[{at + 1}]);"
+                    )
+        of_planes = [
+            [f"(__int_as_float({more}[{n}]) - __int_as_float({less}[{n}]))" for n in range(4)]
+            for more, less in names
+        ]
+        if len(names) == 1:
+            return of_planes[0]
+        return [f"fmaf({high}, 128.0f, {low})" for high, low in zip(*of_planes, strict=True)]
 
     def scale_text(self, number: int, half: int) -> str:
         """Return the scale of a unit's products in one half of the rows; empty if there is none."""

@@ -101,7 +101,8 @@ class PairWriter(ProductWriter):
             return
         self.put(
             "// what the digits of the lane's two columns are worth",
-            "const float worth_0 = t % 2 ? 1.0f : 65536.0f, worth_1 = t % 2 ? 0.0f : 256.0f;",
+            f"const float worth_0 = t % 2 ? {self.worth(2)} : {self.worth(0)}, "
+            f"worth_1 = t % 2 ? 0.0f : {self.worth(1)};",
         )
         for half in ("upper", "lower")[: 1 + self.has_lower]:
             self.put(f"float {half} = {half}_0 * worth_0 + {half}_1 * worth_1;")

@@ -1,7 +1,7 @@
 """Find the products with codes that a kernel can stream.
 
-Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
-eight. Codes may be 4-bit floats instead, which are looked up. Sums over groups of columns may be
+Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up eight.
+Codes may be indices of a table instead, such as 4-bit floats. Sums over groups of columns may be
 multiplied by scales. All rows of codes share `other`, and any sums that no row of codes enters,
 such as the sum of squares of a norm. What follows the sums is elementwise.
 
@@ -21,9 +21,9 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
+from mirage_hf.codegen.streams.tables import TableBytes, table_bytes
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Taken
-from mirage_hf.graph.coded import is_exponent, is_packed
-from mirage_hf.graph.grouped_products import looks_up_e2m1
+from mirage_hf.graph.coded import high_first, is_exponent, is_packed
 from mirage_hf.graph.kernel import DTensor
 from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
 
@@ -72,7 +72,7 @@ class _Part:
     Attributes:
         codes: The input that holds the codes.
         zero: What was subtracted.
-        is_looked_up: Whether the codes are those of 4-bit floats.
+        values: The table that the codes are looked up in, if there is one.
         other: The values that the codes are multiplied with. Their product is the other factor.
         scale: The scale, if there is one.
         summed: The axes of columns that were added up.
@@ -80,7 +80,7 @@ class _Part:
 
     codes: str
     zero: float = 0.0
-    is_looked_up: bool = False
+    values: tuple[float, ...] = ()
     other: tuple[str, ...] = ()
     scale: str | None = None
     summed: frozenset[str] = frozenset()
@@ -101,7 +101,8 @@ class Products:
             the codes.
         batch: The axis that numbers the rows of `other`, if there is one.
         taken: The index that chooses among experts, if there is one.
-        is_looked_up: Whether the codes are those of 4-bit floats.
+        table: The table that the codes are looked up in, if there is one.
+        pair: The last of `columns` if it numbers the two codes of a byte, the higher one first.
     """
 
     op: PlacedOp
@@ -112,7 +113,8 @@ class Products:
     columns: tuple[str, ...]
     batch: str | None = None
     taken: Taken | None = None
-    is_looked_up: bool = False
+    table: TableBytes | None = None
+    pair: str | None = None
 
     @property
     def block(self) -> BlockGraph:
@@ -181,10 +183,19 @@ class Products:
         return 1 if self.batch is None else self.block.axis(self.batch).size
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether groups of columns may have scales."""
+        return len(self.own_columns) > 1 + (self.pair is not None)
+
+    @property
+    def inner_columns(self) -> int:
+        """How many columns have the same place on the first axis of the codes' columns."""
+        return self._size(self.own_columns[1:])
+
+    @property
     def group(self) -> int:
         """How many columns share a scale."""
-        own = self.own_columns
-        return self.block.axis(own[-1]).size if len(own) > 1 else self.piece_columns
+        return self.inner_columns if self.is_grouped else self.piece_columns
 
     @property
     def rows_of_each(self) -> int:
@@ -320,7 +331,8 @@ class _Finder:
             self.columns,
             self.batch,
             self.taken,
-            self.is_looked_up,
+            self.table,
+            self.pair,
         )
         self.check_sizes(found)
         return found
@@ -336,7 +348,9 @@ class _Finder:
         self.own_rows = tuple(a for a in own if a in self.rows)
         self.own_columns = tuple(a for a in own if a in self.columns)
         pieces = tuple(a for a in chosen if a in self.columns)
-        if not self.own_rows or not 1 <= len(self.own_columns) <= 2:
+        self.pair = self.pair_of(self.coded[0])
+        most = 2 + (self.pair is not None)
+        if not self.own_rows or not 1 <= len(self.own_columns) <= most:
             raise _refused("the codes have no rows, or more than two axes of columns")
         if len(pieces) > 1 or (*self.rows[: len(chosen) - len(pieces)], *pieces) != tuple(chosen):
             raise _refused("the index has other axes than rows of codes, and then pieces")
@@ -350,6 +364,12 @@ class _Finder:
         if others and self.taken is not None:
             raise _refused("it has an index, and a batch")
         self.batch = others[0].name if others else None
+
+    def pair_of(self, i: BlockInput) -> str | None:
+        """Return the innermost axis of codes if it numbers two of a byte, the higher one first."""
+        t = self.operand(i)
+        dim = high_first(t.dims, t.strides)
+        return i.axes[dim] if dim == len(t.dims) - 1 else None
 
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, or by the index, and that codes lie in rows."""
@@ -379,10 +399,14 @@ class _Finder:
         expected = 1  # the outermost axis may be joined, and its size does not count
         for axis, stride in reversed([*zip(i.axes, t.strides, strict=True)]):
             if axis is not None and axis != self.batch:
-                if stride != expected:
+                if stride * self._sign(i, axis) != expected:
                     return False
                 expected *= self.block.axis(axis).size
         return True
+
+    def _sign(self, i: BlockInput, axis: str) -> int:
+        """Return -1 for the axis of pairs of codes, whose stride is negative, and 1 otherwise."""
+        return -1 if axis == self.pair and i in self.coded else 1
 
     def _has_rows(self, i: BlockInput, t: DTensor) -> bool:
         """Return whether a tensor has columns without gaps, in rows at equal distances."""
@@ -390,6 +414,7 @@ class _Finder:
         for axis, stride in reversed([*zip(i.axes, t.strides, strict=True)]):
             if axis is None:
                 continue
+            stride *= self._sign(i, axis)
             if stride != expected and (axis in self.columns or has_gap or stride < expected):
                 return False
             has_gap |= axis in self.rows
@@ -474,11 +499,11 @@ class _Finder:
         """Return what an elementwise op with codes gives."""
         first = parts[0]
         is_code = first is not None and first == _Part(first.codes)
-        if first is not None and is_code and looks_up_e2m1(op):
+        if first is not None and is_code and op.fn == "lookup":
             dtype = self.operand(self.block.inputs_by_name[first.codes]).dtype
             if dtype is not torch.uint4:
                 raise _refused(f"{op.out} looks up codes of {dtype}")
-            return replace(first, is_looked_up=True)
+            return replace(first, values=tuple(dict(op.attrs)["values"]))
         if first is not None and is_code and op.fn == "sub":
             zero = op.args[1]
             if isinstance(zero, (int, float)):
@@ -525,7 +550,8 @@ class _Finder:
     def is_scale(self, value: str) -> bool:
         """Return whether a value is an input of scales: constant, for each row and group."""
         i = self.block.inputs_by_name.get(value)
-        if i is None or len(self.own_columns) == 1 or (i.taken is None) != (self.taken is None):
+        is_grouped = len(self.own_columns) > 1 + (self.pair is not None)
+        if i is None or not is_grouped or (i.taken is None) != (self.taken is None):
             return False
         axes = tuple(a for a in i.axes if a is not None)
         inner = len(self.own_rows) - 1
@@ -543,10 +569,13 @@ class _Finder:
         if len({tuple(sorted(p.other)) for _, p in products}) > 1:
             raise _refused("its codes are multiplied with different values")
         dtypes = {self.operand(self.block.inputs_by_name[p.codes]).dtype for _, p in products}
-        if len(dtypes) > 1 or len({p.is_looked_up for _, p in products}) > 1:
-            raise _refused("its codes have different dtypes")
-        self.is_looked_up = products[0][1].is_looked_up
-        zero = 0.0 if self.is_looked_up else ZEROS[dtypes.pop()]
+        if len(dtypes) > 1 or len({p.values for _, p in products}) > 1:
+            raise _refused("its codes have different dtypes or tables")
+        values = products[0][1].values
+        self.table = table_bytes(values) if values else None
+        if values and self.table is None:
+            raise _refused("half of its table has numbers of both signs, or none is finite")
+        zero = 0.0 if values else ZEROS[dtypes.pop()]
         for out, part in products:
             if part.zero != zero:
                 raise _refused(f"{out} subtracts {part.zero} from codes, not {zero}")
@@ -566,8 +595,8 @@ class _Finder:
         every = [n for p in found.products for n in found.source_rows(p.codes)]
         if any(n % found.rows_of_each for n in every):
             raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
-        if found.is_looked_up and found.batch_size > 1:
-            raise _refused("codes of 4-bit floats are multiplied with one row")
+        if found.table is not None and found.batch_size > 1:
+            raise _refused("codes that are looked up are multiplied with one row")
         for name in found.read_columns:
             self._check_columns(found, name)
         scales = {p.scale for p in found.products if p.scale is not None}
@@ -618,9 +647,10 @@ class _Finder:
         if found.sums:
             raise _refused("it has an index, and other sums")
         for p in found.products:
-            if p.scale is None and not found.is_looked_up and ZEROS[found.dtype]:
-                # the code of a missing expert is 0, and its zero point is subtracted nevertheless
-                raise _refused(f"{p.codes} has an index, a zero point and no scale")
+            of_code_0 = found.table.planes[0][0] if found.table else ZEROS[found.dtype]
+            if p.scale is None and of_code_0:
+                # the code of a missing expert is 0, which stands for another number
+                raise _refused(f"{p.codes} has an index and no scale, and code 0 is not 0")
             strides = found.row_stride(p.codes), found.chosen_stride(p.codes)
             if any(s * found.bits % (8 * _LOADED) for s in strides):
                 raise _refused(f"the rows of {p.codes} do not begin at multiples of 16 bytes")

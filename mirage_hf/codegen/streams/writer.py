@@ -24,10 +24,11 @@ _NAMES = frozenset(
     """
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
     exponent factor first first_0 first_1 g halves held held_digits held_step held_steps high_0
-    high_1 holds is_swapped j k lane largest left less lie_together low_0 low_1 lower lower_0
-    lower_1 m magic mine n of_piece own own_row own_scales own_tile piece pitch q r right row
-    row_0 row_bytes scaled second size span stages step stores sums t team team_warp team_warps
-    tiles to unit units up upper upper_0 upper_1 w warp warps Words worth_0 worth_1
+    high_1 holds is_swapped j k lane largest left less lie_together low_0 low_1 low_less
+    low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row own_scales own_tile piece
+    pitch q r right row row_0 row_bytes scaled second size span stages step stores sums t team
+    team_warp team_warps tiles to unit units up upper upper_0 upper_1 w warp warps Words worth_0
+    worth_1
     """.split()
 )
 
