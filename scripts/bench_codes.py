@@ -35,7 +35,7 @@ import mirage_hf as mi
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.formats.bitsandbytes import TABLES
+from mirage_hf.formats.bitsandbytes import TABLES, coding_of
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
 from mirage_hf.gpus import H200, Device
@@ -98,19 +98,24 @@ def _fp8(k: int, n: int) -> Coding:
     return Coding(n, k, DTYPE, split.codes(torch.float8_e4m3fn), split.per_block(torch.float32))
 
 
-def _looked_up(k: int, n: int, group: int, scales: torch.dtype, table: Sequence[float]) -> Coding:
-    """Return a weight of 4-bit codes of a table, with a scale for each group of columns."""
-    split = Split(n, k, group=group)
-    codes = split.codes(torch.uint4)
-    return Coding(n, k, DTYPE, codes, split.per_row(scales), table=tuple(table))
+def _nf4(k: int, n: int) -> Coding:
+    """Return a weight of bitsandbytes: NF4 in blocks of 64 columns, with a float32 scale each."""
+    return coding_of(n, k, 64, DTYPE, TABLES["nf4"])
+
+
+def _mxfp4(k: int, n: int) -> Coding:
+    """Return a weight of 4-bit floats in groups of 32 columns, with a power of two each."""
+    split = Split(n, k, group=32)
+    codes, scales = split.codes(torch.uint4), split.per_row(torch.float8_e8m0fnu)
+    return Coding(n, k, DTYPE, codes, scales, table=E2M1)
 
 
 #: How weights are stored other than in int4.
 CODINGS: Mapping[str, Callable[[int, int], Coding]] = {
     "int8": _int8,
     "fp8": _fp8,
-    "nf4": lambda k, n: _looked_up(k, n, 64, torch.float32, TABLES["nf4"]),
-    "mxfp4": lambda k, n: _looked_up(k, n, 32, torch.float8_e8m0fnu, E2M1),
+    "nf4": _nf4,
+    "mxfp4": _mxfp4,
 }
 
 #: Rows and columns of a block of fp8 codes that share a scale.

@@ -186,7 +186,7 @@ def _read(module: Any) -> CodedWeight | str:
     )
     if why:
         return why
-    coding = _coding(rows, columns, block, state.dtype, TABLES[state.quant_type])
+    coding = coding_of(rows, columns, block, state.dtype, TABLES[state.quant_type])
     scales = state.absmax if state.state2 is None else _decoded_scales(weight)
     return CodedWeight(coding, view_as(coding, (flat, scales)), module.bias)
 
@@ -224,10 +224,18 @@ def _decoded_scales(weight: Any) -> Tensor:
     return scales
 
 
-def _coding(
+def coding_of(
     rows: int, columns: int, block: int, computes: torch.dtype, table: tuple[float, ...]
 ) -> Coding:
-    """Return the coding. The two codes of a byte are a dim of their own."""
+    """Return the coding of a weight. The two codes of a byte are a dim of their own.
+
+    Args:
+        rows: Outputs of the linear.
+        columns: Its inputs.
+        block: How many columns share a scale.
+        computes: The dtype that the weight is decoded to.
+        table: What codes stand for.
+    """
     groups = columns // block
     of_codes, of_scales = [(rows, columns)], [(rows, groups)]
     if groups > 1:

@@ -98,6 +98,7 @@ EXTREME = (
     "int8, residual",
     "float8, norm and joined linears",
     "float8, residual",
+    "NF4, norm and joined linears",
     "int4, norm and joined linears, 4 rows",
     "int8, residual, 5 rows",
     "float8, residual, 8 rows",

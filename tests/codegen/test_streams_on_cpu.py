@@ -9,7 +9,11 @@ import re
 import pytest
 import torch
 
-from mirage_hf.codegen.streams.helpers import HELPERS, SMALL_FLOAT_HELPERS
+from mirage_hf.codegen.streams.helpers import (
+    HELPERS,
+    POWER_OF_PAIR_HELPERS,
+    TABLE_HELPERS,
+)
 from mirage_hf.ops.dtypes import E2M1
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, run_kernel
 
@@ -87,7 +91,7 @@ DIGITS = SOURCE[: SOURCE.index("namespace bytes")]
 HALVES = DIGITS.replace("digits", "halves").replace("int*", "float*").replace("int(", "float(")
 
 
-#: PTX instructions of `HELPERS` and `SMALL_FLOAT_HELPERS`. Halves are rounded once, because these
+#: PTX instructions of the helpers. Halves are rounded once, because these
 #: sums are exact in double.
 PTX = r"""
 namespace ptx {
@@ -153,15 +157,18 @@ __global__ void run(const unsigned* words, unsigned* converted) {
 }
 """
 
-#: Each thread converts words to four bytes, and their lowest bytes to powers of two.
+#: Each thread looks four codes of each word up, and converts its lowest byte to a power of two.
 CONVERT_SMALL = r"""
 __global__ void run(const unsigned* words, unsigned* converted) {
   for (int n = threadIdx.x; n < 65536; n += 64) {
-    converted[2 * n] = twice_positive_floats(words[n]);
+    converted[2 * n] = looked_up(LOW, HIGH, words[n]);
     converted[2 * n + 1] = __float_as_uint(power_of_two(words[n] & 255));
   }
 }
-"""
+""".replace("LOW", "0x03020100u").replace("HIGH", "0x0c080604u")
+
+#: What only some kernels call.
+SMALL_HELPERS = TABLE_HELPERS + POWER_OF_PAIR_HELPERS
 
 _FUNCTION = re.compile(r"^__device__ __forceinline__ .*?^\}", re.M | re.S)
 _ASM = re.compile(r'asm\("(.*?)"\s*: "=r"\((\w+)\) : (.*?)\);')
@@ -226,13 +233,8 @@ OTHER_HELPERS = [
 ]
 
 
-#: Changes of `SMALL_FLOAT_HELPERS` that give other bytes or powers of two.
+#: Changes of `SMALL_HELPERS` that give other bytes or powers of two.
 OTHER_SMALL_HELPERS = [
-    ("0x03020100u", "0x03020001u"),
-    ("0x03020100u", "0x02020100u"),
-    ("0x0c080604u", "0x0c080605u"),
-    ("0x0c080604u", "0x0c060804u"),
-    ("0x0c080604u", "0x8c080604u"),
     ("prmt.b32 %0, %1, %2, %3;", "prmt.b32 %0, %2, %1, %3;"),
     ("prmt.b32 %0, %1, %2, %3;", "prmt.b32 %0, %1, %1, %3;"),
     ('"r"(codes)', '"r"(codes & 0x7777u)'),
@@ -305,7 +307,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
     source = SOURCE + HALVES + "".join(changed(n) for n in range(len(MISTAKES))) + PTX
     source += conversions(HELPERS, OTHER_HELPERS, CONVERT)
-    source += conversions(SMALL_FLOAT_HELPERS, OTHER_SMALL_HELPERS, CONVERT_SMALL, "small_")
+    source += conversions(SMALL_HELPERS, OTHER_SMALL_HELPERS, CONVERT_SMALL, "small_")
 
     def run(name, tensors, order=0, threads=96):
         return run_kernel(source, name, 1, threads, 1024, tensors, order, folder)

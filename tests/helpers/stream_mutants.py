@@ -61,6 +61,21 @@ KERNELS = {
     "int4, one chunk": Hand(
         rows=(96,), columns=256, group=64, tile=4, stages=3, blocks=1, warps=2, dtype="float32"
     ),
+    "table": Hand(
+        rows=(96,),
+        columns=512,
+        group=64,
+        dtype="float32",
+        has_norm=True,
+        tile=2,
+        blocks=2,
+        table="14 bits",
+        is_turned=True,
+    ),
+    "int4, turned": Hand(rows=(96,), columns=512, dtype="float32", blocks=2, is_turned=True),
+    "int4, turned, 2 rows": Hand(
+        rows=(96,), columns=512, dtype="float32", blocks=2, batch=2, is_turned=True
+    ),
     # two teams of warps; while the ring is filled, one chunk is under way
     "int4, teams": Hand(
         rows=(160,), columns=256, group=128, tile=2, stages=4, blocks=1, warps=8, dtype="float32"
@@ -300,6 +315,32 @@ OF_BATCH = [
     ("the sums are read too early", SUMS_READY, ""),
 ]
 
+#: Mistakes of a kernel whose codes are looked up.
+OF_TABLE = [
+    ("entries of the other half", "a_0 ^ 0x8888u", "a_0"),
+    ("negative entries that count more", "digits(less, ", "digits(sums, "),
+    ("lower bytes that count more", "digits(low_less, ", "digits(low_sums, "),
+    ("positive entries that count less", "digits(sums, ", "digits(less, "),
+    ("lower bytes worth too much", "128.0f", "129.0f"),
+    ("no lower bytes", "128.0f, (__int_as_float(low_sums[0]) - ", "128.0f, 0.0f * ("),
+    ("lower bytes of another column", "low_less[3]))", "low_less[2]))"),
+    ("one more in a positive entry", "0x4601007fu", "0x4601017fu"),
+    ("one less in a negative entry", "0x60001a01u", "0x60001901u"),
+    ("one more in a lower byte", "0x0001004du", "0x0001014du"),
+    (
+        "the halves of a table in the other order",
+        "0x27010200u, 0x4601007f",
+        "0x4601007fu, 0x27010200",
+    ),
+    ("codes of upper rows for lower ones", "0x29007f7fu, b_1)", "0x29007f7fu, a_1)"),
+    ("codes at other bits", "a.w[1] >> 16", "a.w[1] >> 12"),
+    ("codes of another word", "b_2 = b.w[1]", "b_2 = b.w[0]"),
+    ("codes of a byte in the other order", "(4 * h + j) ^ 1", "4 * h + j"),
+    ("digits of another word", "b_3), x.w[2], x.w[3]);", "b_3), x.w[3], x.w[2]);"),
+    ("a unit that is too large", "t == 0 ? 0.015625f", "t == 0 ? 0.0158f"),
+    ("no unit of the lowest digit", "t == 1 ? 6.103515625e-05f", "t == 1 ? 1.0f"),
+]
+
 #: Mistakes of one kernel.
 OF_ONE = [
     (
@@ -395,6 +436,10 @@ OF_ONE = [
     ),
     ("int4, teams", "sums of fewer warps", "w < team_warps; ++w) sum", "w < 1; ++w) sum"),
     ("int4, teams", "units of the first warp", "u = team_warp + k", "u = k"),
+    *(("table", *m) for m in OF_TABLE),
+    ("int4, turned", "codes in the other order", "(2 * j + h) ^ 1", "2 * j + h"),
+    ("int4, turned", "codes of the other word", "(2 * j + h) ^ 1", "(2 * j + h) ^ 4"),
+    ("int4, turned, 2 rows", "codes in the other order", "4) ^ 1]", "4)]"),
     (
         "int4, one chunk",
         "scales of another tile",

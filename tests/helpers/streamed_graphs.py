@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -17,6 +17,7 @@ from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
 from mirage_hf.errors import CodegenError
+from mirage_hf.formats.bitsandbytes import TABLES
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,
@@ -30,6 +31,7 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.ops.table import as_dtype
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
@@ -138,6 +140,9 @@ CASES = {
     "MXFP4, pairs of groups": Linear("MXFP4", tile=4),
     "MXFP4, single groups": Linear("MXFP4", tile=1, stages=3),
     "int4, powers of two": Linear("powers of two", tile=1),
+    "NF4, norm and joined linears": Case("nf4", "qkv", warps=4),
+    "NF4, gate and up": Case("nf4", "gate_up", tile=2, stages=3),
+    "NF4, residual": Case("nf4", "down", width=640, tile=2),
     "int4, norm and joined linears, 4 rows": Case("int4", "qkv", batch=4),
     "int4, gate and up, 8 rows": Case("int4", "gate_up", tile=2, stages=1, warps=4, batch=8),
     "int4, residual, 3 rows": Case("int4", "down", width=640, tile=2, stages=3, batch=3),
@@ -168,9 +173,8 @@ def tiles_of(found: Products, tile: int) -> dict[str, int]:
     tiles = tiles_of_rows(found) | {found.own_columns[0]: tile}
     if found.piece is not None:
         tiles[found.piece] = next_power_of_two(found.num_pieces)
-    if len(found.own_columns) > 1:
-        tiles[found.own_columns[1]] = next_power_of_two(found.group)
-    return tiles
+    sizes = {a: found.block.axis(a).size for a in found.own_columns[1:]}
+    return tiles | {a: next_power_of_two(n) for a, n in sizes.items()}
 
 
 def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
@@ -178,6 +182,18 @@ def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
     tiles = tiles_of(found, case.tile)
     given = {"num_stages": case.stages, "num_warps": case.warps, "persistent_blocks": case.blocks}
     return Schedule(tiles, cuda=True, **(given | changes))
+
+
+#: Tables of 16 entries by name. In bytes of 7 bits, those of bitsandbytes are not exact.
+HAND_TABLES = {
+    **TABLES,
+    "e2m1": E2M1,
+    "14 bits": tuple(
+        n / 2**14
+        for n in (0, 300, 129, 5000, 16383, 127, 128, 9001)
+        + (-77, -16000, -1, -8192, -255, -3333, 0, -12345)
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -200,6 +216,8 @@ class Hand:
         warps: Warps that multiply.
         blocks: Thread blocks.
         batch: Rows of x.
+        table: The name of a table in HAND_TABLES that codes are looked up in. Empty: there is none.
+        is_turned: Whether the first of two codes is in the high half of a byte.
     """
 
     codes: str = "uint4"
@@ -217,6 +235,8 @@ class Hand:
     warps: int = 2
     blocks: int = 3
     batch: int = 1
+    table: str = ""
+    is_turned: bool = False
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -231,12 +251,14 @@ class Hand:
     @property
     def column_axes(self) -> tuple[str, ...]:
         """The summed axes."""
-        return ("k", "r") if self.group else ("k",)
+        return ("k", "r")[: 1 + bool(self.group)] + ("s",) * self.is_turned
 
     @property
     def column_dims(self) -> tuple[int, ...]:
         """The sizes of the summed axes."""
-        return (self.columns // self.group, self.group) if self.group else (self.columns,)
+        pair = (2,) * self.is_turned
+        dims = (self.columns // self.group, self.group) if self.group else (self.columns,)
+        return (*dims[:-1], dims[-1] // math.prod(pair), *pair)
 
     def row_dims(self, rows: int) -> tuple[int, ...]:
         """Return the sizes of the axes of this many rows."""
@@ -249,11 +271,15 @@ class Hand:
         tensors: list[DTensor] = []
         inputs: list[BlockInput] = []
 
-        def add(name, dims, axes, dtype, constant, parts=1):
+        def add(name, dims, axes, dtype, constant, parts=1, turned=False):
             first = len(tensors)
             for n in range(parts):
                 own = dims if parts == 1 else (self.row_dims(self.rows[n])[0], *dims[1:])
-                tensors.append(g.new_input(own, dtype, name=f"{name}{n}", constant=constant))
+                strides = [math.prod(own[d + 1 :]) for d in range(len(own))]
+                strides[-1] = -1 if turned else 1
+                tensors.append(
+                    g.new_input(own, dtype, tuple(strides), name=f"{name}{n}", constant=constant)
+                )
             joined, sizes = None, ()
             if parts > 1:
                 joined, sizes = "n", tuple(t.dims[0] for t in tensors[first:])
@@ -268,12 +294,13 @@ class Hand:
             add("gamma", (1, *column_dims), (None, *column_axes), self.dtype, True)
         for p in self.products:
             dims, axes = (*row_dims, *column_dims), (*row_axes, *column_axes)
-            add(f"codes{p}", dims, axes, self.codes, True, len(self.rows))
+            add(f"codes{p}", dims, axes, self.codes, True, len(self.rows), self.is_turned)
             if self.group:
                 shared = (row_dims[0], 1) if self.square else row_dims
                 axes = ("n", None) if self.square else row_axes
                 parts = len(self.rows)
-                dims, axes = (*shared, column_dims[0], 1), (*axes, "k", None)
+                ones = len(column_dims) - 1
+                dims, axes = (*shared, column_dims[0], *ones * (1,)), (*axes, "k", *ones * (None,))
                 add(f"scales{p}", dims, axes, self.scale_dtype, True, parts)
             else:
                 add(f"scales{p}", row_dims, row_axes, self.dtype, True)
@@ -282,7 +309,7 @@ class Hand:
         output = BlockOutput("y", (of_batch, *row_axes), self.dtype)
         axes = [Axis(a, self.batch, Role.GRID) for a in self.batch_axes]
         axes += [Axis(a, n, Role.GRID) for a, n in zip(row_axes, row_dims, strict=True)]
-        roles = (Role.LOOP, Role.TILE)
+        roles = (Role.LOOP, Role.TILE, Role.TILE)
         axes += [
             Axis(a, n, role)
             for a, n, role in zip(column_axes, column_dims, roles[: len(column_axes)], strict=True)
@@ -316,11 +343,11 @@ class Hand:
 
         def summed(out, value, axes):
             """Add a sum over all columns of a value that has the axes and the columns."""
-            if not self.group:
-                sums.append(Accumulator(out, value, "sum", axes))
-                return
-            sums.append(Accumulator(f"{out}_open", value, "sum", (*axes, "r")))
-            op(after, out, "sum", f"{out}_open", axes=axes, over="r")
+            inner = columns[1:]
+            names = [out, *(f"{out}_over_{a}" for a in inner)]
+            sums.append(Accumulator(names[-1], value, "sum", (*axes, *inner)))
+            for n in reversed(range(len(inner))):
+                op(after, names[n], "sum", names[n + 1], axes=(*axes, *inner[:n]), over=inner[n])
 
         other = "x"
         if self.has_norm:
@@ -333,7 +360,13 @@ class Hand:
         results = []
         for p in self.products:
             codes, scales, everything = f"codes{p}", f"scales{p}", (*batch, *rows, *columns)
-            if zero := ZEROS[as_dtype(self.codes)]:
+            if self.table:
+                attrs = (("values", HAND_TABLES[self.table]),)
+                body.append(
+                    BlockOp(f"entry{p}", "lookup", (codes,), (*rows, *columns), attrs=attrs)
+                )
+                codes = f"entry{p}"
+            elif zero := ZEROS[as_dtype(self.codes)]:
                 codes = op(body, f"centered{p}", "sub", codes, zero, axes=(*rows, *columns))
             result = f"sum{p}"
             scale_axes = ("n", "k") if self.square else (*rows, "k")
@@ -348,7 +381,10 @@ class Hand:
                 summed(result, value, result_axes)
             else:
                 value = op(body, f"product{p}", "mul", codes, other, axes=everything)
-                total = op(body, f"total{p}", "sum", value, axes=(*result_axes, "k"), over="r")
+                total = value
+                for a in reversed(columns[1:]):
+                    axes = (*result_axes, *columns[: columns.index(a)])
+                    total = op(body, f"total{p}_over_{a}", "sum", total, axes=axes, over=a)
                 scaled = op(body, f"scaled{p}", "mul", total, scales, axes=(*result_axes, "k"))
                 sums.append(Accumulator(result, scaled, "sum", result_axes))
             if self.has_norm:
@@ -372,7 +408,9 @@ class Hand:
         """The schedule."""
         tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: 8 if self.has_gate else 16}
         tiles |= {a: next_power_of_two(self.batch) for a in self.batch_axes}
-        tiles |= {"k": self.tile} | ({"r": next_power_of_two(self.group)} if self.group else {})
+        first, *inner = zip(self.column_axes, self.column_dims, strict=True)
+        tiles |= {first[0]: self.tile // (2 if self.is_turned and not self.group else 1)}
+        tiles |= {a: next_power_of_two(n) for a, n in inner}
         return Schedule(
             tiles,
             num_stages=self.stages,
@@ -389,7 +427,7 @@ class Hand:
     def inputs(self) -> list[torch.Tensor]:
         """Random inputs. The products are about 1."""
         sizes = {"uint4": 5.0, "int4": 5.0, "uint8": 74.0, "int8": 74.0, "float8_e4m3fn": 100.0}
-        size = sizes[self.codes] * self.columns**0.5
+        size = (0.5 if self.table else sizes[self.codes]) * self.columns**0.5
         tensors = zip(self.graph.inputs, random_inputs(self.graph, "cpu"), strict=True)
         return [x / size if t.name.startswith("scales") else x for t, x in tensors]
 
@@ -420,7 +458,7 @@ class Hand:
         largest = float(want.abs().max())
         # x in 22 bits; halves hold 11 bits of x · gamma
         in_halves = as_dtype(self.codes).is_floating_point or self.batch > 1
-        bits = 9 if in_halves else 18
+        bits = 9 if in_halves else 13 if self.table in TABLES else 18
         allowed = torch.finfo(got.dtype).eps * want.abs() + largest * 2.0**-bits
         allowed = 4 * allowed if self.has_gate else allowed  # the errors of both factors add up
         return float(((got.double() - want).abs() / allowed).nan_to_num(math.inf).max())
@@ -450,7 +488,7 @@ def random_hand(seed: int) -> Hand:
     if group and columns % group:
         columns = 2 * group * r.randint(1, 6)
     tile = 1 << r.randint(0, 3) if group else 1 << r.randint(6, 10)
-    return Hand(
+    hand = Hand(
         **shape,
         rows=rows,
         columns=columns,
@@ -463,3 +501,6 @@ def random_hand(seed: int) -> Hand:
         blocks=r.choice((1, 2, 3, 5, 7, 100)),
         batch=r.choice((1, 1, 2, 3, 4, 5, 7, 8)),
     )
+    if codes == "uint4" and hand.batch == 1 and r.random() < 0.7:
+        return replace(hand, table=r.choice(sorted(HAND_TABLES)), is_turned=r.random() < 0.7)
+    return replace(hand, is_turned=codes in ("uint4", "int4") and r.random() < 0.4)

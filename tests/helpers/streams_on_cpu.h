@@ -281,13 +281,13 @@ inline Words<4> halves_of_float8(unsigned first, unsigned second) {
   return halves;
 }
 
-// prmt.b32: each of four digits of the selector names a byte, 0 to 3 of a or 4 to 7 of b.
-inline unsigned twice_positive_floats(unsigned codes) {
-  const unsigned char twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+// prmt.b32: each of four digits of the selector names a byte, 0 to 3 of a or 4 to 7 of b. A digit of 8
+// and more names eight copies of a byte's highest bit.
+inline unsigned looked_up(unsigned low, unsigned high, unsigned codes) {
   unsigned bytes = 0;
   for (int n = 0; n < 4; ++n) {
-    const unsigned code = (codes >> (4 * n)) & 15;
-    if (code < 8) bytes |= unsigned(twice[code]) << (8 * n);
+    const unsigned code = codes >> 4 * n & 15, byte = (code & 4 ? high : low) >> code % 4 * 8 & 255;
+    bytes |= (code < 8 ? byte : byte / 128 * 255) << 8 * n;
   }
   return bytes;
 }

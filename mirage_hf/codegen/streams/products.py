@@ -574,7 +574,7 @@ class _Finder:
         values = products[0][1].values
         self.table = table_bytes(values) if values else None
         if values and self.table is None:
-            raise _refused("half of its table has numbers of both signs, or none is finite")
+            raise _refused("its table has no positive and no negative half, or infinite entries")
         zero = 0.0 if values else ZEROS[dtypes.pop()]
         for out, part in products:
             if part.zero != zero:
@@ -647,8 +647,8 @@ class _Finder:
         if found.sums:
             raise _refused("it has an index, and other sums")
         for p in found.products:
-            of_code_0 = found.table.planes[0][0] if found.table else ZEROS[found.dtype]
-            if p.scale is None and of_code_0:
+            is_zero = not (found.table.entry(0) if found.table else ZEROS[found.dtype])
+            if p.scale is None and not is_zero:
                 # the code of a missing expert is 0, which stands for another number
                 raise _refused(f"{p.codes} has an index and no scale, and code 0 is not 0")
             strides = found.row_stride(p.codes), found.chosen_stride(p.codes)
