@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from mirage_hf.codegen.streams.tables import TableBytes, table_bytes
+from mirage_hf.codegen.streams.tables import (
+    OFFSET,
+    TableBytes,
+    table_bytes,
+    table_halves,
+    words,
+)
 from mirage_hf.formats.bitsandbytes import TABLES
 from mirage_hf.ops.dtypes import E2M1
 
@@ -33,7 +39,7 @@ def test_small_floats_have_one_byte_and_are_exact() -> None:
     assert table is not None and len(table.planes) == 1
     assert (table.shift, table.factor, table.negative) == (1, 1.0, 1)
     assert entries(table) == list(E2M1)
-    assert table.words(0, 0) == table.words(0, 1) == (0x03020100, 0x0C080604)
+    assert words(table.planes[0]) == 2 * (0x03020100, 0x0C080604)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -54,15 +60,31 @@ def test_bytes_are_close_to_the_entries(seed: int) -> None:
     assert table.factor * 2.0**-table.shift == table.unit and 0 <= table.shift <= 4
 
 
-@pytest.mark.parametrize("plane", [0, 1])
-def test_words_hold_the_bytes_of_a_half_in_order(plane: int) -> None:
-    table = table_bytes(TABLES["nf4"])
+@pytest.mark.parametrize("seed", range(40))
+def test_halves_are_close_to_the_entries(seed: int) -> None:
+    values = random_table(seed)
+    values = tuple(values[-n] for n in range(16))  # no half has a sign
+    table = table_halves(values)
     assert table is not None
-    for half in (0, 1):
-        low, high = table.words(plane, half)
-        assert (low | high << 32).to_bytes(8, "little") == bytes(
-            table.planes[plane][8 * half : 8 * half + 8]
-        )
+    assert all(0 <= byte < 128 for plane in table.planes for byte in plane)
+    largest = max(map(abs, values))
+    found = [(h + low / 128 - OFFSET) * table.unit for h, low in zip(*table.planes, strict=True)]
+    assert found == pytest.approx(values, rel=0, abs=largest * 2.0**-13)
+
+
+@pytest.mark.parametrize("values", [*TABLES.values(), E2M1])
+def test_halves_of_known_tables_are_closer_than_in_bfloat16(values: tuple[float, ...]) -> None:
+    table = table_halves(values)
+    assert table is not None
+    found = [(h + low / 128 - OFFSET) * table.unit for h, low in zip(*table.planes, strict=True)]
+    assert found == pytest.approx(values, rel=2.0**-12)
+
+
+def test_words_hold_bytes_in_order() -> None:
+    assert [n.to_bytes(4, "little") for n in words(range(8))] == [
+        bytes(range(4)),
+        bytes(range(4, 8)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,3 +93,6 @@ def test_words_hold_the_bytes_of_a_half_in_order(plane: int) -> None:
 )
 def test_other_tables_have_no_bytes(values: tuple[float, ...]) -> None:
     assert table_bytes(values) is None
+    assert (table_halves(values) is None) == (
+        not any(values) or not all(map(math.isfinite, values))
+    )

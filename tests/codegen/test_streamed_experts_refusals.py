@@ -16,7 +16,6 @@ from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import E2M1
 from tests.helpers.streamed_experts import Experts
-from tests.helpers.streamed_graphs import Hand
 
 #: The name, the dims and the dtype of an operand.
 Operand = tuple[str, tuple[int, ...], str]
@@ -296,21 +295,6 @@ def test_what_the_loop_adds_up_over_pieces_is_a_product():
     text = refusal(with_total(PIECES, in_loop=True))
     assert "total reduces a value that is no product" in text
     assert streamed_products(with_total(PIECES, in_loop=False))
-
-
-def test_small_floats_are_multiplied_with_one_row():
-    hand = Hand(batch=2, scales_first=False)
-    (op,) = hand.graph.ops
-    loop, *rest = op.block.stages
-    looked_up = {"fn": "lookup", "args": ("codes0",), "attrs": (("values", E2M1),)}
-    body = tuple(replace(o, **looked_up) if o.out == "centered0" else o for o in loop.body)
-    block = replace(op.block, stages=(replace(loop, body=body), *rest))
-    g = KernelGraph()
-    inputs = hand.graph.inputs
-    tensors = [g.new_input(t.dims, t.dtype, name=t.name, constant=t.constant) for t in inputs]
-    g.mark_output(*g.customized(tensors, block))
-    text = refusal(place_kernels(UGraph(g, g))[0])
-    assert "codes that are looked up are multiplied with one row" in text
 
 
 @pytest.mark.parametrize("codes", ["uint4", "e2m1", "int8", "float8_e4m3fn"])

@@ -14,6 +14,7 @@ from mirage_hf.codegen.streams.helpers import (
     POWER_OF_PAIR_HELPERS,
     TABLE_HELPERS,
 )
+from mirage_hf.codegen.streams.tables import words
 from mirage_hf.ops.dtypes import E2M1
 from tests.helpers.cuda_on_cpu import CXX, ORDERS, run_kernel
 
@@ -167,8 +168,39 @@ __global__ void run(const unsigned* words, unsigned* converted) {
 }
 """.replace("LOW", "0x03020100u").replace("HIGH", "0x0c080604u")
 
-#: What only some kernels call.
-SMALL_HELPERS = TABLE_HELPERS + POWER_OF_PAIR_HELPERS
+#: Each thread looks all groups of four codes up, below and above others, as halves.
+CONVERT_TABLE = r"""
+__global__ void run(const unsigned* words, unsigned* converted) {
+  for (int n = threadIdx.x; n < 65536; n += 64)
+    reinterpret_cast<Words<4>*>(converted)[n] = halves_of_table(words[n], TABLE);
+}
+"""
+
+#: A table of 16 entries: their higher and their lower bytes.
+HIGH_BYTES = (64, 0, 127, 65, 100, 3, 77, 64, 63, 1, 126, 64, 90, 30, 64, 8)
+LOW_BYTES = (0, 127, 127, 1, 64, 33, 99, 5, 0, 17, 0, 127, 2, 88, 0, 126)
+_BYTES = [f"0x{word:08x}u" for word in (*words(HIGH_BYTES), *words(LOW_BYTES))]
+CONVERT_TABLE = CONVERT_TABLE.replace("TABLE", ", ".join(_BYTES))
+
+#: Changes of `HELPERS` and `TABLE_HELPERS` that give other halves of a table.
+OTHER_TABLE_HELPERS = [
+    ("0x64486448u", "0x64486408u"),
+    ("0x20002000u", "0x20002400u"),
+    ("high, 0x64646464u", "high, 0x64646465u"),
+    ("low, 0x64646464u", "low, 0x64646465u"),
+    ("upper = word >> 16", "upper = word >> 12"),
+    ("codes ^ 0x8888u", "codes"),
+    ("| looked_up(c, d", "& looked_up(c, d"),
+    ("looked_up(a, b, codes)", "looked_up(b, a, codes)"),
+    ("h2, h3, upper)", "h3, h2, upper)"),
+    ("l2, l3, word)", "l2, l3, upper)"),
+    ("(high_1, low_1, 0x4342)", "(high_1, low_1, 0x4140)"),
+    ("(high_0, low_0, 0x4140)", "(high_0, low_1, 0x4140)"),
+    ('"r"(whole)', '"r"(part)'),
+]
+
+#: What all kernels call, and what some do.
+SMALL_HELPERS = HELPERS + TABLE_HELPERS + POWER_OF_PAIR_HELPERS
 
 _FUNCTION = re.compile(r"^__device__ __forceinline__ .*?^\}", re.M | re.S)
 _ASM = re.compile(r'asm\("(.*?)"\s*: "=r"\((\w+)\) : (.*?)\);')
@@ -248,7 +280,10 @@ OTHER_SMALL_HELPERS = [
     ("0x00400000u", "0x00200000u"),
     ("0x00400000u", "0x00800000u"),
     ("0x00400000u", "0x01000000u"),
-    ("max.u32", "min.u32"),
+    (
+        'max.u32 %0, %1, %2;" : "=r"(bits) : "r"(byte',
+        'min.u32 %0, %1, %2;" : "=r"(bits) : "r"(byte',
+    ),
 ]
 
 
@@ -308,6 +343,7 @@ def run(tmp_path_factory):
     source = SOURCE + HALVES + "".join(changed(n) for n in range(len(MISTAKES))) + PTX
     source += conversions(HELPERS, OTHER_HELPERS, CONVERT)
     source += conversions(SMALL_HELPERS, OTHER_SMALL_HELPERS, CONVERT_SMALL, "small_")
+    source += conversions(HELPERS + TABLE_HELPERS, OTHER_TABLE_HELPERS, CONVERT_TABLE, "table_")
 
     def run(name, tensors, order=0, threads=96):
         return run_kernel(source, name, 1, threads, 1024, tensors, order, folder)
@@ -395,14 +431,16 @@ def test_a_change_of_the_cuda_text_is_noticed(run, n):
     assert not all(same)
 
 
-def converted_small(run, name):
-    """Return what a kernel converts all groups of four codes and all bytes to.
-
-    The upper halves of the words are random: the functions do not read them.
-    """
+def all_groups_of_codes():
+    """Return words with all groups of four codes, below random codes."""
     generator = torch.Generator().manual_seed(0)
     upper = torch.randint(-(2**15), 2**15, (65536,), generator=generator)
-    words = (upper * 65536 + torch.arange(65536)).to(torch.int32)
+    return (upper * 65536 + torch.arange(65536)).to(torch.int32)
+
+
+def converted_small(run, name):
+    """Return what a kernel converts all groups of four codes and all bytes to."""
+    words = all_groups_of_codes()
     found = torch.zeros(65536, 2, dtype=torch.int32)
     assert run(f"small_{name}", (words, found), threads=64) == ""
     return found
@@ -432,6 +470,28 @@ def test_positive_floats_less_those_of_flipped_codes_are_all_floats(run):
 @pytest.mark.parametrize("n", range(len(OTHER_SMALL_HELPERS)))
 def test_a_change_of_the_small_cuda_text_is_noticed(run, n):
     assert not torch.equal(converted_small(run, f"other_{n}"), converted_small(run, "cpu"))
+
+
+def converted_by_table(run, name):
+    """Return what a kernel looks all groups of codes up as: eight halves for each word."""
+    found = torch.zeros(65536, 8, dtype=torch.float16)
+    assert run(f"table_{name}", (all_groups_of_codes(), found), threads=64) == ""
+    return found
+
+
+def test_the_cuda_text_looks_codes_up_as_the_emulation_does(run):
+    found = converted_by_table(run, "cuda")
+    high, low = torch.tensor(HIGH_BYTES), torch.tensor(LOW_BYTES)
+    entries = (high - 64 + low / 128).half()
+    codes = all_groups_of_codes()[:, None] >> torch.arange(0, 32, 4) & 15
+    assert torch.equal(found, entries[codes.long()])
+    assert torch.equal(found, converted_by_table(run, "cpu"))
+
+
+@pytest.mark.parametrize("n", range(len(OTHER_TABLE_HELPERS)))
+def test_a_change_of_the_cuda_text_of_tables_is_noticed(run, n):
+    found, want = converted_by_table(run, f"other_{n}"), converted_by_table(run, "cpu")
+    assert not torch.equal(found.view(torch.int16), want.view(torch.int16))
 
 
 def outcomes(run, name, copies):

@@ -72,6 +72,16 @@ KERNELS = {
         table="14 bits",
         is_turned=True,
     ),
+    "table, 2 rows": Hand(
+        rows=(96,),
+        columns=512,
+        group=64,
+        dtype="float32",
+        blocks=2,
+        batch=2,
+        table="14 bits",
+        is_turned=True,
+    ),
     "int4, turned": Hand(rows=(96,), columns=512, dtype="float32", blocks=2, is_turned=True),
     "int4, turned, 2 rows": Hand(
         rows=(96,), columns=512, dtype="float32", blocks=2, batch=2, is_turned=True
@@ -437,6 +447,20 @@ OF_ONE = [
     ("int4, teams", "sums of fewer warps", "w < team_warps; ++w) sum", "w < 1; ++w) sum"),
     ("int4, teams", "units of the first warp", "u = team_warp + k", "u = k"),
     *(("table", *m) for m in OF_TABLE),
+    ("table, 2 rows", "codes of a byte in the other order", "factor[j ^ 1]", "factor[j]"),
+    (
+        "table, 2 rows",
+        "lower rows for upper ones",
+        "left = halves_of_table(a",
+        "left = halves_of_table(b",
+    ),
+    ("table, 2 rows", "no unit", " * 0.031248092651367188f", ""),
+    (
+        "table, 2 rows",
+        "lower bytes of another half",
+        "0x0000606du, 0x72003f40u",
+        "0x62204b00u, 0x4a202000u",
+    ),
     ("int4, turned", "codes in the other order", "(2 * j + h) ^ 1", "2 * j + h"),
     ("int4, turned", "codes of the other word", "(2 * j + h) ^ 1", "(2 * j + h) ^ 4"),
     ("int4, turned, 2 rows", "codes in the other order", "4) ^ 1]", "4)]"),

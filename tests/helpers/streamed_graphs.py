@@ -97,6 +97,7 @@ LINEARS = {
     "float16, int8": lambda: coded_programs.int8_linear(1, 64, 448, norm=True),
     "float16, float8": lambda: coded_programs.fp8_linear(1, 256, 512),
     "MXFP4": lambda: mxfp4_linear(1, 64, 512),
+    "MXFP4, 3 rows": lambda: mxfp4_linear(3, 64, 512),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -146,6 +147,9 @@ CASES = {
     "int4, norm and joined linears, 4 rows": Case("int4", "qkv", batch=4),
     "int4, gate and up, 8 rows": Case("int4", "gate_up", tile=2, stages=1, warps=4, batch=8),
     "int4, residual, 3 rows": Case("int4", "down", width=640, tile=2, stages=3, batch=3),
+    "NF4, gate and up, 4 rows": Case("nf4", "gate_up", tile=2, stages=3, batch=4),
+    "NF4, residual, 8 rows": Case("nf4", "down", width=640, tile=2, batch=8),
+    "MXFP4, 3 rows": Linear("MXFP4, 3 rows", tile=4),
     "int4, groups of 32, 2 rows": Case("int4", "output", group=32, tile=4, batch=2),
     "int8, gate and up, 4 rows": Case("int8", "gate_up", tile=128, blocks=5, batch=4),
     "int8, residual, 5 rows": Case("int8", "down", tile=128, width=448, stages=3, batch=5),
@@ -501,6 +505,6 @@ def random_hand(seed: int) -> Hand:
         blocks=r.choice((1, 2, 3, 5, 7, 100)),
         batch=r.choice((1, 1, 2, 3, 4, 5, 7, 8)),
     )
-    if codes == "uint4" and hand.batch == 1 and r.random() < 0.7:
+    if codes == "uint4" and r.random() < 0.7:
         return replace(hand, table=r.choice(sorted(HAND_TABLES)), is_turned=r.random() < 0.7)
     return replace(hand, is_turned=codes in ("uint4", "int4") and r.random() < 0.4)

@@ -292,6 +292,19 @@ inline unsigned looked_up(unsigned low, unsigned high, unsigned codes) {
   return bytes;
 }
 
+// Eight codes as halves. The first half of a table are the bytes of the words h0 and h1, and of l0 and l1.
+inline Words<4> halves_of_table(unsigned word, unsigned h0, unsigned h1, unsigned h2, unsigned h3,
+                                unsigned l0, unsigned l1, unsigned l2, unsigned l3) {
+  const unsigned high[4] = {h0, h1, h2, h3}, low[4] = {l0, l1, l2, l3};
+  Words<4> halves{};
+  for (int n = 0; n < 8; ++n) {
+    const unsigned code = word >> 4 * n & 15, shift = code % 4 * 8;
+    const float whole = float(high[code / 4] >> shift & 127), part = float(low[code / 4] >> shift & 127);
+    halves.w[n / 2] |= unsigned(__float2half(whole - 64.0f + part / 128.0f).bits) << n % 2 * 16;
+  }
+  return halves;
+}
+
 inline float power_of_two(unsigned byte) {
   return byte == 255 ? INFINITY : std::ldexp(1.0f, int(byte) - 127);
 }

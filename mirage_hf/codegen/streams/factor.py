@@ -207,15 +207,16 @@ class FactorWriter(StreamWriter):
         )
         # As bytes, codes of 4 bits are in the upper half, which is times 16, unless they are looked
         # up. Digits were shifted.
-        table = self.found.table
+        table = self.layout.table
         times = table.shift if table else 4 * (self.found.bits == 4)
         down = bits if self.layout.is_in_halves else bits + 1 + times
+        unit = f" * {self.layout.halves.unit}f" if self.layout.halves else ""
         step = f"at / {SHARED_COLUMNS}"
         step += " * batch + b" if self.layout.batch > 1 else ""
         self.put(
             f"if (lane == 0) shared.steps[{step}] = "
             "__uint_as_float(exponent == 255 ? 0x7fc00000u : "
-            f"unsigned(scaled - {down}) << 23);"
+            f"unsigned(scaled - {down}) << 23){unit};"
         )
         if is_ragged:
             with self.scope(f"if (at < {self.end_of_columns})"):
@@ -230,7 +231,7 @@ class FactorWriter(StreamWriter):
             return
         unit, columns = self.layout.unit, self.layout.lane_columns
         row = min(columns, 16)
-        is_packed = self.found.bits == 4 and self.found.table is None
+        is_packed = self.found.bits == 4 and not self.found.values
         self.put("unsigned digits[3][2];", "#pragma unroll")
         with self.scope("for (int h = 0; h < 2; ++h)"):
             self.put("unsigned bits[4];", "#pragma unroll")
@@ -257,7 +258,9 @@ class FactorWriter(StreamWriter):
 
     def in_byte(self, code: str) -> str:
         """Return the column of a code, given its place among the codes of a word."""
-        return code if self.found.pair is None else f"({code}) ^ 1"
+        if self.found.pair is None:
+            return code
+        return f"{code} ^ 1" if code.isidentifier() else f"({code}) ^ 1"
 
     def store_halves(self) -> None:
         """Write how a thread stores 8 columns of a row as halves.
@@ -266,7 +269,8 @@ class FactorWriter(StreamWriter):
         lane, the rows of the batch follow each other.
         """
         unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
-        which = self.in_byte("j / 2 + j % 2 * 4") if self.found.bits == 4 else "j"
+        which = "j / 2 + j % 2 * 4" if self.found.bits == 4 and not self.found.values else "j"
+        which = self.in_byte(which)
         piece = f" + at % {columns} / 8 * {64 * batch}" if columns > 8 else ""
         row = " + b * 64" if batch > 1 else ""
         self.put(

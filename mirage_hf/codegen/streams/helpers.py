@@ -140,6 +140,28 @@ __device__ __forceinline__ unsigned looked_up(unsigned low, unsigned high, unsig
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
   return bytes;
 }
+__device__ __forceinline__ unsigned looked_up_in_both(unsigned a, unsigned b, unsigned c, unsigned d, unsigned codes) {
+  return looked_up(a, b, codes) | looked_up(c, d, codes ^ 0x8888u);
+}
+
+// Two halves: higher byte + lower byte / 128 - 64. A half with the bits 0x6400 + n is 1024 + n.
+__device__ __forceinline__ unsigned halves_of_bytes(unsigned high, unsigned low, unsigned which) {
+  const unsigned whole = subtract_halves(pick_bytes(high, 0x64646464u, which), 0x64486448u);
+  const unsigned part = pick_bytes(low, 0x64646464u, which);
+  unsigned halves;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(halves) : "r"(part), "r"(0x20002000u), "r"(whole));
+  return halves;
+}
+
+// eight codes as halves, given the higher and the lower bytes of a table
+__device__ __forceinline__ Words<4> halves_of_table(
+    unsigned word, unsigned h0, unsigned h1, unsigned h2, unsigned h3, unsigned l0, unsigned l1, unsigned l2, unsigned l3) {
+  const unsigned upper = word >> 16;
+  const unsigned high_0 = looked_up_in_both(h0, h1, h2, h3, word), low_0 = looked_up_in_both(l0, l1, l2, l3, word);
+  const unsigned high_1 = looked_up_in_both(h0, h1, h2, h3, upper), low_1 = looked_up_in_both(l0, l1, l2, l3, upper);
+  return Words<4>{halves_of_bytes(high_0, low_0, 0x4140), halves_of_bytes(high_0, low_0, 0x4342),
+                  halves_of_bytes(high_1, low_1, 0x4140), halves_of_bytes(high_1, low_1, 0x4342)};
+}
 
 """
 

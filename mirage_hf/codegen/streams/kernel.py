@@ -91,7 +91,7 @@ class _KernelWriter(PairWriter):
         helpers = POWER_HELPERS if has_powers and not self.has_pairs else ""
         if has_powers and self.has_pairs:
             helpers += POWER_OF_PAIR_HELPERS
-        if self.found.table is not None:
+        if self.found.values:
             helpers += TABLE_HELPERS
         return helpers
 

@@ -12,6 +12,7 @@ from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.products import ROWS, Product, Products, streamed_products
+from mirage_hf.codegen.streams.tables import TableBytes, TableHalves, table_bytes, table_halves
 
 #: Columns of a row of the other factor that a thread computes at a time.
 VECTOR = 8
@@ -269,6 +270,18 @@ class StreamLayout:
         takes one.
         """
         return not is_of_digits(self.products)
+
+    @property
+    def table(self) -> TableBytes | None:
+        """The table that codes of products of signed bytes are looked up in, if there is one."""
+        values = self.products.values
+        return table_bytes(values) if values and not self.is_in_halves else None
+
+    @property
+    def halves(self) -> TableHalves | None:
+        """The table that codes of products of halves are looked up in, if there is one."""
+        values = self.products.values
+        return table_halves(values) if values and self.is_in_halves else None
 
     @property
     def batch(self) -> int:

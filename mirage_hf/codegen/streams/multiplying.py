@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mirage_hf.codegen.streams import tables
 from mirage_hf.codegen.streams.factor import FactorWriter
 from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
 from mirage_hf.codegen.streams.tables import TableBytes
@@ -56,7 +57,7 @@ class ProductWriter(FactorWriter):
 
     def worth(self, digit: int) -> str:
         """Return what a digit is worth, times what a unit of a table is."""
-        table = self.found.table
+        table = self.layout.table
         return f"{65536.0 / 256**digit * (table.factor if table else 1.0)}f"
 
     def join_lanes(self) -> None:
@@ -224,8 +225,8 @@ class ProductWriter(FactorWriter):
     def all_digit_products(self, words: int) -> list[str]:
         """Write the products of a unit's codes and digits, and return the sums as floats."""
         self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-        if self.found.table is not None:
-            return self.table_products(words, self.found.table)
+        if self.layout.table is not None:
+            return self.table_products(words, self.layout.table)
         self.digit_products(words)
         self.put("const float magic = 12582912.0f;")
         return [f"(__int_as_float(sums[{n}]) - magic)" for n in range(4)]
@@ -241,6 +242,9 @@ class ProductWriter(FactorWriter):
             flipped = ", 0x88888888u" if self.found.bits == 4 else ", 0x80808080u"
         if self.found.dtype.is_floating_point:
             convert, flipped = "halves_of_float8", ""
+        if self.layout.halves is not None:
+            every = [w for plane in self.layout.halves.planes for w in self.words_of(plane)]
+            convert, flipped = "halves_of_table", f", {', '.join(every)}"
         self.put(
             f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit * layout.batch}"
             f" + {own}t * 16;",
@@ -288,6 +292,10 @@ class ProductWriter(FactorWriter):
             codes = self.rows_of_codes([f"{{}}.w[{k}]{flip}" for k in (j, j + 1)])
             self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
 
+    def words_of(self, plane: Sequence[int]) -> list[str]:
+        """Return the bytes of a table as words."""
+        return [f"0x{word:08x}u" for word in tables.words(plane)]
+
     def table_products(self, words: int, table: TableBytes) -> list[str]:
         """Write the products of codes of a table and digits, and return the sums as floats."""
         self.put("// the sums of negative entries, which count less, and of lower bytes")
@@ -303,7 +311,7 @@ class ProductWriter(FactorWriter):
                 )
             for plane, pair in enumerate(names):
                 for half, flips in enumerate(("", " ^ 0x8888u")):
-                    low, high = (f"0x{w:08x}u" for w in table.words(plane, half))
+                    low, high = self.words_of(table.planes[plane])[2 * half : 2 * half + 2]
                     codes = self.rows_of_codes(
                         [f"looked_up({low}, {high}, {{}}_{k}{flips})" for k in (2 * j, 2 * j + 1)]
                     )

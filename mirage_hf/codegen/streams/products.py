@@ -21,7 +21,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
-from mirage_hf.codegen.streams.tables import TableBytes, table_bytes
+from mirage_hf.codegen.streams.tables import table_bytes, table_halves
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Taken
 from mirage_hf.graph.coded import high_first, is_exponent, is_packed
 from mirage_hf.graph.kernel import DTensor
@@ -101,7 +101,7 @@ class Products:
             the codes.
         batch: The axis that numbers the rows of `other`, if there is one.
         taken: The index that chooses among experts, if there is one.
-        table: The table that the codes are looked up in, if there is one.
+        values: The table that the codes are looked up in, if there is one.
         pair: The last of `columns` if it numbers the two codes of a byte, the higher one first.
     """
 
@@ -113,7 +113,7 @@ class Products:
     columns: tuple[str, ...]
     batch: str | None = None
     taken: Taken | None = None
-    table: TableBytes | None = None
+    values: tuple[float, ...] = ()
     pair: str | None = None
 
     @property
@@ -331,7 +331,7 @@ class _Finder:
             self.columns,
             self.batch,
             self.taken,
-            self.table,
+            self.values,
             self.pair,
         )
         self.check_sizes(found)
@@ -571,9 +571,10 @@ class _Finder:
         dtypes = {self.operand(self.block.inputs_by_name[p.codes]).dtype for _, p in products}
         if len(dtypes) > 1 or len({p.values for _, p in products}) > 1:
             raise _refused("its codes have different dtypes or tables")
-        values = products[0][1].values
-        self.table = table_bytes(values) if values else None
-        if values and self.table is None:
+        self.values = values = products[0][1].values
+        is_row = self.batch is None or self.block.axis(self.batch).size == 1
+        as_bytes = table_bytes if is_row else table_halves
+        if values and as_bytes(values) is None:
             raise _refused("its table has no positive and no negative half, or infinite entries")
         zero = 0.0 if values else ZEROS[dtypes.pop()]
         for out, part in products:
@@ -595,8 +596,6 @@ class _Finder:
         every = [n for p in found.products for n in found.source_rows(p.codes)]
         if any(n % found.rows_of_each for n in every):
             raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
-        if found.table is not None and found.batch_size > 1:
-            raise _refused("codes that are looked up are multiplied with one row")
         for name in found.read_columns:
             self._check_columns(found, name)
         scales = {p.scale for p in found.products if p.scale is not None}
@@ -647,7 +646,7 @@ class _Finder:
         if found.sums:
             raise _refused("it has an index, and other sums")
         for p in found.products:
-            is_zero = not (found.table.entry(0) if found.table else ZEROS[found.dtype])
+            is_zero = not (found.values[0] if found.values else ZEROS[found.dtype])
             if p.scale is None and not is_zero:
                 # the code of a missing expert is 0, which stands for another number
                 raise _refused(f"{p.codes} has an index and no scale, and code 0 is not 0")
