@@ -391,12 +391,12 @@ OF_ONE = {
         ("bytes of 16 rows", "8 * size + ", "16 * size + "),
         (
             "rows in the lower half",
-            "sums, looked_up(0x03020100u, 0x0c080604u, a_0), 0u,",
-            "sums, 0u, looked_up(0x03020100u, 0x0c080604u, a_0),",
+            "sums, looked_up(table_0, table_1, a_0), 0u,",
+            "sums, 0u, looked_up(table_0, table_1, a_0),",
         ),
         (
             "codes of both halves",
-            "less, looked_up(0x03020100u, 0x0c080604u, a_2 ^ 0x8888u), 0u,",
+            "less, looked_up(table_0, table_1, a_2 ^ 0x8888u), 0u,",
             "less, 0u, 0u,",
         ),
         ("tiles of 16 rows", "own_row = tid % 8", "own_row = tid % 16 / 2"),

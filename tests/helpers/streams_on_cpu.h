@@ -227,6 +227,13 @@ inline void multiply_digits(int (&sums)[4], unsigned a0, unsigned a1, unsigned a
   cuda_on_cpu::multiply<4, unsigned>(sums, {a0, a1, a2, a3, b0, b1}, number, line);
 }
 
+// the same, to which the bits of 1.5 * 2^23 are added
+inline void first_digits(int (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                         unsigned b1, int line = __builtin_LINE()) {
+  for (int& sum : sums) sum = 0x4b400000;
+  multiply_digits(sums, a0, a1, a2, a3, b0, b1, line);
+}
+
 // mma.sync.m16n8k16.row.col.f32.f16.f16.f32; a GPU rounds otherwise
 inline void multiply_halves(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                             unsigned b0, unsigned b1, int line = __builtin_LINE()) {

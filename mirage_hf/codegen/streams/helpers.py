@@ -140,6 +140,14 @@ __device__ __forceinline__ unsigned looked_up(unsigned low, unsigned high, unsig
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
   return bytes;
 }
+// `multiply_digits` whose sums start at the bits of 1.5 * 2^23, in registers that all first products share
+__device__ __forceinline__ void first_digits(
+    int (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0x4b400000));
+}
 __device__ __forceinline__ unsigned looked_up_in_both(unsigned a, unsigned b, unsigned c, unsigned d, unsigned codes) {
   return looked_up(a, b, codes) | looked_up(c, d, codes ^ 0x8888u);
 }

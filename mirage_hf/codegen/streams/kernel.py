@@ -102,7 +102,8 @@ class _KernelWriter(PairWriter):
         graph = [line.partition("  # ")[0] for line in format_block_graph(self.block).splitlines()]
         layout, found = self.layout, self.found
         # these need more registers than the compiler gives to blocks that it takes for two
-        needs_more = layout.batch > 1 or layout.groups_of_unit > 1 or self.has_index
+        has_more_sums = layout.groups_of_unit > 1 or layout.table is not None
+        needs_more = layout.batch > 1 or has_more_sums or self.has_index
         bounds = "threads + 32, 1" if needs_more else "threads + 32"
         sizes = {
             "warps": layout.warps,
@@ -156,6 +157,8 @@ class _KernelWriter(PairWriter):
             lines.append(f"alignas(16) int chosen[{self.found.num_choices}];  // -1: none")
         if layout.groups_of_unit > 1:
             lines.append("alignas(16) unsigned zeros[4];")
+        if layout.table_words:
+            lines.append(f"alignas(16) unsigned table[{len(layout.table_words)}];")
         return [*lines, "unsigned long long full[stages], empty[stages];"]
 
     def parameters(self) -> str:
@@ -213,7 +216,11 @@ class _KernelWriter(PairWriter):
                     )
             if self.layout.groups_of_unit > 1:
                 self.put("if (lane < 4) shared.zeros[lane] = 0;")
-            if self.has_index or self.layout.groups_of_unit > 1:
+            words = self.layout.table_words
+            if words:
+                with self.scope("if (lane == 0)"):
+                    self.put(*(f"shared.table[{n}] = 0x{w:08x}u;" for n, w in enumerate(words)))
+            if self.has_index or self.layout.groups_of_unit > 1 or words:
                 self.put("__threadfence_block();")
             self.put("__syncwarp();", f"announce<{FACTOR_READY}>(threads + 32);")
             if self.layout.has_whole_tiles and self.layout.is_in_turns:

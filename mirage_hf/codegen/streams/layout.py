@@ -12,7 +12,13 @@ from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.products import ROWS, Product, Products, streamed_products
-from mirage_hf.codegen.streams.tables import TableBytes, TableHalves, table_bytes, table_halves
+from mirage_hf.codegen.streams.tables import (
+    TableBytes,
+    TableHalves,
+    table_bytes,
+    table_halves,
+    words,
+)
 
 #: Columns of a row of the other factor that a thread computes at a time.
 VECTOR = 8
@@ -284,6 +290,13 @@ class StreamLayout:
         return table_halves(values) if values and self.is_in_halves else None
 
     @property
+    def table_words(self) -> tuple[int, ...]:
+        """The bytes of the table as words, each once."""
+        table = self.table or self.halves
+        planes = table.planes if table else ()
+        return tuple(dict.fromkeys(word for plane in planes for word in words(plane)))
+
+    @property
     def batch(self) -> int:
         """Rows of the other factor."""
         return self.products.batch_size
@@ -367,7 +380,9 @@ class StreamLayout:
         size = self.stages * self.rows * self.pitch
         choices = [4 * found.num_choices] if found.taken else []
         zeros = [16] if self.groups_of_unit > 1 else []
-        for part in (slots, self._other_bytes(span), steps, partial, sums, *choices, *zeros):
+        table = [4 * len(self.table_words)] if self.table_words else []
+        parts = slots, self._other_bytes(span), steps, partial, sums, *choices, *zeros, *table
+        for part in parts:
             size = -(-size // 16) * 16 + part
         size = -(-size // 8) * 8 + 2 * 8 * self.stages
         return -(-size // 128) * 128

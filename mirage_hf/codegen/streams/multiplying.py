@@ -46,8 +46,17 @@ class ProductWriter(FactorWriter):
             self.join_lanes()
             self.store_totals()
 
+    def load_table(self) -> None:
+        """Write how a lane loads the bytes of a table.
+
+        As constants they would be moved to a register before each lookup.
+        """
+        for n in range(len(self.layout.table_words)):
+            self.put(f"const unsigned table_{n} = shared.table[{n}];")
+
     def prepare_lanes(self) -> None:
         """Write what a lane knows before the first tile."""
+        self.load_table()
         if not self.layout.is_in_halves:
             self.put(
                 "// what the digits of the lane's two columns are worth",
@@ -224,9 +233,9 @@ class ProductWriter(FactorWriter):
 
     def all_digit_products(self, words: int) -> list[str]:
         """Write the products of a unit's codes and digits, and return the sums as floats."""
-        self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
         if self.layout.table is not None:
             return self.table_products(words, self.layout.table)
+        self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
         self.digit_products(words)
         self.put("const float magic = 12582912.0f;")
         return [f"(__int_as_float(sums[{n}]) - magic)" for n in range(4)]
@@ -293,15 +302,14 @@ class ProductWriter(FactorWriter):
             self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
 
     def words_of(self, plane: Sequence[int]) -> list[str]:
-        """Return the bytes of a table as words."""
-        return [f"0x{word:08x}u" for word in tables.words(plane)]
+        """Return the names of the words that hold the bytes of a table."""
+        return [f"table_{self.layout.table_words.index(word)}" for word in tables.words(plane)]
 
     def table_products(self, words: int, table: TableBytes) -> list[str]:
         """Write the products of codes of a table and digits, and return the sums as floats."""
-        self.put("// the sums of negative entries, which count less, and of lower bytes")
         names = [("sums", "less"), ("low_sums", "low_less")][: len(table.planes)]
-        for name in [n for pair in names for n in pair][1:]:
-            self.put(f"int {name}[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
+        every = ", ".join(f"{name}[4]" for pair in names for name in pair)
+        self.put(f"int {every};  // `less` of negative entries, `low` of lower bytes")
         for j in range(words):
             x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
             for row in "ab" if self.has_lower else "a":
@@ -315,8 +323,9 @@ class ProductWriter(FactorWriter):
                     codes = self.rows_of_codes(
                         [f"looked_up({low}, {high}, {{}}_{k}{flips})" for k in (2 * j, 2 * j + 1)]
                     )
+                    multiply = "multiply" if j else "first"
                     self.put(
-                        f"multiply_digits({pair[half == table.negative]}, {', '.join(codes)}, "
+                        f"{multiply}_digits({pair[half == table.negative]}, {', '.join(codes)}, "
                         f"{x}.w[{at}], {x}.w[{at + 1}]);"
                     )
         of_planes = [

@@ -31,6 +31,7 @@ class PairWriter(ProductWriter):
         if not self.has_pairs:
             super().prepare_lanes()
             return
+        self.load_table()
         self.put(
             "// a lane has digits of the group that its columns belong to, or zeros",
             f"const bool holds = g / 4 == t / 2 && g % 4 < {DIGITS};",

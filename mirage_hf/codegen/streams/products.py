@@ -503,7 +503,9 @@ class _Finder:
             dtype = self.operand(self.block.inputs_by_name[first.codes]).dtype
             if dtype is not torch.uint4:
                 raise _refused(f"{op.out} looks up codes of {dtype}")
-            return replace(first, values=tuple(dict(op.attrs)["values"]))
+            values = dict(op.attrs)["values"]
+            assert isinstance(values, tuple)
+            return replace(first, values=values)
         if first is not None and is_code and op.fn == "sub":
             zero = op.args[1]
             if isinstance(zero, (int, float)):

@@ -39,7 +39,7 @@ class StreamWriter(NestWriter):
     def var(self, name: str) -> str:
         """Return a C++ name for a value."""
         name = super().var(name)
-        is_taken = name in _NAMES or name.startswith("sum_") or name.endswith("_held")
+        is_taken = name in _NAMES or name.startswith(("sum_", "table_")) or name.endswith("_held")
         return name + "_" if is_taken else name
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
