@@ -51,6 +51,10 @@ _COPY_US = 2.4
 #: By how much the GPU must be busier with tiles of half as many rows for these to be tried.
 _MORE_EVEN = 1.15
 
+#: Instructions of a lane for a code that is looked up in two bytes of a table, as signed bytes and
+#: as halves. Other codes take so few that copies take longer.
+_AS_BYTES, _AS_HALVES = 4.8, 8.0
+
 #: µs before a block begins to compute and after it ends, µs that each warp takes to compute 1,024
 #: columns of a row of the other factor, and µs without products between spans.
 _ENDS_US, _FACTOR_US, _SPAN_US = 1.5, 1.1, 1.0
@@ -167,7 +171,16 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     pieces = layout.products.num_pieces
     in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks * pieces))
     copy_us = 1e6 * read * uneven * (in_first / device.bandwidth + (1 - in_first) / later)
+    codes = layout.products.num_rows * layout.products.num_columns * len(layout.products.products)
+    multiply_us = 1e6 * codes * uneven * _instructions_of_code(layout) / device.lane_rate
     factor_us = _FACTOR_US * layout.batch * layout.products.num_columns / 1024 / layout.warps
     early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile
     ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1)
-    return ends_us + factor_us * (1 - early) + copy_us
+    return ends_us + factor_us * (1 - early) + max(copy_us, multiply_us)
+
+
+def _instructions_of_code(layout: StreamLayout) -> float:
+    """Return the instructions of a lane for a code that is looked up in two bytes. Otherwise 0."""
+    if layout.halves is not None:
+        return _AS_HALVES
+    return _AS_BYTES if layout.table is not None and len(layout.table.planes) > 1 else 0.0
