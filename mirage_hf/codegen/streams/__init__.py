@@ -1,6 +1,7 @@
 """Kernels that stream codes: a warp copies weights through a ring, others multiply them.
 
 - `products`: Find what such a kernel computes in a block graph.
+- `tables`: Turn the table that codes are looked up in into bytes.
 - `layout`: Divide its work by a schedule, and lay out its shared memory.
 - `writer`: What all parts of its text need.
 - `factor`: Write how threads compute what codes are multiplied with.

@@ -1,9 +1,9 @@
 """Find the products with codes that a kernel can stream.
 
-Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up eight.
-Codes may be indices of a table instead, such as 4-bit floats. Sums over groups of columns may be
-multiplied by scales. All rows of codes share `other`, and any sums that no row of codes enters,
-such as the sum of squares of a norm. What follows the sums is elementwise.
+Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
+eight. Codes may be indices of a table instead, such as 4-bit floats. Sums over groups of columns
+may be multiplied by scales. All rows of codes share `other`, and any sums that no row of codes
+enters, such as the sum of squares of a norm. What follows the sums is elementwise.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
