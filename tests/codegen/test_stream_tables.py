@@ -21,7 +21,10 @@ from mirage_hf.ops.dtypes import E2M1
 def entries(table: TableBytes) -> list[float]:
     """Return what the bytes of a table stand for."""
     signs = [-1 if n // 8 == table.negative else 1 for n in range(16)]
-    return [sign * table.entry(n) * table.unit for n, sign in enumerate(signs)]
+    numbers = [
+        sum(b * 128**n for n, b in enumerate(reversed(e))) for e in zip(*table.planes, strict=True)
+    ]
+    return [sign * n * table.unit for sign, n in zip(signs, numbers, strict=True)]
 
 
 def random_table(seed: int) -> tuple[float, ...]:

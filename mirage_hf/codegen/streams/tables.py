@@ -43,10 +43,6 @@ class TableBytes:
     unit: float
     negative: int
 
-    def entry(self, code: int) -> int:
-        """Return the absolute value of an entry as a multiple of the unit."""
-        return sum(p[code] * _PER_BYTE**n for n, p in enumerate(reversed(self.planes)))
-
     @property
     def shift(self) -> int:
         """The number of bits that the unit is shifted by, if it is a small power of two. Else 0."""
