@@ -10,6 +10,9 @@ There is one exception: constant rows, and rows whose mean is far above their sp
 x − mean(x) is mostly the rounding error of the mean, and chance decides which order of a sum has
 less of it. So a candidate may also err as much as if each float32 sum had its largest usual error
 (see `NumericCheck._sums`).
+
+Among few numbers chance decides how large the largest error is. So a candidate whose errors are too
+large in outputs of few elements is compared again, over several draws of the same case.
 """
 
 from __future__ import annotations
@@ -49,6 +52,18 @@ _AT_ONCE = 1 << 22
 
 #: Bytes of outputs that a check keeps for the next candidate. Others are computed again.
 _KEPT_BYTES = 1 << 27
+
+#: So many elements show what rounding does. Outputs with fewer are compared over several draws.
+_ENOUGH = 1 << 12
+
+#: Draws of a case, at most.
+_DRAWS = 16
+
+#: RMS errors that are this many times the allowed ones are not a matter of chance.
+_FAR = 2.0
+
+#: Bytes of the inputs of all draws, at most.
+_DRAWN_BYTES = 1 << 27
 
 #: Bytes of constants that a check keeps in float32.
 _KEPT_FLOATS = 1 << 28
@@ -122,6 +137,50 @@ def _together(parts: Sequence[tuple[Errors, int]]) -> Errors:
 
 
 @dataclass(frozen=True)
+class _Comparison:
+    """The errors of a candidate's output and of eager's.
+
+    Attributes:
+        ours: The candidate's errors.
+        eager: Eager's.
+        allowed: The errors that the candidate's are compared with: eager's or larger ones.
+        count: The number of elements that are compared.
+        dtype: The output's dtype.
+    """
+
+    ours: Errors
+    eager: Errors
+    allowed: Errors
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def is_within(self) -> bool:
+        return self.ours.is_within(self.allowed, self.dtype)
+
+    @staticmethod
+    def over_draws(found: Sequence[_Comparison]) -> _Comparison:
+        """Return the comparison over all elements of several draws."""
+        ours, eager, allowed = (
+            _together([(getattr(x, name), x.count) for x in found])
+            for name in ("ours", "eager", "allowed")
+        )
+        return _Comparison(ours, eager, allowed, sum(x.count for x in found), found[0].dtype)
+
+    def rejected(self, where: str) -> Rejected:
+        """Return the reason why the candidate is rejected.
+
+        Args:
+            where: The output and the case.
+        """
+        ours, eager = self.ours, self.eager
+        return Rejected(
+            f"numbers: {where}: max error {ours.max:.3g} (eager {eager.max:.3g}), RMS "
+            f"{ours.rms:.3g} (eager {eager.rms:.3g}), scale {eager.scale:.3g}"
+        )
+
+
+@dataclass(frozen=True)
 class _CaseData:
     """A case run by torch: its inputs, float64 and eager outputs, and where they are compared."""
 
@@ -159,6 +218,7 @@ class NumericCheck:
         self._data: dict[Case, _CaseData] = {}
         self._eager_errors: dict[tuple[Case, int], Errors] = {}
         self._sum_errors: dict[Case, list[Errors]] = {}
+        self._other_draws: list[NumericCheck] = []
 
     def judge(self, run: Run) -> Verdict:
         """Run a candidate on every case.
@@ -171,12 +231,15 @@ class NumericCheck:
         for case, inputs in self.each():
             got = run(self._writable(inputs))
             for k in range(len(self.program.outputs)):
-                errors = self._judge_output(case, k, got[k])
-                if isinstance(errors, Rejected):
-                    return errors
-                if errors is not None:
-                    eager = self._eager(case, k)
-                    worst = max(worst, errors.max / eager.max if eager.max else 0.0)
+                found = self._compare(case, k, got[k])
+                if isinstance(found, _Comparison) and not found.is_within:
+                    found = self._compare_again(case, k, run, found)
+                if isinstance(found, Rejected):
+                    return found
+                if found is not None and not found.is_within:
+                    return found.rejected(f"output {k} on {case.name} inputs")
+                if found is not None and found.eager.max:
+                    worst = max(worst, found.ours.max / found.eager.max)
             del got  # before the outputs of the next case are made
         return Accepted(0.0, f"largest error {worst:.2f}× eager's")
 
@@ -226,8 +289,8 @@ class NumericCheck:
             for t, x in zip(self.program.inputs, inputs, strict=True)
         ]
 
-    def _judge_output(self, case: Case, k: int, got: torch.Tensor) -> Errors | Rejected | None:
-        """Return the errors of an output, None if they do not count, or why it is rejected."""
+    def _compare(self, case: Case, k: int, got: torch.Tensor) -> _Comparison | Rejected | None:
+        """Compare an output with eager's. Return None if only infinities and NaN count."""
         data = self._run_torch(case)
         if not _is_finite(got, data.where[k]):
             return Rejected(
@@ -238,19 +301,35 @@ class NumericCheck:
             return None
         eager = self._eager(case, k)
         if torch.equal(got, data.eager[k]):
-            errors = eager
+            ours = eager
         else:
-            errors = measure(got, data.reference[k], data.where[k])
-        dtype = self.program.outputs[k].dtype
-        if errors.is_within(eager, dtype):
-            return errors
-        if case.cancels and errors.is_within(eager.or_larger(self._sums(case)[k]), dtype):
-            return errors
-        return Rejected(
-            f"numbers: output {k} on {case.name} inputs: max error {errors.max:.3g} (eager "
-            f"{eager.max:.3g}), RMS {errors.rms:.3g} (eager {eager.rms:.3g}), scale "
-            f"{eager.scale:.3g}"
-        )
+            ours = measure(got, data.reference[k], data.where[k])
+        found = _Comparison(ours, eager, eager, int(data.where[k].sum()), got.dtype)
+        if case.cancels and not found.is_within:
+            found = replace(found, allowed=eager.or_larger(self._sums(case)[k]))
+        return found
+
+    def _compare_again(
+        self, case: Case, k: int, run: Run, first: _Comparison
+    ) -> _Comparison | Rejected:
+        """Compare an output that has few elements over several draws of a case."""
+        if first.ours.rms > _FAR * first.allowed.rms:
+            return first
+        drawn = sum(x.nbytes for x in self._run_torch(case).inputs)
+        draws = min(_DRAWS, _DRAWN_BYTES // drawn, math.ceil(_ENOUGH / first.count))
+        found = [first]
+        for number in range(draws - 1):
+            if number == len(self._other_draws):
+                seed = self._inputs.seed + number + 1
+                self._other_draws.append(NumericCheck(self.program, self._inputs.device, seed))
+            other = self._other_draws[number]
+            got = run(self._writable(other._run_torch(case).inputs))
+            one = other._compare(case, k, got[k])
+            if isinstance(one, Rejected):
+                return one
+            if one is not None:
+                found.append(one)
+        return _Comparison.over_draws(found)
 
     def _eager(self, case: Case, k: int) -> Errors:
         if (case, k) not in self._eager_errors:

@@ -99,7 +99,7 @@ EXTREME = (
     "float8, norm and joined linears",
     "float8, residual",
     "NF4, norm and joined linears",
-    "NF4, residual, 8 rows",
+    "NF4, gate and up, 4 rows",
     "int4, norm and joined linears, 4 rows",
     "int8, residual, 5 rows",
     "float8, residual, 8 rows",

@@ -88,6 +88,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NumericCheck]:
 
     def made(*data: tuple[Case, Any, Any], outputs: int = 1) -> NumericCheck:
         monkeypatch.setattr(numeric, "cases", lambda dtype: tuple(case for case, _, _ in data))
+        monkeypatch.setattr(numeric, "_DRAWS", 1)
         made = NumericCheck(doubled(outputs=outputs))
         for case, reference, eager in data:
             wide = [torch.tensor(reference, dtype=torch.float64)] * outputs
@@ -257,6 +258,79 @@ def test_errors_of_many_elements_are_those_of_all(monkeypatch: pytest.MonkeyPatc
     parts = measure(got, reference, where)
     assert (parts.max, parts.scale) == (whole.max, whole.scale)
     assert (parts.rms, parts.rms_scale) == pytest.approx((whole.rms, whole.rms_scale), rel=1e-12)
+
+
+# -- several draws --------------------------------------------------------------------------------
+
+
+def off_by(*ulps: float) -> tuple[Callable[[list[torch.Tensor]], list[torch.Tensor]], list[Any]]:
+    """Return a candidate whose first number is off by so many ulps in each draw, and its inputs."""
+    seen: list[torch.Tensor] = []
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        y = inputs[0] * 2
+        y[0, 0] *= 1 + ulps[len(seen) % len(ulps)] * ULP
+        seen.append(inputs[0])
+        return [y]
+
+    return run, seen
+
+
+@pytest.fixture
+def eager_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let eager be off by 10 ulps in the first number. Only random inputs are drawn."""
+    run = slices.SlicedRun.eager
+
+    def eager(self: Any, inputs: Any) -> list[torch.Tensor]:
+        (y,) = run(self, inputs)
+        y[0, 0] *= 1 + 10 * ULP
+        return [y]
+
+    monkeypatch.setattr(slices.SlicedRun, "eager", eager)
+    monkeypatch.setattr(numeric, "cases", lambda dtype: (RANDOM,))
+
+
+@pytest.mark.usefixtures("eager_is_off")
+def test_a_candidate_that_is_unlucky_in_one_draw_of_few_numbers_is_accepted() -> None:
+    check = NumericCheck(doubled())
+    run, seen = off_by(15, *[5] * 15)
+    assert isinstance(check.judge(run), Accepted)
+    assert len({tuple(x[0].tolist()) for x in seen}) == len(seen) == 16
+    run, again = off_by(15, *[5] * 15)
+    assert isinstance(check.judge(run), Accepted)
+    assert torch.equal(torch.cat(seen), torch.cat(again))
+
+
+@pytest.mark.usefixtures("eager_is_off")
+@pytest.mark.parametrize("ulps, draws", [((18,), 16), ((18, 10), 16), ((25,), 1)])
+def test_more_draws_do_not_help_a_candidate_that_is_worse(
+    ulps: tuple[float, ...], draws: int
+) -> None:
+    run, seen = off_by(*ulps)
+    verdict = NumericCheck(doubled()).judge(run)
+    assert isinstance(verdict, Rejected) and "max error" in verdict.reason
+    assert len(seen) == draws
+
+
+@pytest.mark.usefixtures("eager_is_off")
+def test_infinity_in_a_further_draw_counts() -> None:
+    run, seen = off_by(18, 5, math.inf)
+    verdict = NumericCheck(doubled()).judge(run)
+    assert isinstance(verdict, Rejected) and "inf or NaN" in verdict.reason and len(seen) == 3
+
+
+@pytest.mark.usefixtures("eager_is_off")
+def test_outputs_of_many_elements_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numeric, "_ENOUGH", 2)
+    run, seen = off_by(18, 5)
+    assert isinstance(NumericCheck(doubled()).judge(run), Rejected) and len(seen) == 1
+
+
+@pytest.mark.usefixtures("eager_is_off")
+def test_the_bytes_of_all_draws_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numeric, "_DRAWN_BYTES", 3 * 8)
+    run, seen = off_by(18, 5)
+    assert isinstance(NumericCheck(doubled()).judge(run), Rejected) and len(seen) == 3
 
 
 # -- sums that cancel -----------------------------------------------------------------------------

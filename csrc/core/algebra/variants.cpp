@@ -56,6 +56,35 @@ std::optional<Variant> as_written(const EGraph& graph) {
   return build(graph, chosen);
 }
 
+// Axes that every input and output has both of, or neither: sums over them may come in any order, and
+// other sums between them gain nothing. The longer one is summed first.
+struct Twins {
+  AxisId first, second;
+};
+
+std::vector<Twins> twins_of(const Program& program, const EGraph& graph) {
+  std::vector<AxisSet> together;
+  for (const Node& node : program.nodes) {
+    if (node.op != Op::input) continue;
+    AxisSet axes;
+    for (const AxisId axis : node.index)
+      if (axis.valid()) axes |= axis;
+    together.push_back(axes);
+  }
+  AxisSet stored;
+  for (const ValueId output : graph.outputs) stored |= graph.values[output].axes;
+  std::vector<Twins> twins;
+  for (const AxisId a : program.axes.ids())
+    for (const AxisId b : program.axes.ids()) {
+      if (a == b || stored.has(a) || stored.has(b)) continue;
+      const bool is_first = std::pair(-program.size(a), a) < std::pair(-program.size(b), b);
+      const auto has_one = [&](AxisSet axes) { return axes.has(a) != axes.has(b); };
+      if (is_first && std::none_of(together.begin(), together.end(), has_one))
+        twins.push_back({a, b});
+    }
+  return twins;
+}
+
 // What each value costs by itself at least, and which of its derivations are worth a try.
 //
 // A derivation is not if its own op and its arguments' ops cost more than another derivation costs
@@ -68,6 +97,7 @@ class DerivationCosts {
         graph_(graph),
         gpu_(gpu),
         summed_(summed_values(graph)),
+        twins_(twins_of(program, graph)),
         least_(graph.values.size(), kImpossible) {
     std::vector<ValueId> order;
     for (const ValueId value : graph.values.ids()) {
@@ -109,6 +139,10 @@ class DerivationCosts {
         whole[value] = std::min(whole[value], cost);
       }
       for (const Derivation& d : derivations) {
+        if (sums_twins_otherwise(value, d)) {
+          ++stats.dominated;
+          continue;
+        }
         double cost = own_cost(value, d);
         for (const ValueId arg : d.args)
           if (!is_leaf_value(arg)) cost += least_[arg];
@@ -120,10 +154,32 @@ class DerivationCosts {
     }
   }
 
+  // Whether a derivation sums over axes that have a twin in another order than the chosen one,
+  // although the value has a derivation in that one.
+  bool sums_twins_otherwise(ValueId value, const Derivation& derivation) const {
+    if (derivation.op != Op::sum) return false;
+    const AxisSet axes = graph_.values[value].axes;
+    const auto carried = [&](const Derivation& d) { return graph_.values[d.args[0]].axes; };
+    for (const auto& [first, second] : twins_) {
+      if (axes.has(first)) continue;
+      const auto is_in_order = [&](const Derivation& d) {
+        if (d.op != Op::sum) return false;
+        return axes.has(second) ? d.axis == first : d.axis == second && !carried(d).has(first);
+      };
+      const bool is_other = axes.has(second)
+                                ? derivation.axis != first
+                                : derivation.axis == first && !carried(derivation).has(second);
+      const std::vector<Derivation>& all = graph_.values[value].derivations;
+      if (is_other && std::any_of(all.begin(), all.end(), is_in_order)) return true;
+    }
+    return false;
+  }
+
   const Program& program_;
   const EGraph& graph_;
   const GpuRates& gpu_;
   const std::unordered_set<ValueId> summed_;
+  const std::vector<Twins> twins_;
   IdVector<ValueId, double> least_;
   IdVector<ValueId, std::vector<const Derivation*>> kept_;
 };
