@@ -3,6 +3,7 @@
     python -m scripts.bench_codes --out codes.json
     python -m scripts.bench_codes --weights int8 --schedules 8 --seconds 110 --out int8.json
     python -m scripts.bench_codes --weights fp8 --out fp8.json
+    python -m scripts.bench_codes --weights gptq --blocks gate_up
     python -m scripts.bench_codes --weights nf4 --rows 1,16 --out nf4.json
     python -m scripts.bench_codes --blocks gate_up,down --rows 1,4,16 --out codes.json
     python -m scripts.bench_codes --schedules 12 --climb 2 --seconds 500 --out codes.json
@@ -11,7 +12,7 @@
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
 and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
 scale. Those of int8 share one in each row, those of fp8 (e4m3) in square blocks of 128, and those
-of nf4 and mxfp4 in groups of 64 and 32 columns.
+of gptq, nf4 and mxfp4 in groups of 128, 64 and 32 columns.
 
 The search runs once for each block. Then the schedules of each kind that have the best estimates
 are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA
@@ -35,6 +36,7 @@ import mirage_hf as mi
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.formats import gptq
 from mirage_hf.formats.bitsandbytes import TABLES, coding_of
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
@@ -103,6 +105,11 @@ def _nf4(k: int, n: int) -> Coding:
     return coding_of(n, k, 64, DTYPE, TABLES["nf4"])
 
 
+def _gptq(k: int, n: int) -> Coding:
+    """Return a weight of GPTQ in groups of 128 columns, whose zero points are all 8."""
+    return gptq.coding_of(n, k, 128, torch.uint4, torch.float16, DTYPE, 8)
+
+
 def _mxfp4(k: int, n: int) -> Coding:
     """Return a weight of 4-bit floats in groups of 32 columns, with a power of two each."""
     split = Split(n, k, group=32)
@@ -115,6 +122,7 @@ CODINGS: Mapping[str, Callable[[int, int], Coding]] = {
     "int8": _int8,
     "fp8": _fp8,
     "nf4": _nf4,
+    "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
 

@@ -100,7 +100,7 @@ def _read(module: Any, dtype: torch.dtype) -> CodedWeight | str:
     computes = dtype if bias is None else bias.dtype
     zero = containers.equal_zero_point(zeros, module.bits)
     index = None if _is_in_order(order, group) else order.dtype
-    coding = _coding(rows, columns, group, code, scales.dtype, computes, zero, index)
+    coding = coding_of(rows, columns, group, code, scales.dtype, computes, zero, index)
     held = (words, scales) + ((zeros,) if zero is None else ())
     held += (order,) if index else ()
     return CodedWeight(coding, view_as(coding, held), bias)
@@ -122,7 +122,7 @@ def _is_in_order(order: Tensor, group: int) -> bool:
     return torch.equal(order, own)
 
 
-def _coding(
+def coding_of(
     rows: int,
     columns: int,
     group: int,

@@ -19,11 +19,12 @@ from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.layout import (
     StreamLayout,
+    fewer_rows,
     is_of_digits,
     stream_layout,
     tiles_of_rows,
 )
-from mirage_hf.codegen.streams.products import Products, reads_codes, streamed_products
+from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.traffic import read_bytes
@@ -113,7 +114,9 @@ def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
     for axis in products.own_columns[1:]:
         tiles[axis] = next_power_of_two(products.block.axis(axis).size)
     row = next_power_of_two(products.row_bytes)
-    lengths = dict.fromkeys(min(n, row) for n in _CHUNK_BYTES)
+    # tiles of column-major words have more rows, so their chunks have fewer columns
+    more = max(1, rows * len(products.products) // ROWS)
+    lengths = dict.fromkeys(min(n // more, row) for n in _CHUNK_BYTES)
     every_stages = _STAGES if products.taken is None else _CHOSEN_STAGES
     for length, stages, warps in itertools.product(lengths, every_stages, _WARPS):
         columns = length * 8 // products.bits
@@ -142,6 +145,8 @@ def _read(op: PlacedOp) -> int:
 def _rows_of_tiles(products: Products, device: Device) -> tuple[int, ...]:
     """Return the rows of a tile to try: half as many, too, if blocks have more even work then."""
     whole = products.rows_of_each
+    if products.is_column_major:
+        return (whole, *fewer_rows(products))
     if len(products.products) > 1 or not is_of_digits(products):
         return (whole,)
 

@@ -55,14 +55,14 @@ def codings(
         "int8 groups": coding(groups, i8, groups.per_row(f32), groups.per_row(i8)),
         "fp8 blocks": coding(blocks, f8, blocks.per_block(f32)),
         "fp8 one scale": coding(whole, f8, whole.per_tensor(f32)),
-        "GPTQ": gptq._coding(rows, columns, group, u4, dtype, dtype, 8),
-        "GPTQ zero points": gptq._coding(rows, columns, group, u4, dtype, dtype, None),
-        "GPTQ int8": gptq._coding(rows, columns, group, u8, dtype, dtype, 128),
-        "GPTQ act-order": gptq._coding(rows, columns, group, u4, dtype, dtype, 8, torch.int32),
-        "GPTQ act-order, zero points": gptq._coding(
+        "GPTQ": gptq.coding_of(rows, columns, group, u4, dtype, dtype, 8),
+        "GPTQ zero points": gptq.coding_of(rows, columns, group, u4, dtype, dtype, None),
+        "GPTQ int8": gptq.coding_of(rows, columns, group, u8, dtype, dtype, 128),
+        "GPTQ act-order": gptq.coding_of(rows, columns, group, u4, dtype, dtype, 8, torch.int32),
+        "GPTQ act-order, zero points": gptq.coding_of(
             rows, columns, group, u4, dtype, dtype, None, torch.int32
         ),
-        "GPTQ act-order int8": gptq._coding(
+        "GPTQ act-order int8": gptq.coding_of(
             rows, columns, group, u8, dtype, dtype, None, torch.int32
         ),
         "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),

@@ -102,7 +102,7 @@ def coding(
 def act_order(rows: int, columns: int, group: int, zero: int | None) -> Coding:
     """Return a coding of GPTQ whose columns are grouped in another order."""
     half = torch.float16
-    return gptq._coding(rows, columns, group, torch.uint4, half, half, zero, torch.int32)
+    return gptq.coding_of(rows, columns, group, torch.uint4, half, half, zero, torch.int32)
 
 
 #: Programs by name.

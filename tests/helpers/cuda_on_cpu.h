@@ -122,6 +122,18 @@ struct Barrier {
   int line = 0;
 };
 
+struct Phases;
+
+// A copy that has not happened yet: a bulk copy, or a vector of 16 bytes. Vectors that a thread requests
+// count those that are left, and the thread arrives with the last one.
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  Phases* phases;
+  std::shared_ptr<int> left = nullptr;
+};
+
 struct Fiber {
   jmp_buf paused;
   ucontext_t context;  // where it starts
@@ -130,20 +142,13 @@ struct Fiber {
   int thread = 0;
   Barrier* waits = nullptr;
   bool started = false, ended = false;
+  std::vector<Copy> requested;  // vectors for which the thread has not arrived anywhere yet
 };
 
 // An mbarrier. All its waiting threads wait for the end of the current phase.
 struct Phases {
   int arrivals = 0, pending_arrivals = 0, pending_bytes = 0, parity = 0;
   Barrier threads;
-};
-
-// A bulk copy that has not happened yet.
-struct Copy {
-  void* to;
-  const void* from;
-  int bytes;
-  Phases* phases;
 };
 
 // A barrier of bar.sync and bar.arrive.
@@ -248,6 +253,7 @@ inline void run_fiber() {
   while (true) {
     machine.kernel();
     fiber.ended = true;
+    if (!fiber.requested.empty()) fail("a thread ends before it arrives for its copies");
     if (--fiber.block->running == 0) {
       if (!fiber.block->copies.empty()) fail("a block ends before its bulk copies");
       std::memset(fiber.block->memory, 0xff, fiber.block->bytes);  // what others still read is gone
@@ -319,6 +325,7 @@ inline void start(Block& block, int number, int threads, std::size_t bytes) {
     fiber.ended = false;
     if (waits_for_a_kernel) continue;
     fiber.started = false;
+    fiber.requested.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;

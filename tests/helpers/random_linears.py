@@ -280,7 +280,7 @@ def _in_act_order(c: Config, width: int) -> Container:
     per_word, code = (8, torch.uint4) if "int4" in c.kind else (4, torch.uint8)
     zero = None if c.zeros else 1 << (32 // per_word - 1)
     index = random.Random(c.seed).choice((torch.int32, torch.int64))
-    coding = gptq._coding(width, c.columns, c.group, code, c.dtype, c.dtype, zero, index)
+    coding = gptq.coding_of(width, c.columns, c.group, code, c.dtype, c.dtype, zero, index)
     groups = c.columns // c.group
     order = torch.arange(c.columns) // c.group
     if random.Random(c.seed).random() < 0.3:  # groups of different sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -17,7 +18,9 @@ from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
 from mirage_hf.errors import CodegenError
+from mirage_hf.formats import gptq
 from mirage_hf.formats.bitsandbytes import TABLES
+from mirage_hf.formats.coding import write_joined
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,
@@ -89,6 +92,42 @@ def shifted_linear(columns: int, width: int) -> KernelGraph:
     return g
 
 
+def gptq_weight(g: KernelGraph, rows: Sequence[int], columns: int, group: int) -> DTensor:
+    """Add weights of GPTQ side by side, whose zero points are all 8."""
+    codings = [
+        gptq.coding_of(n, columns, group, torch.uint4, torch.float16, torch.bfloat16, 8)
+        for n in rows
+    ]
+    return write_joined(codings, g)[1]
+
+
+def gptq_linear(
+    rows: int,
+    columns: int,
+    group: int = 128,
+    others: tuple[int, ...] = (),
+    norm: bool = False,
+    batch: int = 1,
+) -> KernelGraph:
+    """Return x · Wᵀ, or RMSNorm(x) · Wᵀ, for a weight of GPTQ, or several side by side."""
+    g = KernelGraph()
+    x = g.new_input((batch, columns), "bfloat16", name="x")
+    if norm:
+        x = g.rms_norm(x, g.new_input((1, columns), "bfloat16", constant=True), 1e-6)
+    g.mark_output(g.matmul(x, gptq_weight(g, (rows, *others), columns, group)))
+    return g
+
+
+def gptq_gated(rows: int, columns: int, group: int = 128, batch: int = 1) -> KernelGraph:
+    """Return silu(y · Vᵀ) · (y · Wᵀ) for y = RMSNorm(x) and weights of GPTQ."""
+    g = KernelGraph()
+    x = g.new_input((batch, columns), "bfloat16", name="x")
+    x = g.rms_norm(x, g.new_input((1, columns), "bfloat16", constant=True), 1e-6)
+    gate, up = (g.matmul(x, gptq_weight(g, (rows,), columns, group)) for _ in range(2))
+    g.mark_output(g.mul(g.silu(gate), up))
+    return g
+
+
 #: Linears that no benchmark has, by name.
 LINEARS = {
     "int4": lambda: signed_linear(64, 448, 64),
@@ -98,6 +137,11 @@ LINEARS = {
     "float16, float8": lambda: coded_programs.fp8_linear(1, 256, 512),
     "MXFP4": lambda: mxfp4_linear(1, 64, 512),
     "MXFP4, 3 rows": lambda: mxfp4_linear(3, 64, 512),
+    "GPTQ": lambda: gptq_linear(64, 512),
+    "GPTQ, norm and joined linears": lambda: gptq_linear(64, 512, others=(32,), norm=True),
+    "GPTQ, gate and up": lambda: gptq_gated(96, 256),
+    "GPTQ, 4 rows": lambda: gptq_linear(96, 384, batch=4, norm=True),
+    "GPTQ, gate and up, 8 rows": lambda: gptq_gated(64, 512, batch=8),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -141,6 +185,11 @@ CASES = {
     "MXFP4, pairs of groups": Linear("MXFP4", tile=4),
     "MXFP4, single groups": Linear("MXFP4", tile=1, stages=3),
     "int4, powers of two": Linear("powers of two", tile=1),
+    "GPTQ": Linear("GPTQ", tile=2, stages=3),
+    "GPTQ, norm and joined linears": Linear("GPTQ, norm and joined linears", tile=1, warps=4),
+    "GPTQ, gate and up": Linear("GPTQ, gate and up", tile=1),
+    "GPTQ, 4 rows": Linear("GPTQ, 4 rows", tile=1, stages=3),
+    "GPTQ, gate and up, 8 rows": Linear("GPTQ, gate and up, 8 rows", tile=2, stages=3),
     "NF4, norm and joined linears": Case("nf4", "qkv", warps=4),
     "NF4, gate and up": Case("nf4", "gate_up", tile=2, stages=3),
     "NF4, residual": Case("nf4", "down", width=640, tile=2),

@@ -2,7 +2,7 @@
 //
 // On a GPU each of them is one PTX instruction. cuda_on_cpu.h runs the threads and includes this.
 //
-// Bulk copies happen at once in order 0. In order 1 they happen as late as possible: when no thread
+// Copies happen at once in order 0. In order 1 they happen as late as possible: when no thread
 // can go on, and one waits for the barrier of the copy. In the other orders each copy does one or
 // the other. So a thread that reads too early finds NaN, and a copy that starts too early overwrites
 // what others still read. An arrival that ends a phase lets other warps run next, before the other
@@ -67,9 +67,15 @@ inline void let_other_warps_run() {
 
 inline void finish(const Copy& copy) {
   std::memcpy(copy.to, copy.from, copy.bytes);
+  if (copy.left) {
+    if (--*copy.left == 0) arrive_once(*copy.phases);
+    return;
+  }
   change_bytes(*copy.phases, -copy.bytes);
   end_phase(*copy.phases);
 }
+
+inline bool is_late() { return machine.order == 1 || (machine.order > 1 && random_number() % 2); }
 
 // Makes one copy that a thread waits for. Returns whether there was one.
 inline bool finish_a_copy(Block& block) {
@@ -164,10 +170,37 @@ inline void copy_bytes(void* to, const void* from, int bytes, unsigned long long
     stop("a bulk copy needs addresses and a size that are multiples of 16 bytes");
   if (!in_shared_memory(to, bytes)) stop("a bulk copy writes outside of shared memory");
   const Copy copy{to, from, bytes, &phases_of(barrier)};
-  const bool late = machine.order == 1 || (machine.order > 1 && random_number() % 2);
-  if (!late) return finish(copy);
+  if (!is_late()) return finish(copy);
   machine.current->block->copies.push_back(copy);
 }
+
+inline void copy_vector(void* to, const void* from) {
+  using namespace cuda_on_cpu;
+  if (!is_aligned(to, 16) || !is_aligned(from, 16))
+    stop("a copy of a vector needs addresses that are multiples of 16 bytes");
+  if (!in_shared_memory(to, 16)) stop("a copy of a vector writes outside of shared memory");
+  machine.current->requested.push_back({to, from, 16, nullptr});
+}
+
+inline void arrive_when_copied(unsigned long long* barrier) {
+  using namespace cuda_on_cpu;
+  Phases& phases = phases_of(barrier);
+  std::vector<Copy> copies;
+  copies.swap(machine.current->requested);
+  if (copies.empty()) return arrive(barrier);
+  const auto left = std::make_shared<int>(int(copies.size()));
+  for (Copy& copy : copies) {
+    copy.phases = &phases;
+    copy.left = left;
+    if (is_late())
+      machine.current->block->copies.push_back(copy);
+    else
+      finish(copy);
+  }
+}
+
+// Threads that wait for the barrier make the copies happen.
+inline void wait_for_own_copies() {}
 
 // -- named barriers -----------------------------------------------------------------------------------
 

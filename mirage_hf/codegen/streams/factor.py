@@ -247,14 +247,26 @@ class FactorWriter(StreamWriter):
                 "digits[1][h] = pick_bytes(low_0, low_1, 0x7632) ^ 0x80808080u;",
                 "digits[2][h] = pick_bytes(low_0, low_1, 0x5410) ^ 0x80808080u;",
             )
-        half = f" + at % {columns} / 16 * {4 * row * DIGITS}" if columns > 16 else ""
+        at = self.place_of_columns()
+        half = f" + {at} % {columns} / 16 * {4 * row * DIGITS}" if columns > 16 else ""
         self.put(
             f"unsigned char* to = shared.factor + at / {unit} * {DIGITS * unit}{half} + "
-            f"at % {unit} / {columns} * {row} + at % {row};",
+            f"{at} % {unit} / {columns} * {row} + {at} % {row};",
             "#pragma unroll",
             f"for (int d = 0; d < {DIGITS}; ++d) *reinterpret_cast<Words<2>*>(to + d * {4 * row})"
             " = Words<2>{digits[d][0], digits[d][1]};",
         )
+
+    def place_of_columns(self) -> str:
+        """Return the name of the place of a thread's columns in a unit, lane after lane.
+
+        If words are column-major, lanes take turns: each has the columns of every fourth word.
+        """
+        if not self.found.is_column_major:
+            return "at"
+        unit, columns = self.layout.unit, self.layout.lane_columns
+        self.put(f"const int place = at / 8 % 4 * {columns} + at % {unit} / 32 * 8;")
+        return "place"
 
     def in_byte(self, code: str) -> str:
         """Return the column of a code, given its place among the codes of a word."""
@@ -271,13 +283,14 @@ class FactorWriter(StreamWriter):
         unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
         which = "j / 2 + j % 2 * 4" if self.found.bits == 4 and not self.found.values else "j"
         which = self.in_byte(which)
-        piece = f" + at % {columns} / 8 * {64 * batch}" if columns > 8 else ""
+        at = self.place_of_columns()
+        piece = f" + {at} % {columns} / 8 * {64 * batch}" if columns > 8 else ""
         row = " + b * 64" if batch > 1 else ""
         self.put(
             "alignas(16) half halves[8];",
             "#pragma unroll",
             f"for (int j = 0; j < 8; ++j) halves[j] = from_float<half>(factor[{which}] * up);",
             f"unsigned char* to = shared.factor + at / {unit} * {2 * unit * batch}{piece}{row} + "
-            f"at % {unit} / {columns} * 16;",
+            f"{at} % {unit} / {columns} * 16;",
             "*reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(halves);",
         )

@@ -194,3 +194,19 @@ __device__ __forceinline__ float power_of_two_or_nan(unsigned byte) {
 }
 
 """
+
+#: What kernels call besides, if words of codes are column-major.
+COLUMN_MAJOR_HELPERS = """\
+// 16 bytes, by one thread
+__device__ __forceinline__ void copy_vector(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(shared_address(to)), "l"(from) : "memory");
+}
+// The thread arrives when the vectors that it has requested are there.
+__device__ __forceinline__ void arrive_when_copied(unsigned long long* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void wait_for_own_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+"""

@@ -19,7 +19,12 @@ from mirage_hf.codegen.cuda_math import TYPES
 from mirage_hf.codegen.cuda_nests import Nest
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.codegen.streams.helpers import POWER_HELPERS, POWER_OF_PAIR_HELPERS, TABLE_HELPERS
+from mirage_hf.codegen.streams.helpers import (
+    COLUMN_MAJOR_HELPERS,
+    POWER_HELPERS,
+    POWER_OF_PAIR_HELPERS,
+    TABLE_HELPERS,
+)
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.pairs import PairWriter
 from mirage_hf.codegen.streams.products import Product
@@ -93,6 +98,8 @@ class _KernelWriter(PairWriter):
             helpers += POWER_OF_PAIR_HELPERS
         if self.found.values:
             helpers += TABLE_HELPERS
+        if self.found.is_column_major:
+            helpers += COLUMN_MAJOR_HELPERS
         return helpers
 
     # -- before the body --------------------------------------------------------------------------
@@ -137,10 +144,11 @@ class _KernelWriter(PairWriter):
     def shared(self) -> list[str]:
         """Return the members of the struct of shared memory."""
         layout = self.layout
-        slots = layout.scale_slots
-        lines = [f"alignas(128) unsigned char codes[stages][{layout.rows} * pitch];"]
+        rows = "chunk_bytes / 4" if self.found.is_column_major else str(layout.rows)
+        lines = [f"alignas(128) unsigned char codes[stages][{rows} * pitch];"]
         lines += [
-            f"alignas(16) unsigned char scales_{n}[{slots}][{layout.scale_slot_bytes(n)}];"
+            f"alignas(16) unsigned char scales_{n}[{layout.scale_slots(n)}]"
+            f"[{layout.scale_slot_bytes(n)}];"
             for n, p in enumerate(self.found.products)
             if p.scale is not None
         ]
@@ -200,7 +208,10 @@ class _KernelWriter(PairWriter):
             )
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
-                self.put("for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], 1);")
+                copiers = 33 if self.found.is_column_major else 1
+                self.put(
+                    f"for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], {copiers});"
+                )
                 readers = "threads" if self.layout.teams == 1 else "32 * team_warps"
                 self.put(
                     f"for (int s = 0; s < stages; ++s) start_barrier(&shared.empty[s], {readers});"
@@ -229,8 +240,12 @@ class _KernelWriter(PairWriter):
                     f"const bool lie_together = {first} + row_bytes == {second} || "
                     f"{second} + row_bytes == {first};"
                 )
-            with self.scope("if (is_elected())"):
+            if self.found.is_column_major:
                 self.copy_tiles()
+                self.put("wait_for_own_copies();")
+            else:
+                with self.scope("if (is_elected())"):
+                    self.copy_tiles()
             self.put("return;")
 
     def pointers_of_codes(self) -> list[str]:
@@ -263,7 +278,9 @@ class _KernelWriter(PairWriter):
         """Write how the chunks of a tile are copied, or those of a piece of it."""
         layout = self.layout
         whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
-        scaled = [n for n, p in enumerate(self.found.products) if p.scale is not None]
+        every = [n for n, p in enumerate(self.found.products) if p.scale is not None]
+        of_chunks = [n for n in every if layout.has_scales_of_chunks(n)]
+        scaled = [n for n in every if n not in of_chunks]
         scales = str(sum(layout.scale_bytes(n) for n in scaled)) if scaled else ""
         chunks = "chunks"
         if self.has_spans:
@@ -293,12 +310,95 @@ class _KernelWriter(PairWriter):
                     f"const int size = {self.chunk_number} + 1 < chunks ? chunk_bytes : {last};"
                 )
                 size = "size"
-            more = f" + (c == 0 ? {scales} : 0)" if scales else ""
-            self.put(f"expect_bytes(&shared.full[s], {layout.rows} * {size}{more});")
+            more = [f"(c == 0 ? {scales} : 0)"] if scales else []
+            if of_chunks:
+                sizes = [
+                    sum(layout.scale_bytes(n, columns) for n in of_chunks)
+                    for columns in (layout.chunk, layout.last_chunk)
+                ]
+                of_last = f"({self.chunk_number} + 1 < chunks ? {sizes[0]} : {sizes[1]})"
+                more.append(of_last if sizes[0] != sizes[1] else str(sizes[0]))
+            if self.found.is_column_major:
+                self.copy_words(size)
+                with self.scope("if (is_elected())"):
+                    self.put(f"expect_bytes(&shared.full[s], {' + '.join(more) or 0});")
+                    self.copy_all_scales(scaled, of_chunks)
+                return
+            total = " + ".join([f"{layout.rows} * {size}", *more])
+            self.put(f"expect_bytes(&shared.full[s], {total});")
             self.copy_rows(size)
-            if scaled:
-                with self.scope("if (c == 0)"):
-                    self.copy_scales(scaled)
+            self.copy_all_scales(scaled, of_chunks)
+
+    def copy_words(self, size: str) -> None:
+        """Write how the lanes copy the words of a chunk, which are column-major, by vectors.
+
+        In shared memory the vectors of a row of words are swapped, so that the lanes of a load meet
+        different banks.
+
+        Args:
+            size: The text of the bytes of a row of codes in the chunk.
+        """
+        layout, found = self.layout, self.found
+        vectors, first = layout.vectors, f"{self.chunk_number} * (chunk_bytes / 4)"
+        of_each = vectors // len(found.products)
+        at_once = 32 // vectors  # rows of words that the lanes copy at a time
+        addresses, steps = zip(*map(self.column_of, found.products), strict=True)
+        of_product = f"lane % {vectors} < {of_each} ? {{0}} : {{1}}"
+        if len(found.products) == 1:
+            of_product = "{0}"
+        self.put(
+            f"const int vector = lane % {vectors}, word = lane / {vectors};",
+            f"const long long word_step = {of_product.format(*steps)};",
+            f"const unsigned char* from = ({of_product.format(*addresses)}) + vector % {of_each} * "
+            f"16 + ({first} + word) * word_step;",
+        )
+        # the rows of words that a lane copies differ in their swaps if they are no four apart
+        starts = range(0, max(at_once, 4), at_once)
+        for k in starts:
+            more = f" + {k}" if k else ""
+            self.put(
+                f"unsigned char* to_{k} = shared.codes[s] + (word{more}) * pitch + "
+                f"(vector ^ {self.swapped(f'(word{more})')}) * 16;"
+            )
+        count = max(at_once, 4)
+        self.put("#pragma unroll 8")
+        with self.scope(f"for (int w = 0; w < {size} / 4; w += {count})"):
+            is_inside = "" if layout.unit // 8 % count == 0 else f"if (word + w < {size} / 4) "
+            for k in starts:
+                self.put(
+                    f"{is_inside}copy_vector(to_{k} + w * pitch, from + (w + {k}) * word_step);"
+                )
+        self.put("arrive_when_copied(&shared.full[s]);")
+
+    def column_of(self, product: Product) -> tuple[str, str]:
+        """Return the address of a tile's first words of a product, and the bytes between columns.
+
+        The latter are what rows of words take.
+        """
+        i, rows = self.inputs[product.codes], self.found.source_rows(product.codes)
+        address = self._of_source(i, rows, "row_0", lambda at: f" + {at} * 4")
+        return address, f"{self.rows_of_source(rows)} * 4"
+
+    def rows_of_source(self, rows: Sequence[int]) -> str:
+        """Return the text of how many rows the source of a tile has."""
+        text, start = str(rows[-1]), sum(rows[:-1])
+        for count in reversed(rows[:-1]):
+            text = f"row_0 < {start} ? {count} : {text}"
+            start -= count
+        return f"({text})" if len(rows) > 1 else text
+
+    def copy_all_scales(self, scaled: Sequence[int], of_chunks: Sequence[int]) -> None:
+        """Write the copies of scales.
+
+        Args:
+            scaled: The products whose scales of a tile come with its first chunk.
+            of_chunks: Those whose scales come with each chunk.
+        """
+        if scaled:
+            with self.scope("if (c == 0)"):
+                self.copy_scales(scaled)
+        for n in of_chunks:
+            self.copy_scales_of_chunk(n)
 
     def copy_rows(self, size: str) -> None:
         """Write the copies of a chunk's rows: one for each, or one for all if they lie together."""
@@ -379,6 +479,24 @@ class _KernelWriter(PairWriter):
 
             text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
             self.put(f"copy_bytes({self.scale_slot(n)}, {text}, {size}, &shared.full[s]);")
+
+    def copy_scales_of_chunk(self, number: int) -> None:
+        """Write the copies of a chunk's scales, where those of successive rows lie side by side."""
+        layout, p = self.layout, self.found.products[number]
+        assert p.scale is not None
+        i, rows = self.inputs[p.scale], self.found.source_rows(p.codes)
+        address = self._of_source(i, rows, "row_0", lambda at: f" + {at}")
+        whole, last = (n // self.found.group for n in (layout.chunk, layout.last_chunk))
+        size = layout.scale_bytes(number) // whole
+        count = f"({self.chunk_number} + 1 < chunks ? {whole} : {last})"
+        with self.scope(
+            f"for (int group = 0; group < {count if last != whole else whole}; ++group)"
+        ):
+            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)}"
+            self.put(
+                f"copy_bytes({self.scale_slot(number)} + group * {size}, {address} + {at}, {size}, "
+                "&shared.full[s]);"
+            )
 
     # -- outputs ----------------------------------------------------------------------------------
 

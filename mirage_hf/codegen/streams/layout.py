@@ -23,6 +23,9 @@ from mirage_hf.codegen.streams.tables import (
 #: Columns of a row of the other factor that a thread computes at a time.
 VECTOR = 8
 
+#: Bytes of a word of codes, and of what a lane copies at a time if words are column-major.
+WORD_BYTES, VECTOR_BYTES = 4, 16
+
 #: Columns of a row of the other factor that share a power of two: those of a warp.
 SHARED_COLUMNS = 32 * VECTOR
 
@@ -111,6 +114,8 @@ class StreamLayout:
     def has_whole_tiles(self) -> bool:
         """Whether a tile may lie in memory as it lies in shared memory, so one copy brings it."""
         found, whole = self.products, self.products.row_bytes
+        if found.is_column_major:
+            return False
         strides = {found.row_stride(p.codes) * found.bits // 8 for p in found.products}
         return (
             self.chunks == 1
@@ -130,15 +135,21 @@ class StreamLayout:
 
     @property
     def teams(self) -> int:
-        """Teams of warps that multiply tiles in turns, if a stage holds a whole tile.
+        """Teams of warps that multiply chunks in turns, if these are whole tiles.
 
         While one team adds up its sums and waits, the others multiply. Each stage of the ring
         belongs to one team, because a warp must wait for every phase of a barrier: parities repeat.
+
+        If words are column-major, chunks may be parts of tiles. There are so many teams that all
+        warps of one have units.
         """
+        least, most = _LEAST_WARPS, 4
         if self.chunks > 1:
-            return 1
-        every = (n for n in (4, 2) if self.stages % n == 0 and self.warps >= n * _LEAST_WARPS)
-        return next(every, 1)
+            if not self.products.is_column_major:
+                return 1
+            least, most = 1, self.warps * self.unit // self.chunk
+        every = (n for n in (4, 2) if self.stages % n == 0 and self.warps >= n * least)
+        return next((n for n in every if n <= most), 1)
 
     @property
     def team_warps(self) -> int:
@@ -147,8 +158,9 @@ class StreamLayout:
 
     @property
     def summing_warps(self) -> int:
-        """Warps that have sums of one tile: a team, or all if teams share its pieces."""
-        return self.warps if self.products.num_pieces > 1 else self.team_warps
+        """Warps that have sums of one tile: a team, or all if teams share its chunks."""
+        is_shared = self.products.num_pieces > 1 or self.chunks > 1
+        return self.warps if is_shared else self.team_warps
 
     @property
     def stages(self) -> int:
@@ -256,7 +268,8 @@ class StreamLayout:
         and the digits of other lanes are 0.
         """
         sizes = self.products.group, self.chunk % 64, self.last_chunk % 64
-        return 2 if sizes == (32, 0, 0) and not self.is_in_halves else 1
+        is_single = self.is_in_halves or self.products.is_column_major
+        return 2 if sizes == (32, 0, 0) and not is_single else 1
 
     @property
     def lane_columns(self) -> int:
@@ -297,6 +310,21 @@ class StreamLayout:
         return tuple(dict.fromkeys(word for plane in planes for word in words(plane)))
 
     @property
+    def sets(self) -> int:
+        """Sets of rows that a warp multiplies one after another: those of an instruction each."""
+        return max(1, self.rows // ROWS)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of 16 bytes in a row of words of a chunk, if words are column-major."""
+        return self.rows * WORD_BYTES // VECTOR_BYTES
+
+    @property
+    def lane_words(self) -> int:
+        """Words side by side that a lane loads, if words are column-major: one for each row."""
+        return min(VECTOR_BYTES // WORD_BYTES, self.tile_rows // 8)
+
+    @property
     def batch(self) -> int:
         """Rows of the other factor."""
         return self.products.batch_size
@@ -314,24 +342,49 @@ class StreamLayout:
         return self.chunk * self.products.bits // 8
 
     @property
-    def pitch(self) -> int:
-        """Bytes from a row of a chunk to the next one. The lanes of a load meet different banks."""
-        return self.chunk_bytes + (4 * self.lane_bytes - self.chunk_bytes) % 128
+    def stage_bytes(self) -> int:
+        """Bytes of a chunk in shared memory."""
+        return self.rows * (self.chunk_bytes if self.products.is_column_major else self.pitch)
 
     @property
-    def scale_slots(self) -> int:
-        """Tiles whose scales are held."""
-        return self._scale_slots(self.span_chunks)
+    def pitch(self) -> int:
+        """Bytes from a row of a chunk to the next one. The lanes of a load meet different banks.
 
-    def _scale_slots(self, span_chunks: int) -> int:
+        If words are column-major, these are rows of words, and vectors of 16 bytes are swapped.
+        """
+        if self.products.is_column_major:
+            return self.rows * WORD_BYTES
+        return self.chunk_bytes + (4 * self.lane_bytes - self.chunk_bytes) % 128
+
+    def has_scales_of_chunks(self, number: int) -> bool:
+        """Return whether the scales of a product come with each chunk of a tile.
+
+        Otherwise those of all columns come with the first chunk.
+        """
+        p = self.products.products[number]
+        return p.scale is not None and self.products.has_column_major_scales(p)
+
+    def scale_slots(self, number: int) -> int:
+        """Return for how many tiles the scales of a product are held, or for how many chunks."""
+        return self._scale_slots(number, self.span_chunks)
+
+    def _scale_slots(self, number: int, span_chunks: int) -> int:
+        if self.has_scales_of_chunks(number):
+            return self.stages
         return self.stages // (self.chunks % span_chunks or span_chunks) + _MORE_SLOTS
 
-    def scale_bytes(self, number: int) -> int:
-        """Return the bytes of the scales of a product for one tile."""
+    def scale_bytes(self, number: int, columns: int = 0) -> int:
+        """Return the bytes of the scales of a product for one tile.
+
+        Args:
+            number: The product.
+            columns: The columns of the tile. 0: those of a chunk if scales come with it, or all.
+        """
         p, found = self.products.products[number], self.products
         if p.scale is None:
             return 0
-        groups = found.piece_columns // found.group
+        whole = self.chunk if self.has_scales_of_chunks(number) else found.piece_columns
+        groups = (columns or whole) // found.group
         itemsize = found.tensor(p.scale).dtype.itemsize
         if found.taken is None:
             return self.scale_rows(p) * groups * itemsize
@@ -371,13 +424,14 @@ class StreamLayout:
         """Return the bytes of shared memory of a block whose spans have so many chunks."""
         found = self.products
         span = min(found.num_columns, span_chunks * self.chunk * found.num_pieces)
-        slots = self._scale_slots(span_chunks) * sum(
-            self.scale_slot_bytes(n) for n in range(len(self.products.products))
+        slots = sum(
+            self._scale_slots(n, span_chunks) * self.scale_slot_bytes(n)
+            for n in range(len(self.products.products))
         )
         steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
         partial = 4 * self.most_tiles * self.summing_warps * self.rows * self.batch
         sums = 4 * self.warps * len(self.products.sums) * self.batch
-        size = self.stages * self.rows * self.pitch
+        size = self.stages * self.stage_bytes
         choices = [4 * found.num_choices] if found.taken else []
         zeros = [16] if self.groups_of_unit > 1 else []
         table = [4 * len(self.table_words)] if self.table_words else []
@@ -391,6 +445,13 @@ class StreamLayout:
 def is_of_digits(products: Products) -> bool:
     """Return whether products are of signed bytes: codes, and digits of the other factor."""
     return products.dtype is not torch.float8_e4m3fn and products.batch_size == 1
+
+
+def fewer_rows(products: Products) -> tuple[int, ...]:
+    """Return how many rows of each product a tile may have, other than the most."""
+    if products.is_column_major:
+        return (ROWS,)
+    return (ROWS // 2,) if is_of_digits(products) else ()
 
 
 def tiles_of_rows(products: Products) -> dict[str, int]:
@@ -415,13 +476,17 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"{schedule}: a kernel that streams codes has persistent blocks, of at most "
             f"{MOST_WARPS} warps that compute"
         )
-    tiles = tiles_of_rows(products)
-    if schedule.tiles[products.rows[-1]] == ROWS // 2 and is_of_digits(products):
-        tiles[products.rows[-1]] = ROWS // 2
+    tiles, rows = tiles_of_rows(products), products.rows[-1]
+    if schedule.tiles[rows] in fewer_rows(products):
+        tiles[rows] = schedule.tiles[rows]
     if any(schedule.tiles[a] != n for a, n in tiles.items()):
         raise errors.CodegenError(
             f"{schedule}: a kernel that streams codes has tiles of "
             f"{', '.join(f'{n} along {a}' for a, n in tiles.items())}"
+        )
+    if any(n % tiles[rows] for p in products.products for n in products.source_rows(p.codes)):
+        raise errors.CodegenError(
+            f"{schedule}: rows of codes are no multiple of {tiles[rows]}; give tiles of {ROWS} rows"
         )
     layout = StreamLayout(products, schedule)
     layout.lane_bytes  # noqa: B018 — raises if nothing fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from mirage_hf.codegen.streams import tables
 from mirage_hf.codegen.streams.factor import FactorWriter
@@ -35,7 +36,9 @@ class ProductWriter(FactorWriter):
         self.prepare_lanes()
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
             totals = ", ".join(f"{name} = 0.0f" for name in self.totals())
-            rows = "rows g and g + 8" if self.has_lower else "row g"
+            sets = [(n, half) for n in range(layout.sets) for half in range(1 + self.has_lower)]
+            *others, last = (self.row_text(n, half) for n, half in sets)
+            rows = f"rows {', '.join(others)} and {last}" if others else f"row {last}"
             self.put(f"float {totals};  // of {rows}")
             if self.has_index:
                 self.put(
@@ -86,8 +89,13 @@ class ProductWriter(FactorWriter):
             for n, p in enumerate(self.found.products):
                 if p.scale is not None:
                     self.put(f"const int first_{n} = {self.scale_shift(n)};")
-        self.leave_to_others(chunks)
+        teams = self.layout.teams
+        if teams > 1 and self.layout.chunks == 1:
+            with self.scope(f"if (n % {teams} != team)"):
+                self.put(f"n += {chunks};", "continue;")
         with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
+            if teams > 1 and self.layout.chunks > 1:
+                self.put(f"if (n % {teams} != team) continue;")
             self.put(
                 "const int s = n % stages;",
                 "wait_for_phase(&shared.full[s], (n / stages) & 1);",
@@ -140,42 +148,65 @@ class ProductWriter(FactorWriter):
         with self.scope(f"for (int u = {warp}; u < {count}; u += {warps})"):
             self.multiply_unit(units)
 
-    def leave_to_others(self, chunks: str) -> None:
-        """Write how a warp leaves so many chunks to the other teams."""
-        if self.layout.teams > 1:
-            with self.scope(f"if (n % {self.layout.teams} != team)"):
-                self.put(f"n += {chunks};", "continue;")
-
     def totals(self) -> list[str]:
-        """Return the names of a lane's sums, for the upper and the lower half of the rows."""
-        halves = ("upper", "lower")[: 1 + self.has_lower]
-        return [f"{h}_{n}" for h in halves for n in (0, 1)] if self.layout.batch > 1 else [*halves]
+        """Return the names of a lane's sums of a tile."""
+        return [name for n in range(self.layout.sets) for name in self.totals_of(n)]
+
+    def totals_of(self, number: int) -> list[str]:
+        """Return the names of a lane's sums of a set of rows: of its upper and its lower half."""
+        halves = ["upper", "lower"][: 1 + self.has_lower]
+        if self.layout.sets > 1:
+            halves = [f"{h}_of_{number}" for h in halves]
+        return [f"{h}_{n}" for h in halves for n in (0, 1)] if self.layout.batch > 1 else halves
+
+    def row_text(self, number: int, half: int, of_product: bool = False) -> str:
+        """Return the row of a tile that a lane has in the upper or the lower half of a set.
+
+        If words are column-major, a lane has rows side by side.
+
+        Args:
+            number: The number of the set.
+            half: 0 for the upper half, 1 for the lower one.
+            of_product: Whether to count the rows of its product only.
+        """
+        if not self.found.is_column_major:
+            is_first = of_product and len(self.found.products) > 1
+            return "g + 8" if half and not is_first else "g"
+        count = self.layout.lane_words
+        vector, word = divmod(2 * number + half, count)
+        at = 8 * count * vector + word
+        if of_product:
+            at %= self.layout.tile_rows
+        return f"{count} * g + {at}" if at else f"{count} * g"
+
+    def product_of(self, number: int, half: int) -> int:
+        """Return the number of the product that half of a set of rows belongs to."""
+        if self.found.is_column_major:
+            return 16 * number // self.layout.tile_rows
+        return half if len(self.found.products) > 1 else 0
 
     def store_totals(self) -> None:
         """Write how a lane stores its sums of a tile."""
-        place = f"shared.partial[i][{self.summing_warp}]"
-        if self.layout.batch == 1:
-            with self.scope("if (t == 0)"):
-                for total, row in (("upper", "g"), ("lower", "g + 8"))[: 1 + self.has_lower]:
-                    self.put(self.add_to(f"{place}[{row}]", total))
-            return
-        for n in (0, 1):
-            at = f"2 * t{f' + {n}' if n else ''}"
-            with self.scope(f"if ({at} < batch)"):
-                self.put(
-                    self.add_to(f"{place}[g * batch + {at}]", f"upper_{n}"),
-                    self.add_to(f"{place}[(g + 8) * batch + {at}]", f"lower_{n}"),
-                )
+        place, batch = f"shared.partial[i][{self.summing_warp}]", self.layout.batch
+        for column in range(min(batch, 2)):
+            at = f"2 * t{f' + {column}' if column else ''}"
+            with self.scope(f"if ({at} < batch)" if batch > 1 else "if (t == 0)"):
+                for number in range(self.layout.sets):
+                    totals = self.totals_of(number)[column :: min(batch, 2)]
+                    for half, total in enumerate(totals):
+                        row = self.row_text(number, half)
+                        if batch > 1:
+                            row = (
+                                f"({row}) * batch + {at}" if " " in row else f"{row} * batch + {at}"
+                            )
+                        self.put(self.add_to(f"{place}[{row}]", total))
 
     def multiply_unit(self, units: int) -> None:
         """Write the products of a unit."""
-        layout, found = self.layout, self.found
-        words, columns = layout.lane_bytes // 4, layout.lane_columns
+        layout = self.layout
+        columns, steps = layout.lane_columns, ["step"]
         self.load_codes(units)
-        if layout.is_in_halves:
-            self.half_products()
-            halves = [["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]]
-        else:
+        if not layout.is_in_halves:
             row = min(columns, 16)
             self.put(
                 f"const unsigned char* digits = shared.factor + unit * {DIGITS * layout.unit} + "
@@ -187,30 +218,54 @@ class ProductWriter(FactorWriter):
                     "const auto y = *reinterpret_cast<const Words<4>*>"
                     f"(digits + {4 * row * DIGITS});"
                 )
-            sums = self.all_digit_products(words)
-            for n, name in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
-                self.put(f"const float {name} = {sums[n]} * worth_0 + {sums[n + 1]} * worth_1;")
-            halves = [["above"], ["below"]][: 1 + self.has_lower]
-        steps = ["step"]
         at = f"unit * {layout.unit} / {SHARED_COLUMNS}"
         if layout.batch == 1:
-            self.put(f"const float step = shared.steps[{at}];")
+            step_texts = [f"const float step = shared.steps[{at}];"]
         else:
             steps = ["step_0", "step_1"]
-            self.put(
+            step_texts = [
                 f"const float* steps = shared.steps + {at} * batch;",
                 "const float step_0 = steps[first], step_1 = steps[second];",
-            )
+            ]
+        if layout.sets > 1:
+            self.put(*step_texts)
+        for number in range(layout.sets):
+            with self.scope("") if layout.sets > 1 else nullcontext():
+                halves = self.set_products(number)
+                if layout.sets == 1:
+                    self.put(*step_texts)
+                self.add_set(number, halves, steps)
+
+    def set_products(self, number: int) -> list[list[str]]:
+        """Write the products of a unit's codes in a set of rows.
+
+        Returns:
+            The texts of the upper and the lower sums, one for each column.
+        """
+        if self.layout.is_in_halves:
+            self.half_products(number)
+            return [["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]]
+        sums = self.all_digit_products(self.layout.lane_bytes // 4, number)
+        for n, name in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
+            self.put(f"const float {name} = {sums[n]} * worth_0 + {sums[n + 1]} * worth_1;")
+        return [["above"], ["below"]][: 1 + self.has_lower]
+
+    def add_set(self, number: int, halves: Sequence[Sequence[str]], steps: Sequence[str]) -> None:
+        """Write how the sums of a unit are added to those of a tile.
+
+        Args:
+            number: The number of the set of rows.
+            halves: The texts of its upper and lower sums.
+            steps: The texts of what they count, for each column.
+        """
         per_half = len(steps)
         for half, results in enumerate(halves):
-            number = half if len(found.products) > 1 else 0
             scale = self.scale_text(number, half)
             if scale and per_half > 1:
                 self.put(f"const float scale_{half} = {scale};")
                 scale = f"scale_{half}"
-            totals = self.totals()[half * per_half : (half + 1) * per_half]
-            pairs = zip(totals, results[:per_half], steps, strict=True)
-            for total, result, own_step in pairs:
+            totals = self.totals_of(number)[half * per_half : (half + 1) * per_half]
+            for total, result, own_step in zip(totals, results[:per_half], steps, strict=True):
                 factor = f"({own_step} * {scale})" if scale else own_step
                 self.put(f"{total} += {result} * {factor};")
 
@@ -223,6 +278,9 @@ class ProductWriter(FactorWriter):
             self.put(f"const int of_piece = {first};")
             first = f"q * {found.piece_columns // layout.unit} + of_piece"
         self.put(f"const int unit = {first};")
+        if found.is_column_major:
+            self.load_columns(words)
+            return
         self.put(
             "const unsigned char* codes = shared.codes[s] + g * pitch + "
             f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
@@ -231,20 +289,52 @@ class ProductWriter(FactorWriter):
         if self.has_lower:
             self.put(f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);")
 
-    def all_digit_products(self, words: int) -> list[str]:
-        """Write the products of a unit's codes and digits, and return the sums as floats."""
+    def load_columns(self, count: int) -> None:
+        """Write the loads of a lane's words of a unit if they are column-major.
+
+        Args:
+            count: How many words of each row a lane has.
+        """
+        layout = self.layout
+        of_lane = layout.lane_words
+        loads = layout.rows // (8 * of_lane)
+        vectors = 8 * of_lane * 4 // 16  # of the rows that one load of a warp has
+        at = f"(g / {4 // of_lane})" if of_lane < 4 else "g"
+        own = f"({at} ^ {self.swapped('t')}) * 16"
+        own += f" + g % {4 // of_lane} * {4 * of_lane}" if of_lane < 4 else ""
+        self.put(
+            f"const unsigned char* codes = shared.codes[s] + (u * {4 * count} + t) * pitch;",
+        )
+        for load in range(loads):
+            first = load * vectors
+            place = own if not first else own.replace(f"({at} ^", f"(({first} + {at}) ^")
+            self.put(f"const int place_{load} = {place};")
+            for j in range(count):
+                self.put(
+                    f"const auto words_{j}_{load} = *reinterpret_cast<const Words<{of_lane}>*>"
+                    f"(codes + {4 * j} * pitch + place_{load});"
+                )
+
+    def word_text(self, row: str, j: int, number: int) -> str:
+        """Return the text of a lane's word `j` of its row "a" or "b" in a set of rows."""
+        if not self.found.is_column_major:
+            return f"{row}.w[{j}]"
+        load, word = divmod(2 * number + (row == "b"), self.layout.lane_words)
+        return f"words_{j}_{load}.w[{word}]"
+
+    def all_digit_products(self, words: int, number: int = 0) -> list[str]:
+        """Write the products of a set's codes and digits, and return the sums as floats."""
         if self.layout.table is not None:
             return self.table_products(words, self.layout.table)
         self.put(f"int sums[4] = {{{', '.join([hex(_MAGIC)] * 4)}}};")
-        self.digit_products(words)
+        self.digit_products(words, number)
         self.put("const float magic = 12582912.0f;")
         return [f"(__int_as_float(sums[{n}]) - magic)" for n in range(4)]
 
-    def half_products(self) -> None:
-        """Write the products of a unit's codes and the other factor, as halves."""
+    def half_products(self, number: int) -> None:
+        """Write the products of a set's codes and the other factor, as halves."""
         layout = self.layout
         own = "own * 64 + " if layout.batch > 1 else ""
-        words = self.found.bits // 4
         convert = {4: "halves_of_4_bits", 8: "halves_of_8_bits"}[self.found.bits]
         flipped = ", 0u"
         if self.is_signed:
@@ -258,21 +348,42 @@ class ProductWriter(FactorWriter):
             f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit * layout.batch}"
             f" + {own}t * 16;",
             "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
-            "#pragma unroll",
         )
-        with self.scope(f"for (int piece = 0; piece < {layout.pieces}; ++piece)"):
-            self.put(
-                f"const auto x = *reinterpret_cast<const Words<4>*>(factor + piece * "
-                f"{64 * layout.batch});"
-            )
-            for name, loaded in (("left", "a"), ("right", "b")):
-                each = [
-                    f"{loaded}.w[{words} * piece{f' + {n}' if n else ''}]" for n in range(words)
+        heads, each = [f"for (int piece = 0; piece < {layout.pieces}; ++piece)"], ["piece"]
+        if self.found.is_column_major:
+            each = [str(n) for n in range(layout.pieces)]
+            heads = [""] * layout.pieces
+        else:
+            self.put("#pragma unroll")
+        for head, piece in zip(heads, each, strict=True):
+            with self.scope(head):
+                self.piece_products(number, piece, convert, flipped)
+
+    def piece_products(self, number: int, piece: str, convert: str, flipped: str) -> None:
+        """Write the products of eight columns of each lane in a set of rows.
+
+        Args:
+            number: The number of the set.
+            piece: The text of the number of the columns in a unit.
+            convert: The function that turns codes into halves.
+            flipped: The text of its further arguments.
+        """
+        words = self.found.bits // 4
+        self.put(
+            f"const auto x = *reinterpret_cast<const Words<4>*>(factor + {piece} * "
+            f"{64 * self.layout.batch});"
+        )
+        for name, row in (("left", "a"), ("right", "b")):
+            if self.found.is_column_major:
+                loaded = [self.word_text(row, int(piece), number)]
+            else:
+                loaded = [
+                    f"{row}.w[{words} * {piece}{f' + {n}' if n else ''}]" for n in range(words)
                 ]
-                self.put(f"const auto {name} = {convert}({', '.join(each)}{flipped});")
-            for n in (0, 2):
-                codes = [f"{name}.w[{n + k}]" for k in (0, 1) for name in ("left", "right")]
-                self.put(f"multiply_halves(sums, {', '.join(codes)}, x.w[{n}], x.w[{n + 1}]);")
+            self.put(f"const auto {name} = {convert}({', '.join(loaded)}{flipped});")
+        for n in (0, 2):
+            codes = [f"{name}.w[{n + k}]" for k in (0, 1) for name in ("left", "right")]
+            self.put(f"multiply_halves(sums, {', '.join(codes)}, x.w[{n}], x.w[{n + 1}]);")
 
     @property
     def has_lower(self) -> bool:
@@ -283,15 +394,19 @@ class ProductWriter(FactorWriter):
         """Return the codes of the upper and the lower rows, in the order of the instruction."""
         return [t.format(w) if w == "a" or self.has_lower else "0u" for t in texts for w in "ab"]
 
-    def digit_products(self, words: int) -> None:
-        """Write the products of a unit's codes and digits, as signed bytes."""
+    def digit_products(self, words: int, number: int) -> None:
+        """Write the products of a set's codes and digits, as signed bytes."""
         if self.found.bits == 4:
             flipped = "0u" if self.is_signed else "0x80808080u"
             for j in range(words):
                 x, at = ("x", 2 * j) if j < 2 else ("y", 2 * j - 4)
-                codes = self.rows_of_codes(
-                    [f"upper_codes({{}}.w[{j}]{shift}, {flipped})" for shift in (" << 4", "")]
-                )
+                codes = [
+                    f"upper_codes({self.word_text(row, j, number)}{shift}, {flipped})"
+                    if row == "a" or self.has_lower
+                    else "0u"
+                    for shift in (" << 4", "")
+                    for row in "ab"
+                ]
                 self.put(
                     f"multiply_digits(sums, {', '.join(codes)}, {x}.w[{at}], {x}.w[{at + 1}]);"
                 )
@@ -337,8 +452,14 @@ class ProductWriter(FactorWriter):
         return [f"fmaf({high}, 128.0f, {low})" for high, low in zip(*of_planes, strict=True)]
 
     def scale_text(self, number: int, half: int) -> str:
-        """Return the scale of a unit's products in one half of the rows; empty if there is none."""
-        product, found = self.found.products[number], self.found
+        """Return the scale of a unit's products in half of a set of rows; empty if there is none.
+
+        Args:
+            number: The number of the set.
+            half: 0 for the upper half, 1 for the lower one.
+        """
+        of_product = self.product_of(number, half)
+        product, found = self.found.products[of_product], self.found
         if product.scale is None:
             return ""
         if self.layout.is_in_turns:
@@ -348,14 +469,17 @@ class ProductWriter(FactorWriter):
             element = f"reinterpret_cast<const {self.ctype(product.scale)}*>(own_scales)[{at}]"
             return self.decoded_scale(product.scale, element)
         ctype, groups = self.ctype(product.scale), found.piece_columns // found.group
-        row = "0"
+        row, group, slot = "0", self.group_text(), self.scale_slot(of_product)
         if self.layout.scale_rows(product) > 1:
-            row = "g" if len(found.products) > 1 or not half else "(g + 8)"
-        group, slot = self.group_text(), self.scale_slot(number)
+            row = self.row_text(number, half, of_product=True)
+            row = f"({row})" if "+" in row else row
         if self.has_index:
             groups = found.row_stride(product.scale)
-            slot += f" + first_{number}"
-        at = f"{row} * {groups} + {group}" if row != "0" else group
+            slot += f" + first_{of_product}"
+        if found.has_column_major_scales(product):
+            at = f"u * {self.layout.unit} / {found.group} * {self.layout.tile_rows} + {row}"
+        else:
+            at = f"{row} * {groups} + {group}" if row != "0" else group
         return self.decoded_scale(product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]")
 
     def group_text(self) -> str:

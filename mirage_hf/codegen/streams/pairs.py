@@ -78,8 +78,7 @@ class PairWriter(ProductWriter):
             )
         sums = self.all_digit_products(self.layout.lane_bytes // 4)
         for half in range(1 + self.has_lower):
-            number = half if len(self.found.products) > 1 else 0
-            scale = self.scale_text(number, half)
+            scale = self.scale_text(0, half)
             self.put(f"const float scale_{half} = {f'step * {scale}' if scale else 'step'};")
             totals = self.totals()[2 * half : 2 * half + 2]
             for total, result in zip(totals, sums[2 * half :], strict=False):

@@ -5,6 +5,8 @@ eight. Codes may be indices of a table instead, such as 4-bit floats. Sums over 
 may be multiplied by scales. All rows of codes share `other`, and any sums that no row of codes
 enters, such as the sum of squares of a norm. What follows the sums is elementwise.
 
+The words that hold codes are row-major, or column-major as those of GPTQ. So are scales.
+
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
 those of several experts, as if their rows lay end to end.
@@ -25,10 +27,13 @@ from mirage_hf.codegen.streams.tables import table_bytes, table_halves
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, Role, Taken
 from mirage_hf.graph.coded import high_first, is_exponent, is_packed
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.ops.dtypes import CODE_DTYPES, COMPUTE_DTYPES
+from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, COMPUTE_DTYPES
 
 #: Rows of codes that a warp multiplies at a time: those of the instruction's left factor.
 ROWS = 16
+
+#: The most rows of a tile of each product if words are column-major: those that fill 128 bytes.
+_COLUMN_MAJOR_ROWS = 32
 
 #: The number that each dtype of codes has to have subtracted. The instructions multiply signed
 #: bytes, or halves.
@@ -103,6 +108,7 @@ class Products:
         taken: The index that chooses among experts, if there is one.
         values: The table that the codes are looked up in, if there is one.
         pair: The last of `columns` if it numbers the two codes of a byte, the higher one first.
+        word: The last of `columns` if it numbers the codes of a word, and words are column-major.
     """
 
     op: PlacedOp
@@ -115,6 +121,7 @@ class Products:
     taken: Taken | None = None
     values: tuple[float, ...] = ()
     pair: str | None = None
+    word: str | None = None
 
     @property
     def block(self) -> BlockGraph:
@@ -185,7 +192,12 @@ class Products:
     @property
     def is_grouped(self) -> bool:
         """Whether groups of columns may have scales."""
-        return len(self.own_columns) > 1 + (self.pair is not None)
+        return len(self.own_columns) > 1 + (self.pair is not None or self.word is not None)
+
+    @property
+    def is_column_major(self) -> bool:
+        """Whether words of codes of successive rows lie side by side."""
+        return self.word is not None
 
     @property
     def inner_columns(self) -> int:
@@ -199,8 +211,8 @@ class Products:
 
     @property
     def rows_of_each(self) -> int:
-        """The most rows of each product that a warp multiplies at a time."""
-        return ROWS // len(self.products)
+        """The most rows of each product that a tile has."""
+        return _COLUMN_MAJOR_ROWS if self.is_column_major else ROWS // len(self.products)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -253,6 +265,16 @@ class Products:
         """Return whether each row of codes has scales of its own. Otherwise blocks of rows do."""
         assert product.scale is not None
         return self.rows[-1] in self.block.carried[product.scale]
+
+    def has_column_major_scales(self, product: Product) -> bool:
+        """Return whether the scales of successive rows lie side by side, group after group."""
+        assert product.scale is not None
+        return self.is_grouped and self.row_stride(product.scale) == 1 < self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of columns a piece has."""
+        return self.piece_columns // self.group
 
     def source_rows(self, name: str) -> tuple[int, ...]:
         """Return how many rows of codes each source of an input has."""
@@ -333,6 +355,7 @@ class _Finder:
             self.taken,
             self.values,
             self.pair,
+            self.word,
         )
         self.check_sizes(found)
         return found
@@ -349,7 +372,8 @@ class _Finder:
         self.own_columns = tuple(a for a in own if a in self.columns)
         pieces = tuple(a for a in chosen if a in self.columns)
         self.pair = self.pair_of(self.coded[0])
-        most = 2 + (self.pair is not None)
+        self.word = self.word_of(self.coded[0])
+        most = 2 + (self.pair is not None or self.word is not None)
         if not self.own_rows or not 1 <= len(self.own_columns) <= most:
             raise _refused("the codes have no rows, or more than two axes of columns")
         if len(pieces) > 1 or (*self.rows[: len(chosen) - len(pieces)], *pieces) != tuple(chosen):
@@ -371,6 +395,15 @@ class _Finder:
         dim = high_first(t.dims, t.strides)
         return i.axes[dim] if dim == len(t.dims) - 1 else None
 
+    def word_of(self, i: BlockInput) -> str | None:
+        """Return the innermost axis of codes if it fills a word, and words are column-major."""
+        t, axes = self.operand(i), [a for a in i.axes if a is not None]
+        if not is_packed(t.dtype) or i.taken is not None or len(self.own_rows) != 1:
+            return None
+        sizes = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        is_word = self.block.axis(axes[-1]).size == CODES_PER_WORD and sizes[axes[-1]] == 1
+        return axes[-1] if is_word and sizes[axes[0]] == CODES_PER_WORD < t.dims[0] else None
+
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, or by the index, and that codes lie in rows."""
         if i.bounds or i.rotation or i.padding:
@@ -391,8 +424,12 @@ class _Finder:
         if (i.taken is None) != (self.taken is None):
             raise _refused(f"{i.name} has no index")
         for t in sources:
-            if not (self._lies_in_rows(i, t) if self.taken is None else self._has_rows(i, t)):
-                raise _refused(f"the codes of {i.name} do not lie row after row")
+            if self.word is not None:
+                lies = self._lies_in_columns(i, t)
+            else:
+                lies = self._lies_in_rows(i, t) if self.taken is None else self._has_rows(i, t)
+            if not lies:
+                raise _refused(f"the codes of {i.name} lie neither row after row nor as in GPTQ")
 
     def _lies_in_rows(self, i: BlockInput, t: DTensor) -> bool:
         """Return whether each axis of a tensor follows the one after it without gaps."""
@@ -402,6 +439,23 @@ class _Finder:
                 if stride * self._sign(i, axis) != expected:
                     return False
                 expected *= self.block.axis(axis).size
+        return True
+
+    def _lies_in_columns(self, i: BlockInput, t: DTensor) -> bool:
+        """Return whether a tensor has rows side by side, and columns without gaps around them.
+
+        The codes of a word lie within the rows.
+        """
+        strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        inner = [self.word] if self.word in strides else []
+        outer = [a for a in reversed(self.own_columns) if a in strides and a not in inner]
+        expected = 1
+        for axis in (*inner, self.own_rows[0], *outer):
+            if strides.get(axis) != expected:
+                return False
+            # a source that is joined has some of the rows
+            is_row = axis == self.own_rows[0]
+            expected *= t.dims[i.axes.index(axis)] if is_row else self.block.axis(axis).size
         return True
 
     def _sign(self, i: BlockInput, axis: str) -> int:
@@ -552,16 +606,22 @@ class _Finder:
     def is_scale(self, value: str) -> bool:
         """Return whether a value is an input of scales: constant, for each row and group."""
         i = self.block.inputs_by_name.get(value)
-        is_grouped = len(self.own_columns) > 1 + (self.pair is not None)
+        has_inner = self.pair is not None or self.word is not None
+        is_grouped = len(self.own_columns) > 1 + has_inner
         if i is None or not is_grouped or (i.taken is None) != (self.taken is None):
             return False
         axes = tuple(a for a in i.axes if a is not None)
         inner = len(self.own_rows) - 1
         of_rows = axes == (*self.own_rows, self.own_columns[0])
         of_blocks = inner > 0 and axes == (*self.own_rows[:inner], self.own_columns[0])
-        lies = self._lies_in_rows if self.taken is None else self._has_rows
         sources = [self.op.operands[s] for s in i.sources]
-        return (of_rows or of_blocks) and all(t.constant and lies(i, t) for t in sources)
+        if not (of_rows or of_blocks) or not all(t.constant for t in sources):
+            return False
+        lies = self._lies_in_rows if self.taken is None else self._has_rows
+        is_column_major = self.taken is None and len(axes) == 2
+        return all(lies(i, t) for t in sources) or (
+            is_column_major and all(self._lies_in_columns(i, t) for t in sources)
+        )
 
     def choose(self) -> None:
         """Tell products from other sums, and check that one kernel computes all of them."""
@@ -576,6 +636,8 @@ class _Finder:
         self.values = values = products[0][1].values
         is_row = self.batch is None or self.block.axis(self.batch).size == 1
         as_bytes = table_bytes if is_row else table_halves
+        if values and self.word is not None:
+            raise _refused("codes of a table lie as in GPTQ")
         if values and as_bytes(values) is None:
             raise _refused("its table has no positive and no negative half, or infinite entries")
         zero = 0.0 if values else ZEROS[dtypes.pop()]
@@ -596,8 +658,9 @@ class _Finder:
         if found.group % 32 or found.piece_columns % 64 or found.row_bytes % 16:
             raise _refused(f"{found.piece_columns} columns in groups of {found.group} do not fit")
         every = [n for p in found.products for n in found.source_rows(p.codes)]
-        if any(n % found.rows_of_each for n in every):
-            raise _refused(f"rows of codes are no multiple of {found.rows_of_each}")
+        least = ROWS if found.is_column_major else found.rows_of_each
+        if any(n % least for n in every):
+            raise _refused(f"rows of codes are no multiple of {least}")
         for name in found.read_columns:
             self._check_columns(found, name)
         scales = {p.scale for p in found.products if p.scale is not None}
@@ -630,6 +693,8 @@ class _Finder:
         rows = found.rows_of_each if found.has_scales_of_rows(p) else 1
         if rows == 1 and inner % found.rows_of_each:
             raise _refused(f"blocks of {inner} rows share scales, and tiles would cross them")
+        if found.has_column_major_scales(p):
+            groups = 1  # copies bring one group of all rows of a tile
         aligned = rows * groups * t.dtype.itemsize % 16 == 0
         if self.taken is None and not aligned:
             raise _refused(f"{groups} scales of {p.scale} for a row are no multiple of 16 bytes")

@@ -23,12 +23,12 @@ FACTOR_READY, COMPUTED = 1, 2
 _NAMES = frozenset(
     """
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
-    exponent factor first first_0 first_1 g halves held held_digits held_step held_steps high_0
-    high_1 holds is_swapped j k lane largest left less lie_together low_0 low_1 low_less
-    low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row own_scales own_tile piece
-    pitch q r right row row_0 row_bytes scaled second size span stages step stores sums t team
-    team_warp team_warps tiles to unit units up upper upper_0 upper_1 w warp warps Words worth_0
-    worth_1
+    exponent factor first first_0 first_1 from g group halves held held_digits
+    held_step held_steps high_0 high_1 holds is_swapped j k lane largest left less lie_together
+    low_0 low_1 low_less low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row
+    own_scales own_tile piece pitch place q r right row row_0 row_bytes scaled second size span
+    stages step stores sums t team team_warp team_warps tiles to unit units up upper upper_0
+    upper_1 vector w warp warps word word_step Words worth_0 worth_1
     """.split()
 )
 
@@ -39,7 +39,9 @@ class StreamWriter(NestWriter):
     def var(self, name: str) -> str:
         """Return a C++ name for a value."""
         name = super().var(name)
-        is_taken = name in _NAMES or name.startswith(("sum_", "table_")) or name.endswith("_held")
+        is_taken = (
+            name in _NAMES or name.startswith(("sum_", "table_", "to_")) or name.endswith("_held")
+        )
         return name + "_" if is_taken else name
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
@@ -122,11 +124,13 @@ class StreamWriter(NestWriter):
         return f"(span * {self.layout.span_chunks} + c)" if self.has_spans else "c"
 
     def scale_slot(self, number: int) -> str:
-        """Return the place of the scales of tile `i`, or of its piece."""
+        """Return the place of the scales of tile `i`, of its piece, or of its chunk."""
+        if self.layout.has_scales_of_chunks(number):
+            return f"shared.scales_{number}[s]"
         tile = "(span * mine + i)" if self.has_spans else "i"
         if self.has_index:
             tile = "(n / chunks)"  # those that are missing have no slot
-        return f"shared.scales_{number}[{tile} % {self.layout.scale_slots}]"
+        return f"shared.scales_{number}[{tile} % {self.layout.scale_slots(number)}]"
 
     def of_span(self, full: int, last: int) -> str:
         """Return the text of a count that the last span may have less of."""
@@ -139,6 +143,14 @@ class StreamWriter(NestWriter):
     def of_batch(self, count: int) -> str:
         """Return the text of `count` times the batch."""
         return f"{count} * batch" if self.layout.batch > 1 else f"{count}"
+
+    def swapped(self, word: str) -> str:
+        """Return what the number of a vector is combined with in shared memory, by exclusive or.
+
+        Args:
+            word: The row of words in a chunk.
+        """
+        return f"({word} & 3) * 2" if self.layout.vectors >= 8 else f"({word} & 2)"
 
     # -- values -----------------------------------------------------------------------------------
 
