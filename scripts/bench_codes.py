@@ -12,7 +12,7 @@
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
 and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
 scale. Those of int8 share one in each row, those of fp8 (e4m3) in square blocks of 128, and those
-of gptq, nf4 and mxfp4 in groups of 128, 64 and 32 columns.
+of gptq, nf4 and mxfp4 in groups of 128, 64 and 32 columns. "-zeros" have zero points in words.
 
 The search runs once for each block. Then the schedules of each kind that have the best estimates
 are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA
@@ -105,9 +105,16 @@ def _nf4(k: int, n: int) -> Coding:
     return coding_of(n, k, 64, DTYPE, TABLES["nf4"])
 
 
-def _gptq(k: int, n: int) -> Coding:
-    """Return a weight of GPTQ in groups of 128 columns, whose zero points are all 8."""
-    return gptq.coding_of(n, k, 128, torch.uint4, torch.float16, DTYPE, 8)
+def _gptq(k: int, n: int, zero: int | None = 8) -> Coding:
+    """Return a weight of GPTQ in groups of 128 columns. `zero`: the zero point if all are equal."""
+    return gptq.coding_of(n, k, 128, torch.uint4, torch.float16, DTYPE, zero)
+
+
+def _int4_zeros(k: int, n: int) -> Coding:
+    """Return a weight of compressed-tensors in groups of 128 columns, with zero points."""
+    split = Split(n, k, 8, 128)
+    zeros = split.packed_along_rows(torch.uint4, 8)
+    return Coding(n, k, DTYPE, split.codes(torch.uint4), split.per_row(DTYPE), zeros)
 
 
 def _mxfp4(k: int, n: int) -> Coding:
@@ -123,6 +130,8 @@ CODINGS: Mapping[str, Callable[[int, int], Coding]] = {
     "fp8": _fp8,
     "nf4": _nf4,
     "gptq": _gptq,
+    "gptq-zeros": partial(_gptq, zero=None),
+    "int4-zeros": _int4_zeros,
     "mxfp4": _mxfp4,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from mirage_hf import errors
@@ -64,6 +66,16 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def factor_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype that computed factors have on tensor cores, given those of the operands.
+
+    It is that of the operands of 16 bits, and bfloat16, whose range is larger, if both are among
+    them. None if no operand has 16 bits.
+    """
+    found = {*dtypes}
+    return next((d for d in (torch.bfloat16, torch.float16) if d in found), None)
 
 
 def can_be_added(dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ from mirage_hf.codegen.streams.layout import (
     fewer_rows,
     is_of_digits,
     stream_layout,
+    tiled_rows,
     tiles_of_rows,
 )
 from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
@@ -123,7 +124,7 @@ def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
         if columns % inner == 0:
             count = next_power_of_two(columns // inner)
             yield Schedule(
-                tiles | {products.rows[-1]: rows, products.own_columns[0]: count},
+                tiles | tiled_rows(products, rows) | {products.own_columns[0]: count},
                 num_warps=warps,
                 num_stages=stages,
                 cuda=True,

@@ -33,6 +33,7 @@ from mirage_hf.graph.execute import run_library
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
+from mirage_hf.ops.dtypes import factor_dtype
 from mirage_hf.search.expand import expand
 from mirage_hf.verify.case_inputs import CaseInputs, with_garbage, with_scores
 from mirage_hf.verify.narrow import narrowed
@@ -417,8 +418,7 @@ def run_kernels(
     for op in kernels.ops:
         if op.block is not None:
             operands = [x for x in op.inputs if isinstance(x, DTensor)]
-            halves = {t.dtype for t in operands if t.dtype.itemsize == 2}
-            rounded_to = halves.pop() if tensor_cores and halves else None
+            rounded_to = factor_dtype(t.dtype for t in operands) if tensor_cores else None
             algebra = TorchAlgebra(torch.float32, rounded_to, inputs[0].device)
             for t in operands:
                 if t.index in floats and t.dtype == rounded_to:

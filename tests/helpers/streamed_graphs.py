@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -20,7 +20,8 @@ from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_product
 from mirage_hf.errors import CodegenError
 from mirage_hf.formats import gptq
 from mirage_hf.formats.bitsandbytes import TABLES
-from mirage_hf.formats.coding import write_joined
+from mirage_hf.formats.coding import Coding, write_joined
+from mirage_hf.formats.stored import Split
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,
@@ -92,16 +93,38 @@ def shifted_linear(columns: int, width: int) -> KernelGraph:
     return g
 
 
-def gptq_weight(g: KernelGraph, rows: Sequence[int], columns: int, group: int) -> DTensor:
-    """Add weights of GPTQ side by side, whose zero points are all 8."""
-    codings = [
-        gptq.coding_of(n, columns, group, torch.uint4, torch.float16, torch.bfloat16, 8)
-        for n in rows
-    ]
-    return write_joined(codings, g)[1]
+def gptq_coding(rows: int, columns: int, group: int, zero: int | None = 8) -> Coding:
+    """Return a weight of GPTQ. `zero` is what all zero points are, None if they differ."""
+    half = torch.float16
+    return gptq.coding_of(rows, columns, group, torch.uint4, half, torch.bfloat16, zero)
 
 
-def gptq_linear(
+def packed_coding(rows: int, columns: int, group: int) -> Coding:
+    """Return a weight of compressed-tensors with zero points, which are packed along the rows."""
+    split, dtype = Split(rows, columns, 8, group), torch.bfloat16
+    zeros = split.packed_along_rows(torch.uint4, 8)
+    return Coding(rows, columns, dtype, split.codes(torch.uint4), split.per_row(dtype), zeros)
+
+
+def float_coding(rows: int, columns: int, group: int, code: torch.dtype = torch.uint4) -> Coding:
+    """Return a weight whose zero points are floats, as those of HQQ."""
+    split, dtype = Split(rows, columns, 1, group), torch.bfloat16
+    per_row = split.per_row(dtype)
+    return Coding(rows, columns, dtype, split.codes(code), per_row, per_row)
+
+
+#: Codings by name.
+HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
+    "GPTQ": gptq_coding,
+    "GPTQ, zero points": partial(gptq_coding, zero=None),
+    "packed zero points": packed_coding,
+    "float zero points": float_coding,
+    "int8, float zero points": partial(float_coding, code=torch.uint8),
+}
+
+
+def coded_linear(
+    coding: str,
     rows: int,
     columns: int,
     group: int = 128,
@@ -109,21 +132,25 @@ def gptq_linear(
     norm: bool = False,
     batch: int = 1,
 ) -> KernelGraph:
-    """Return x · Wᵀ, or RMSNorm(x) · Wᵀ, for a weight of GPTQ, or several side by side."""
+    """Return x · Wᵀ, or RMSNorm(x) · Wᵀ, for a weight in codes, or several side by side."""
     g = KernelGraph()
     x = g.new_input((batch, columns), "bfloat16", name="x")
     if norm:
         x = g.rms_norm(x, g.new_input((1, columns), "bfloat16", constant=True), 1e-6)
-    g.mark_output(g.matmul(x, gptq_weight(g, (rows, *others), columns, group)))
+    codings = [HAND_CODINGS[coding](n, columns, group) for n in (rows, *others)]
+    g.mark_output(g.matmul(x, write_joined(codings, g)[1]))
     return g
 
 
-def gptq_gated(rows: int, columns: int, group: int = 128, batch: int = 1) -> KernelGraph:
-    """Return silu(y · Vᵀ) · (y · Wᵀ) for y = RMSNorm(x) and weights of GPTQ."""
+def coded_gate(
+    coding: str, rows: int, columns: int, group: int = 128, batch: int = 1
+) -> KernelGraph:
+    """Return silu(y · Vᵀ) · (y · Wᵀ) for y = RMSNorm(x) and weights in codes."""
     g = KernelGraph()
     x = g.new_input((batch, columns), "bfloat16", name="x")
     x = g.rms_norm(x, g.new_input((1, columns), "bfloat16", constant=True), 1e-6)
-    gate, up = (g.matmul(x, gptq_weight(g, (rows,), columns, group)) for _ in range(2))
+    coded = HAND_CODINGS[coding](rows, columns, group)
+    gate, up = (g.matmul(x, coded.write(g)[1]) for _ in range(2))
     g.mark_output(g.mul(g.silu(gate), up))
     return g
 
@@ -137,11 +164,18 @@ LINEARS = {
     "float16, float8": lambda: coded_programs.fp8_linear(1, 256, 512),
     "MXFP4": lambda: mxfp4_linear(1, 64, 512),
     "MXFP4, 3 rows": lambda: mxfp4_linear(3, 64, 512),
-    "GPTQ": lambda: gptq_linear(64, 512),
-    "GPTQ, norm and joined linears": lambda: gptq_linear(64, 512, others=(32,), norm=True),
-    "GPTQ, gate and up": lambda: gptq_gated(96, 256),
-    "GPTQ, 4 rows": lambda: gptq_linear(96, 384, batch=4, norm=True),
-    "GPTQ, gate and up, 8 rows": lambda: gptq_gated(64, 512, batch=8),
+    "GPTQ": lambda: coded_linear("GPTQ", 64, 512),
+    "GPTQ, norm and joined linears": lambda: coded_linear("GPTQ", 64, 512, 128, (32,), True),
+    "GPTQ, gate and up": lambda: coded_gate("GPTQ", 96, 256),
+    "GPTQ, 4 rows": lambda: coded_linear("GPTQ", 96, 384, norm=True, batch=4),
+    "GPTQ, gate and up, 8 rows": lambda: coded_gate("GPTQ", 64, 512, batch=8),
+    "GPTQ, zero points": lambda: coded_linear("GPTQ, zero points", 64, 512, 128, (32,), True),
+    "GPTQ, zero points, 3 rows": lambda: coded_gate("GPTQ, zero points", 64, 256, batch=3),
+    "packed zero points": lambda: coded_linear("packed zero points", 64, 512, 128, (32,), True),
+    "packed zero points, gate and up": lambda: coded_gate("packed zero points", 64, 512),
+    "packed zero points, 4 rows": lambda: coded_linear("packed zero points", 64, 512, batch=4),
+    "float zero points, groups of 32": lambda: coded_linear("float zero points", 64, 320, 32),
+    "int8, float zero points": lambda: coded_linear("int8, float zero points", 64, 512, 512),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -190,6 +224,13 @@ CASES = {
     "GPTQ, gate and up": Linear("GPTQ, gate and up", tile=1),
     "GPTQ, 4 rows": Linear("GPTQ, 4 rows", tile=1, stages=3),
     "GPTQ, gate and up, 8 rows": Linear("GPTQ, gate and up, 8 rows", tile=2, stages=3),
+    "GPTQ, zero points": Linear("GPTQ, zero points", tile=1, warps=4),
+    "GPTQ, zero points, 3 rows": Linear("GPTQ, zero points, 3 rows", tile=1, stages=3),
+    "packed zero points": Linear("packed zero points", tile=2, stages=3),
+    "packed zero points, gate and up": Linear("packed zero points, gate and up", tile=1),
+    "packed zero points, 4 rows": Linear("packed zero points, 4 rows", tile=2),
+    "float zero points, groups of 32": Linear("float zero points, groups of 32", tile=2),
+    "int8, float zero points": Linear("int8, float zero points", tile=128),
     "NF4, norm and joined linears": Case("nf4", "qkv", warps=4),
     "NF4, gate and up": Case("nf4", "gate_up", tile=2, stages=3),
     "NF4, residual": Case("nf4", "down", width=640, tile=2),

@@ -13,7 +13,7 @@ from mirage_hf.codegen.placement import Append, PlacedOp
 from mirage_hf.codegen.schedule import next_power_of_two
 from mirage_hf.graph.block import BlockGraph, BlockInput, BlockOp, BlockOutput, Role
 from mirage_hf.graph.kernel import DTensor
-from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes
+from mirage_hf.ops.dtypes import CODES_PER_WORD, element_bytes, factor_dtype
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,9 @@ class Tiling:
     def mma_dtype(self) -> torch.dtype:
         """The dtype that computed factors have on tensor cores.
 
-        It is the dtype of the largest 16-bit operand, or float32 if no operand has 16 bits.
+        It is float32 if no operand has 16 bits.
         """
-        halves = [t for t in self.operands if t.dtype in (torch.float16, torch.bfloat16)]
-        return max(halves, key=lambda t: math.prod(t.dims)).dtype if halves else torch.float32
+        return factor_dtype(t.dtype for t in self.operands) or torch.float32
 
     def is_constant(self, i: BlockInput) -> bool:
         """Return True if an input may be read while earlier launches still run."""

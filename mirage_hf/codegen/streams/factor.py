@@ -218,11 +218,32 @@ class FactorWriter(StreamWriter):
             "__uint_as_float(exponent == 255 ? 0x7fc00000u : "
             f"unsigned(scaled - {down}) << 23){unit};"
         )
+        if self.found.has_zeros:
+            self.add_unit(is_ragged)
         if is_ragged:
             with self.scope(f"if (at < {self.end_of_columns})"):
                 self.store_factor()
         else:
             self.store_factor()
+
+    def add_unit(self, is_ragged: bool) -> None:
+        """Write how the lanes that compute a unit add up its columns, as they are stored.
+
+        Args:
+            is_ragged: Whether some lanes have no columns.
+        """
+        unit, element = self.layout.unit, "to_float(from_float<half>(factor[j] * up))"
+        if not self.layout.is_in_halves:
+            element = f"fmaf(factor[j], up, {_DIGIT_OFFSET}) - {_DIGIT_OFFSET}"
+        step = f"at / {unit}" + (" * batch + b" if self.layout.batch > 1 else "")
+        is_inside = f" && at < {self.end_of_columns}" if is_ragged else ""
+        self.put(
+            "float unit_sum = 0.0f;",
+            "#pragma unroll",
+            f"for (int j = 0; j < {VECTOR}; ++j) unit_sum += {element};",
+            f"unit_sum = join_lanes<Sum, {unit // VECTOR}>(unit_sum);",
+            f"if (at % {unit} == 0{is_inside}) shared.unit_sums[{step}] = unit_sum;",
+        )
 
     def store_factor(self) -> None:
         """Write how a thread stores its columns of the other factor."""

@@ -31,8 +31,9 @@ from mirage_hf.codegen.streams.products import Product
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import BlockInput
-from mirage_hf.graph.coded import is_exponent
+from mirage_hf.graph.coded import is_exponent, is_packed
 from mirage_hf.graph.printing import format_block_graph
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: If the expert that an index chooses does not exist, values are 0.
 _READ_IF_ANY = (
@@ -146,11 +147,12 @@ class _KernelWriter(PairWriter):
         layout = self.layout
         rows = "chunk_bytes / 4" if self.found.is_column_major else str(layout.rows)
         lines = [f"alignas(128) unsigned char codes[stages][{rows} * pitch];"]
+        count = len(self.found.products)
         lines += [
-            f"alignas(16) unsigned char scales_{n}[{layout.scale_slots(n)}]"
-            f"[{layout.scale_slot_bytes(n)}];"
-            for n, p in enumerate(self.found.products)
-            if p.scale is not None
+            f"alignas(16) unsigned char {'scales' if n < count else 'zeros'}_{n % count}"
+            f"[{layout.scale_slots(n)}][{layout.scale_slot_bytes(n)}];"
+            for n, (_, name) in enumerate(self.found.grouped)
+            if name is not None
         ]
         tiles = layout.most_tiles
         lines += [
@@ -167,6 +169,8 @@ class _KernelWriter(PairWriter):
             lines.append("alignas(16) unsigned zeros[4];")
         if layout.table_words:
             lines.append(f"alignas(16) unsigned table[{len(layout.table_words)}];")
+        if layout.num_unit_sums:
+            lines.append(f"alignas(16) float unit_sums[{layout.num_unit_sums}];")
         return [*lines, "unsigned long long full[stages], empty[stages];"]
 
     def parameters(self) -> str:
@@ -175,7 +179,7 @@ class _KernelWriter(PairWriter):
         for i in self.block.inputs:
             for k, s in enumerate(i.sources):
                 dtype = self.operands[s].dtype
-                is_bytes = i.name in self.coded or is_exponent(dtype)
+                is_bytes = i.name in self.coded or is_packed(dtype) or is_exponent(dtype)
                 kind = "unsigned char" if is_bytes else TYPES[dtype]
                 constant = "__restrict__ " * self.operands[s].constant
                 sources.append(f"const {kind}* {constant}{self.pointer(i, k)}")
@@ -278,8 +282,8 @@ class _KernelWriter(PairWriter):
         """Write how the chunks of a tile are copied, or those of a piece of it."""
         layout = self.layout
         whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
-        every = [n for n, p in enumerate(self.found.products) if p.scale is not None]
-        of_chunks = [n for n in every if layout.has_scales_of_chunks(n)]
+        every = [n for n, (_, name) in enumerate(self.found.grouped) if name is not None]
+        of_chunks = [n for n in every if layout.comes_with_chunks(n)]
         scaled = [n for n in every if n not in of_chunks]
         scales = str(sum(layout.scale_bytes(n) for n in scaled)) if scaled else ""
         chunks = "chunks"
@@ -465,13 +469,14 @@ class _KernelWriter(PairWriter):
                     "&shared.full[s]);"
                 )
                 continue
-            p = self.found.products[n]
-            assert p.scale is not None
-            i, size = self.inputs[p.scale], self.layout.scale_bytes(n)
-            of_row = self.found.piece_columns // self.found.group
-            shared_by = 1
-            if self.layout.scale_rows(p) == 1:
+            p, name = self.found.grouped[n]
+            assert name is not None
+            i, size = self.inputs[name], self.layout.scale_bytes(n)
+            of_row, shared_by = self.found.num_groups, 1
+            if self.layout.scale_rows(name) == 1:
                 shared_by = self.block.axis(self.found.rows[-1]).size
+            if is_packed(self.found.tensor(name).dtype):
+                of_row, shared_by = 4 * of_row, CODES_PER_WORD  # words, by bytes
 
             def address(at: str, shared_by: int = shared_by, of_row: int = of_row) -> str:
                 index = f"{at} / {shared_by}" if shared_by > 1 else at
@@ -482,20 +487,21 @@ class _KernelWriter(PairWriter):
 
     def copy_scales_of_chunk(self, number: int) -> None:
         """Write the copies of a chunk's scales, where those of successive rows lie side by side."""
-        layout, p = self.layout, self.found.products[number]
-        assert p.scale is not None
-        i, rows = self.inputs[p.scale], self.found.source_rows(p.codes)
-        address = self._of_source(i, rows, "row_0", lambda at: f" + {at}")
+        layout, (p, name) = self.layout, self.found.grouped[number]
+        assert name is not None
+        i, rows = self.inputs[name], self.found.source_rows(p.codes)
+        of_word = "/ 2" if is_packed(self.found.tensor(name).dtype) else ""  # bytes of rows
+        address = self._of_source(i, rows, "row_0", lambda at: f" + {at} {of_word}".rstrip())
         whole, last = (n // self.found.group for n in (layout.chunk, layout.last_chunk))
         size = layout.scale_bytes(number) // whole
         count = f"({self.chunk_number} + 1 < chunks ? {whole} : {last})"
         with self.scope(
             f"for (int group = 0; group < {count if last != whole else whole}; ++group)"
         ):
-            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)}"
+            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)} {of_word}"
             self.put(
-                f"copy_bytes({self.scale_slot(number)} + group * {size}, {address} + {at}, {size}, "
-                "&shared.full[s]);"
+                f"copy_bytes({self.scale_slot(number)} + group * {size}, {address} + "
+                f"{at.rstrip()}, {size}, &shared.full[s]);"
             )
 
     # -- outputs ----------------------------------------------------------------------------------
@@ -557,7 +563,7 @@ class _KernelWriter(PairWriter):
 
     def sums_of_inputs(self) -> list[str]:
         """Return sums over pieces that nothing but inputs enters, such as those of biases."""
-        plain = {*self.inputs} - self.coded - self.scales
+        plain = {*self.inputs} - self.coded - self.scales - self.zeros
         return [
             op.out
             for op in self.ops.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from mirage_hf.codegen.streams.tables import (
     table_halves,
     words,
 )
+from mirage_hf.graph.coded import is_packed
 
 #: Columns of a row of the other factor that a thread computes at a time.
 VECTOR = 8
@@ -80,7 +82,7 @@ class StreamLayout:
     @property
     def tile_rows(self) -> int:
         """Rows of each product that a tile has."""
-        return self.schedule.tiles[self.products.rows[-1]]
+        return math.prod(self.schedule.tiles[a] for a in self.products.rows)
 
     @property
     def rows(self) -> int:
@@ -108,7 +110,7 @@ class StreamLayout:
         found = self.products
         if p.scale is None:
             return None
-        return found.row_stride(p.scale), found.tensor(p.scale).dtype, found.has_scales_of_rows(p)
+        return found.row_stride(p.scale), found.tensor(p.scale).dtype, found.is_of_rows(p.scale)
 
     @property
     def has_whole_tiles(self) -> bool:
@@ -268,7 +270,7 @@ class StreamLayout:
         and the digits of other lanes are 0.
         """
         sizes = self.products.group, self.chunk % 64, self.last_chunk % 64
-        is_single = self.is_in_halves or self.products.is_column_major
+        is_single = self.is_in_halves or self.products.is_column_major or self.products.has_zeros
         return 2 if sizes == (32, 0, 0) and not is_single else 1
 
     @property
@@ -356,50 +358,65 @@ class StreamLayout:
             return self.rows * WORD_BYTES
         return self.chunk_bytes + (4 * self.lane_bytes - self.chunk_bytes) % 128
 
-    def has_scales_of_chunks(self, number: int) -> bool:
-        """Return whether the scales of a product come with each chunk of a tile.
+    def comes_with_chunks(self, number: int) -> bool:
+        """Return whether scales or zero points come with each chunk of a tile.
 
         Otherwise those of all columns come with the first chunk.
+
+        Args:
+            number: Their number in `Products.grouped`.
         """
-        p = self.products.products[number]
-        return p.scale is not None and self.products.has_column_major_scales(p)
+        _, name = self.products.grouped[number]
+        return name is not None and self.products.is_in_columns(name)
 
     def scale_slots(self, number: int) -> int:
-        """Return for how many tiles the scales of a product are held, or for how many chunks."""
+        """Return for how many tiles or chunks scales or zero points are held."""
         return self._scale_slots(number, self.span_chunks)
 
     def _scale_slots(self, number: int, span_chunks: int) -> int:
-        if self.has_scales_of_chunks(number):
+        if self.comes_with_chunks(number):
             return self.stages
         return self.stages // (self.chunks % span_chunks or span_chunks) + _MORE_SLOTS
 
     def scale_bytes(self, number: int, columns: int = 0) -> int:
-        """Return the bytes of the scales of a product for one tile.
+        """Return the bytes of the scales or zero points of a tile.
 
         Args:
-            number: The product.
-            columns: The columns of the tile. 0: those of a chunk if scales come with it, or all.
+            number: Their number in `Products.grouped`.
+            columns: The columns of the tile. 0: those of a chunk if they come with it, or all.
         """
-        p, found = self.products.products[number], self.products
-        if p.scale is None:
+        (_, name), found = self.products.grouped[number], self.products
+        if name is None:
             return 0
-        whole = self.chunk if self.has_scales_of_chunks(number) else found.piece_columns
-        groups = (columns or whole) // found.group
-        itemsize = found.tensor(p.scale).dtype.itemsize
+        whole = self.chunk if self.comes_with_chunks(number) else found.piece_columns
+        groups = max(1, (columns or whole) // found.group)
+        dtype = found.tensor(name).dtype
+        if is_packed(dtype):
+            return self.scale_rows(name) * groups // 2
         if found.taken is None:
-            return self.scale_rows(p) * groups * itemsize
+            return self.scale_rows(name) * groups * dtype.itemsize
         # what lies from the first row to the last, at any address
-        return ((self.scale_rows(p) - 1) * found.row_stride(p.scale) + groups) * itemsize
+        return ((self.scale_rows(name) - 1) * found.row_stride(name) + groups) * dtype.itemsize
 
-    def scale_rows(self, product: Product) -> int:
-        """Return how many rows of scales a product has for the rows of a tile."""
-        return self.tile_rows if self.products.has_scales_of_rows(product) else 1
+    def is_cut(self, number: int) -> bool:
+        """Return whether a copy of scales or zero points is no multiple of 16 bytes."""
+        columns = self.products.group if self.comes_with_chunks(number) else 0
+        return self.scale_bytes(number, columns) % VECTOR_BYTES != 0
+
+    def scale_rows(self, name: str) -> int:
+        """Return how many rows of scales or zero points there are for the rows of a tile."""
+        return self.tile_rows if self.products.is_of_rows(name) else 1
 
     def scale_slot_bytes(self, number: int) -> int:
-        """Return the bytes of shared memory that hold the scales of a product for one tile."""
+        """Return the bytes of shared memory that hold scales or zero points of a tile."""
         size = self.scale_bytes(number)
         # copies begin and end at multiples of 16 bytes
         return size if self.products.taken is None or not size else -(-(size + 15) // 16) * 16
+
+    @property
+    def num_unit_sums(self) -> int:
+        """How many sums of the columns of a unit are held: those that zero points multiply."""
+        return -(-self.span // self.unit) * self.batch if self.products.has_zeros else 0
 
     @property
     def other_bytes(self) -> int:
@@ -426,7 +443,7 @@ class StreamLayout:
         span = min(found.num_columns, span_chunks * self.chunk * found.num_pieces)
         slots = sum(
             self._scale_slots(n, span_chunks) * self.scale_slot_bytes(n)
-            for n in range(len(self.products.products))
+            for n in range(len(self.products.grouped))
         )
         steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
         partial = 4 * self.most_tiles * self.summing_warps * self.rows * self.batch
@@ -435,7 +452,10 @@ class StreamLayout:
         choices = [4 * found.num_choices] if found.taken else []
         zeros = [16] if self.groups_of_unit > 1 else []
         table = [4 * len(self.table_words)] if self.table_words else []
+        units = -(-span // self.unit) * self.batch
+        unit_sums = [4 * units] if found.has_zeros else []
         parts = slots, self._other_bytes(span), steps, partial, sums, *choices, *zeros, *table
+        parts = (*parts, *unit_sums)
         for part in parts:
             size = -(-size // 16) * 16 + part
         size = -(-size // 8) * 8 + 2 * 8 * self.stages
@@ -454,9 +474,18 @@ def fewer_rows(products: Products) -> tuple[int, ...]:
     return (ROWS // 2,) if is_of_digits(products) else ()
 
 
+def tiled_rows(products: Products, rows: int) -> dict[str, int]:
+    """Return the tiles along the rows of codes, so that a tile has so many of each product."""
+    tiles, left = dict.fromkeys(products.rows, 1), rows
+    for axis in reversed(products.own_rows):
+        tiles[axis] = min(left, products.block.axis(axis).size)
+        left //= tiles[axis]
+    return tiles
+
+
 def tiles_of_rows(products: Products) -> dict[str, int]:
     """Return the tiles that schedules have along the rows of codes and the batch."""
-    tiles = dict.fromkeys(products.rows, 1) | {products.rows[-1]: products.rows_of_each}
+    tiles = tiled_rows(products, products.rows_of_each)
     if products.batch is not None:
         tiles[products.batch] = next_power_of_two(products.batch_size)
     return tiles
@@ -476,23 +505,23 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"{schedule}: a kernel that streams codes has persistent blocks, of at most "
             f"{MOST_WARPS} warps that compute"
         )
-    tiles, rows = tiles_of_rows(products), products.rows[-1]
-    if schedule.tiles[rows] in fewer_rows(products):
-        tiles[rows] = schedule.tiles[rows]
+    tiles, rows = tiles_of_rows(products), products.rows_of_each
+    for fewer in fewer_rows(products):
+        others = tiled_rows(products, fewer)
+        if all(schedule.tiles[a] == n for a, n in others.items()):
+            tiles, rows = tiles | others, fewer
     if any(schedule.tiles[a] != n for a, n in tiles.items()):
         raise errors.CodegenError(
             f"{schedule}: a kernel that streams codes has tiles of "
             f"{', '.join(f'{n} along {a}' for a, n in tiles.items())}"
         )
-    if any(n % tiles[rows] for p in products.products for n in products.source_rows(p.codes)):
+    if any(n % rows for p in products.products for n in products.source_rows(p.codes)):
         raise errors.CodegenError(
-            f"{schedule}: rows of codes are no multiple of {tiles[rows]}; give tiles of {ROWS} rows"
+            f"{schedule}: rows of codes are no multiple of {rows}; give tiles of {ROWS} rows"
         )
     layout = StreamLayout(products, schedule)
     layout.lane_bytes  # noqa: B018 — raises if nothing fits
-    if products.taken is None and any(
-        layout.scale_bytes(n) % 16 for n in range(len(products.products))
-    ):
+    if products.taken is None and any(map(layout.is_cut, range(len(products.grouped)))):
         raise errors.CodegenError(
             f"{schedule}: the scales of a tile are no multiple of 16 bytes; "
             f"give tiles of {ROWS} rows"

@@ -8,8 +8,10 @@ from contextlib import nullcontext
 from mirage_hf.codegen.streams import tables
 from mirage_hf.codegen.streams.factor import FactorWriter
 from mirage_hf.codegen.streams.layout import DIGITS, SHARED_COLUMNS
+from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.codegen.streams.tables import TableBytes
-from mirage_hf.graph.coded import is_exponent
+from mirage_hf.graph.coded import is_exponent, is_packed
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: The bits of 1.5 · 2²³. Counting from these, a sum of integers is the mantissa of a float.
 _MAGIC = 0x4B400000
@@ -227,6 +229,8 @@ class ProductWriter(FactorWriter):
                 f"const float* steps = shared.steps + {at} * batch;",
                 "const float step_0 = steps[first], step_1 = steps[second];",
             ]
+        if self.found.has_zeros:
+            step_texts += self.unit_sum_texts()
         if layout.sets > 1:
             self.put(*step_texts)
         for number in range(layout.sets):
@@ -260,6 +264,8 @@ class ProductWriter(FactorWriter):
         """
         per_half = len(steps)
         for half, results in enumerate(halves):
+            if self.found.has_zeros:
+                results = self.less_zeros(number, half, results)
             scale = self.scale_text(number, half)
             if scale and per_half > 1:
                 self.put(f"const float scale_{half} = {scale};")
@@ -268,6 +274,35 @@ class ProductWriter(FactorWriter):
             for total, result, own_step in zip(totals, results[:per_half], steps, strict=True):
                 factor = f"({own_step} * {scale})" if scale else own_step
                 self.put(f"{total} += {result} * {factor};")
+
+    def unit_sum_texts(self) -> list[str]:
+        """Return the texts of the sums of a unit's columns, as lanes have sums of products."""
+        if self.layout.batch > 1:
+            return [
+                "const float* unit_sums = shared.unit_sums + unit * batch;",
+                "const float own_sum_0 = unit_sums[first], own_sum_1 = unit_sums[second];",
+            ]
+        # digits were shifted, and codes of 4 bits are times 16
+        factor = (
+            2.0 * (16.0 if self.found.bits == 4 else 1.0) if not self.layout.is_in_halves else 1.0
+        )
+        return [f"const float own_sum = t == 0 ? shared.unit_sums[unit] * {factor}f : 0.0f;"]
+
+    def less_zeros(self, number: int, half: int, results: Sequence[str]) -> list[str]:
+        """Write the zero point of half of a set of rows. Return the sums less its products.
+
+        The codes of the sums are less the middle of their range already.
+        """
+        of_zeros = len(self.found.products) + self.product_of(number, half)
+        zero = self.grouped_element(of_zeros, self.layout_row(number, half))
+        if not zero.startswith("float("):
+            zero = f"to_float({zero})"
+        self.put(f"const float zero_{half} = {zero} - {ZEROS[self.found.dtype]}f;")
+        sums = ["own_sum"] if self.layout.batch == 1 else ["own_sum_0", "own_sum_1"]
+        return [
+            f"({x} - zero_{half} * {own})"
+            for x, own in zip(results[: len(sums)], sums, strict=True)
+        ]
 
     def load_codes(self, units: int) -> None:
         """Write the loads of a lane's codes of unit `u` of a chunk, and the unit's number."""
@@ -464,23 +499,45 @@ class ProductWriter(FactorWriter):
             return ""
         if self.layout.is_in_turns:
             at = self.group_text()
-            if half and found.has_scales_of_rows(product):
+            if half and found.is_of_rows(product.scale):
                 at = f"{4 * found.row_stride(product.scale)} + {at}"
             element = f"reinterpret_cast<const {self.ctype(product.scale)}*>(own_scales)[{at}]"
             return self.decoded_scale(product.scale, element)
-        ctype, groups = self.ctype(product.scale), found.piece_columns // found.group
-        row, group, slot = "0", self.group_text(), self.scale_slot(of_product)
-        if self.layout.scale_rows(product) > 1:
-            row = self.row_text(number, half, of_product=True)
-            row = f"({row})" if "+" in row else row
+        element = self.grouped_element(of_product, self.layout_row(number, half))
+        return self.decoded_scale(product.scale, element)
+
+    def layout_row(self, number: int, half: int) -> str:
+        """Return a lane's row of half of a set of rows, among the tile's rows of its product."""
+        row = self.row_text(number, half, of_product=True)
+        return f"({row})" if "+" in row else row
+
+    def grouped_element(self, number: int, row: str) -> str:
+        """Return the scale or the zero point of a unit in a row.
+
+        Args:
+            number: The number of the scales or zero points in `Products.grouped`.
+            row: The text of the row among the tile's rows of the product.
+        """
+        layout, found = self.layout, self.found
+        _, name = found.grouped[number]
+        assert name is not None
+        slot, group, groups = self.scale_slot(number), self.group_text(), found.num_groups
+        if layout.scale_rows(name) == 1:
+            row = "0"
         if self.has_index:
-            groups = found.row_stride(product.scale)
-            slot += f" + first_{of_product}"
-        if found.has_column_major_scales(product):
-            at = f"u * {self.layout.unit} / {found.group} * {self.layout.tile_rows} + {row}"
+            groups = found.row_stride(name)
+            slot += f" + first_{number}"
+        per_word = CODES_PER_WORD if is_packed(found.tensor(name).dtype) else 1
+        place = f"{row} / {per_word}" if per_word > 1 else row
+        if layout.comes_with_chunks(number):
+            group = f"u * {layout.unit} / {found.group}"
+            at = f"{group} * {layout.tile_rows // per_word} + {place}"
         else:
-            at = f"{row} * {groups} + {group}" if row != "0" else group
-        return self.decoded_scale(product.scale, f"reinterpret_cast<const {ctype}*>({slot})[{at}]")
+            at = f"{place} * {groups} + {group}" if row != "0" else group
+        if per_word > 1:
+            word = f"reinterpret_cast<const unsigned*>({slot})[{at}]"
+            return f"float({word} >> {row} % {per_word} * 4 & 15)"
+        return f"reinterpret_cast<const {self.ctype(name)}*>({slot})[{at}]"
 
     def group_text(self) -> str:
         """Return the number of a unit's group among those of a row of scales."""
@@ -498,7 +555,7 @@ class ProductWriter(FactorWriter):
         if first.scale is None:
             return
         row = ""
-        if self.found.has_scales_of_rows(first):
+        if self.found.is_of_rows(first.scale):
             size = self.found.tensor(first.scale).dtype.itemsize
             row = f" + g / 2 * {self.found.row_stride(first.scale) * size}"
         slots = [f"{self.scale_slot(n)} + first_{n}" for n in (0, 1)]

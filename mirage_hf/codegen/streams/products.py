@@ -1,9 +1,10 @@
 """Find the products with codes that a kernel can stream.
 
 Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
-eight. Codes may be indices of a table instead, such as 4-bit floats. Sums over groups of columns
-may be multiplied by scales. All rows of codes share `other`, and any sums that no row of codes
-enters, such as the sum of squares of a norm. What follows the sums is elementwise.
+eight. Zero points are one number, or inputs for each row and group of columns. Codes may be indices
+of a table instead, such as 4-bit floats. Sums over groups of columns may be multiplied by scales.
+All rows of codes share `other`, and any sums that no row of codes enters, such as the sum of
+squares of a norm. What follows the sums is elementwise.
 
 The words that hold codes are row-major, or column-major as those of GPTQ. So are scales.
 
@@ -63,11 +64,13 @@ class Product:
         out: The accumulator.
         codes: The input that holds the codes.
         scale: The input that multiplies the sum of each group of columns, if there is one.
+        zero: The input that is subtracted from the codes of each group of columns, if there is one.
     """
 
     out: str
     codes: str
     scale: str | None
+    zero: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class _Part:
 
     Attributes:
         codes: The input that holds the codes.
-        zero: What was subtracted.
+        zero: What was subtracted: a number, or an input.
         values: The table that the codes are looked up in, if there is one.
         other: The values that the codes are multiplied with. Their product is the other factor.
         scale: The scale, if there is one.
@@ -84,7 +87,7 @@ class _Part:
     """
 
     codes: str
-    zero: float = 0.0
+    zero: float | str = 0.0
     values: tuple[float, ...] = ()
     other: tuple[str, ...] = ()
     scale: str | None = None
@@ -132,6 +135,17 @@ class Products:
     def tensor(self, name: str) -> DTensor:
         """Return the operand that an input reads: the first, if several are joined."""
         return self.op.operands[self.block.inputs_by_name[name].sources[0]]
+
+    @cached_property
+    def grouped(self) -> tuple[tuple[Product, str | None], ...]:
+        """Each product with its scales, and then each with its zero points, if there are any."""
+        scales = tuple((p, p.scale) for p in self.products)
+        return (*scales, *((p, p.zero) for p in self.products))
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether zero points are inputs."""
+        return any(p.zero is not None for p in self.products)
 
     @property
     def num_rows(self) -> int:
@@ -261,15 +275,16 @@ class Products:
         i, t = self.block.inputs_by_name[name], self.tensor(name)
         return sum(s for a, s in zip(i.axes, t.strides, strict=True) if a and a == self.batch)
 
-    def has_scales_of_rows(self, product: Product) -> bool:
-        """Return whether each row of codes has scales of its own. Otherwise blocks of rows do."""
-        assert product.scale is not None
-        return self.rows[-1] in self.block.carried[product.scale]
+    def is_of_rows(self, name: str) -> bool:
+        """Return whether each row has scales or zero points of its own. Otherwise blocks do."""
+        return self.rows[-1] in self.block.carried[name]
 
-    def has_column_major_scales(self, product: Product) -> bool:
-        """Return whether the scales of successive rows lie side by side, group after group."""
-        assert product.scale is not None
-        return self.is_grouped and self.row_stride(product.scale) == 1 < self.num_groups
+    def is_in_columns(self, name: str) -> bool:
+        """Return whether scales or zero points of successive rows lie side by side."""
+        i, t = self.block.inputs_by_name[name], self.tensor(name)
+        strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        of_groups = strides.get(self.own_columns[0], 0)
+        return self.num_groups > 1 and of_groups > max(strides[a] for a in self.own_rows)
 
     @property
     def num_groups(self) -> int:
@@ -317,7 +332,10 @@ class _Finder:
         self.op = op
         assert op.block is not None
         self.block: BlockGraph = op.block
-        self.coded = [i for i in self.block.inputs if self.operand(i).dtype in ZEROS]
+        codes = [i for i in self.block.inputs if self.operand(i).dtype in ZEROS]
+        # zero points have fewer axes
+        counts = [sum(a is not None for a in i.axes) for i in codes]
+        self.coded = [i for i, n in zip(codes, counts, strict=True) if n == max(counts)]
 
     def operand(self, i: BlockInput) -> DTensor:
         return self.op.operands[i.sources[0]]
@@ -398,11 +416,12 @@ class _Finder:
     def word_of(self, i: BlockInput) -> str | None:
         """Return the innermost axis of codes if it fills a word, and words are column-major."""
         t, axes = self.operand(i), [a for a in i.axes if a is not None]
-        if not is_packed(t.dtype) or i.taken is not None or len(self.own_rows) != 1:
+        if not is_packed(t.dtype) or i.taken is not None or axes[-1] not in self.own_columns:
             return None
-        sizes = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
-        is_word = self.block.axis(axes[-1]).size == CODES_PER_WORD and sizes[axes[-1]] == 1
-        return axes[-1] if is_word and sizes[axes[0]] == CODES_PER_WORD < t.dims[0] else None
+        strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        is_word = self.block.axis(axes[-1]).size == CODES_PER_WORD and strides[axes[-1]] == 1
+        is_in_columns = strides[self.own_rows[-1]] == CODES_PER_WORD < strides[axes[-2]]
+        return axes[-1] if is_word and is_in_columns else None
 
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, or by the index, and that codes lie in rows."""
@@ -446,17 +465,32 @@ class _Finder:
 
         The codes of a word lie within the rows.
         """
+        inner = [a for a in self.own_columns if a == self.word and a in i.axes]
+        outer = [a for a in reversed(self.own_columns) if a in i.axes and a not in inner]
+        return self._follow(i, t, (*inner, *reversed(self.own_rows), *outer))
+
+    def _follow(self, i: BlockInput, t: DTensor, axes: tuple[str, ...]) -> bool:
+        """Return whether the axes of a tensor follow each other without gaps, the inner one first.
+
+        Others have one element.
+        """
         strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
-        inner = [self.word] if self.word in strides else []
-        outer = [a for a in reversed(self.own_columns) if a in strides and a not in inner]
         expected = 1
-        for axis in (*inner, self.own_rows[0], *outer):
-            if strides.get(axis) != expected:
+        for axis in axes:
+            if strides.pop(axis, None) != expected:
                 return False
-            # a source that is joined has some of the rows
-            is_row = axis == self.own_rows[0]
-            expected *= t.dims[i.axes.index(axis)] if is_row else self.block.axis(axis).size
-        return True
+            expected *= t.dims[i.axes.index(axis)]  # a source that is joined has some of the rows
+        return not strides
+
+    def _lies_in_words(self, i: BlockInput, t: DTensor) -> bool:
+        """Return whether zero points of eight successive rows fill a word, group after group."""
+        if len(self.own_rows) != 2 or self.block.axis(self.own_rows[1]).size != CODES_PER_WORD:
+            return False
+        outer, inner = self.own_rows
+        groups = tuple(a for a in self.own_columns[:1] if a in i.axes)
+        return self._follow(i, t, (inner, *groups, outer)) or self._follow(
+            i, t, (inner, outer, *groups)
+        )
 
     def _sign(self, i: BlockInput, axis: str) -> int:
         """Return -1 for the axis of pairs of codes, whose stride is negative, and 1 otherwise."""
@@ -564,6 +598,8 @@ class _Finder:
             zero = op.args[1]
             if isinstance(zero, (int, float)):
                 return replace(first, zero=float(zero))
+            if self.is_zero(zero):
+                return replace(first, zero=zero)
         if op.fn == "mul" and len(parts) == 2:
             part, factor = (parts[0], op.args[1]) if parts[1] is None else (parts[1], op.args[0])
             if part is not None and isinstance(factor, str) and factor not in self.parts:
@@ -606,9 +642,9 @@ class _Finder:
     def is_scale(self, value: str) -> bool:
         """Return whether a value is an input of scales: constant, for each row and group."""
         i = self.block.inputs_by_name.get(value)
-        has_inner = self.pair is not None or self.word is not None
-        is_grouped = len(self.own_columns) > 1 + has_inner
-        if i is None or not is_grouped or (i.taken is None) != (self.taken is None):
+        if i is None or not self.is_grouped or (i.taken is None) != (self.taken is None):
+            return False
+        if self.operand(i).dtype in ZEROS:
             return False
         axes = tuple(a for a in i.axes if a is not None)
         inner = len(self.own_rows) - 1
@@ -618,9 +654,32 @@ class _Finder:
         if not (of_rows or of_blocks) or not all(t.constant for t in sources):
             return False
         lies = self._lies_in_rows if self.taken is None else self._has_rows
-        is_column_major = self.taken is None and len(axes) == 2
+        is_in_columns = self.taken is None and of_rows
         return all(lies(i, t) for t in sources) or (
-            is_column_major and all(self._lies_in_columns(i, t) for t in sources)
+            is_in_columns and all(self._lies_in_columns(i, t) for t in sources)
+        )
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups of columns may have scales."""
+        return len(self.own_columns) > 1 + (self.pair is not None or self.word is not None)
+
+    def is_zero(self, value: str) -> bool:
+        """Return whether a value is an input of zero points: constant, for each row and group."""
+        i = self.block.inputs_by_name.get(value)
+        if i is None or self.taken is not None or i in self.coded:
+            return False
+        axes = tuple(a for a in i.axes if a is not None)
+        groups = self.own_columns[:1] if self.is_grouped else ()
+        sources = [self.op.operands[s] for s in i.sources]
+        if axes != (*self.own_rows, *groups) or not all(t.constant for t in sources):
+            return False
+        if is_packed(sources[0].dtype):
+            is_unsigned = sources[0].dtype is torch.uint4
+            return is_unsigned and all(self._lies_in_words(i, t) for t in sources)
+        ways = self._lies_in_rows, self._lies_in_columns
+        return sources[0].dtype in COMPUTE_DTYPES and any(
+            all(lies(i, t) for t in sources) for lies in ways
         )
 
     def choose(self) -> None:
@@ -640,11 +699,18 @@ class _Finder:
             raise _refused("codes of a table lie as in GPTQ")
         if values and as_bytes(values) is None:
             raise _refused("its table has no positive and no negative half, or infinite entries")
-        zero = 0.0 if values else ZEROS[dtypes.pop()]
-        for out, part in products:
-            if part.zero != zero:
+        (dtype,) = dtypes
+        zero = 0.0 if values else ZEROS[dtype]
+        has_zeros = [isinstance(p.zero, str) for _, p in products]
+        for (out, part), is_input in zip(products, has_zeros, strict=True):
+            if not is_input and part.zero != zero:
                 raise _refused(f"{out} subtracts {part.zero} from codes, not {zero}")
-        self.products = tuple(Product(out, p.codes, p.scale) for out, p in products)
+        if any(has_zeros) and (values or dtype.is_floating_point or not all(has_zeros)):
+            raise _refused("zero points are not those of all codes, or codes are floats")
+        self.products = tuple(
+            Product(out, p.codes, p.scale, p.zero if isinstance(p.zero, str) else None)
+            for out, p in products
+        )
         finished = [out for out in self.column_sums if self.is_finished(out)]
         self.sums = tuple((out, self.column_sums[out][0]) for out in finished)
         self.other = products[0][1].other
@@ -664,12 +730,17 @@ class _Finder:
         for name in found.read_columns:
             self._check_columns(found, name)
         scales = {p.scale for p in found.products if p.scale is not None}
+        zeros = {p.zero for p in found.products if p.zero is not None}
+        coded = {p.codes for p in found.products}
+        for i in self.block.inputs:
+            if self.operand(i).dtype in ZEROS and i.name not in coded | zeros:
+                raise _refused(f"{i.name} holds codes that it does not multiply")
         for i in self.block.inputs:
             if is_exponent(self.operand(i).dtype) and i.name not in scales:
                 raise _refused(f"{i.name} holds powers of two that are no scales")
-        for p in found.products:
-            if p.scale is not None:
-                self._check_scale(found, p)
+        for p, grouped in found.grouped:
+            if grouped is not None:
+                self._check_grouped(found, p, grouped)
         if found.taken is not None:
             self._check_index(found, found.taken)
 
@@ -685,22 +756,23 @@ class _Finder:
         if found.batch_stride(name) * t.dtype.itemsize % _LOADED:
             raise _refused(f"the rows of {name} do not begin at multiples of {_LOADED} bytes")
 
-    def _check_scale(self, found: Products, p: Product) -> None:
-        assert p.scale is not None
-        t = found.tensor(p.scale)
-        groups = found.piece_columns // found.group
+    def _check_grouped(self, found: Products, p: Product, name: str) -> None:
+        """Check scales or zero points of a product."""
+        t = found.tensor(name)
+        groups = found.num_groups
         inner = self.block.axis(self.rows[-1]).size
-        rows = found.rows_of_each if found.has_scales_of_rows(p) else 1
+        rows = found.rows_of_each if found.is_of_rows(name) else 1
         if rows == 1 and inner % found.rows_of_each:
             raise _refused(f"blocks of {inner} rows share scales, and tiles would cross them")
-        if found.has_column_major_scales(p):
+        if found.is_in_columns(name):
             groups = 1  # copies bring one group of all rows of a tile
-        aligned = rows * groups * t.dtype.itemsize % 16 == 0
-        if self.taken is None and not aligned:
-            raise _refused(f"{groups} scales of {p.scale} for a row are no multiple of 16 bytes")
-        scales = self.block.inputs_by_name[p.scale]
-        if scales.sizes != self.block.inputs_by_name[p.codes].sizes:
-            raise _refused(f"{p.scale} is not joined as {p.codes} is")
+        bits = 4 if is_packed(t.dtype) else 8 * t.dtype.itemsize
+        if self.taken is None and rows * groups * bits % (8 * _LOADED):
+            what = "zero points" if name == p.zero else "scales"
+            raise _refused(f"{groups} {what} of {name} for a row are no multiple of 16 bytes")
+        own = self.block.inputs_by_name[name]
+        if own.sizes != self.block.inputs_by_name[p.codes].sizes:
+            raise _refused(f"{name} is not joined as {p.codes} is")
 
     def _check_index(self, found: Products, taken: Taken) -> None:
         """Check that an index is plain, and that its experts begin at multiples of 16 bytes."""

@@ -23,12 +23,13 @@ FACTOR_READY, COMPUTED = 1, 2
 _NAMES = frozenset(
     """
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
-    exponent factor first first_0 first_1 from g group halves held held_digits
-    held_step held_steps high_0 high_1 holds is_swapped j k lane largest left less lie_together
-    low_0 low_1 low_less low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row
-    own_scales own_tile piece pitch place q r right row row_0 row_bytes scaled second size span
-    stages step stores sums t team team_warp team_warps tiles to unit units up upper upper_0
-    upper_1 vector w warp warps word word_step Words worth_0 worth_1
+    exponent factor first first_0 first_1 from g group halves held held_digits held_step
+    held_steps high_0 high_1 holds is_swapped j k lane largest left less lie_together low_0
+    low_1 low_less low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row own_scales
+    own_sum own_sum_0 own_sum_1 own_tile piece pitch place q r right row row_0 row_bytes scaled
+    second size span stages step stores sums t team team_warp team_warps tiles to unit unit_sum
+    unit_sums units up upper upper_0 upper_1 vector w warp warps word word_step Words worth_0
+    worth_1 zero_0 zero_1
     """.split()
 )
 
@@ -52,6 +53,7 @@ class StreamWriter(NestWriter):
         self.early = layout.schedule.trigger_early
         self.coded = {p.codes for p in self.found.products}
         self.scales = {p.scale for p in self.found.products if p.scale is not None}
+        self.zeros = {p.zero for p in self.found.products if p.zero is not None}
 
     @property
     def has_index(self) -> bool:
@@ -93,7 +95,7 @@ class StreamWriter(NestWriter):
         p = self.found.products[number]
         assert p.scale is not None
         i, rows = self.inputs[p.scale], f"row_0 % {self.found.num_own_rows}"
-        if self.layout.scale_rows(p) == 1:
+        if self.layout.scale_rows(p.scale) == 1:
             rows = f"{rows} / {self.block.axis(self.found.rows[-1]).size}"
         chosen, own = self.found.chosen_stride(p.scale), self.found.row_stride(p.scale)
         return (
@@ -107,7 +109,7 @@ class StreamWriter(NestWriter):
         assert p.scale is not None
         size = self.found.tensor(p.scale).dtype.itemsize
         chosen, row = self.found.chosen_stride(p.scale), self.found.row_stride(p.scale)
-        of_tile = row * (self.layout.tile_rows if self.layout.scale_rows(p) > 1 else 1)
+        of_tile = row * (self.layout.tile_rows if self.layout.scale_rows(p.scale) > 1 else 1)
         if chosen * size % 16 or of_tile * size % 16:
             return f"{self.scale_begin(number)} & 15"
         pointer = self.pointer(self.inputs[p.scale], 0)
@@ -124,13 +126,19 @@ class StreamWriter(NestWriter):
         return f"(span * {self.layout.span_chunks} + c)" if self.has_spans else "c"
 
     def scale_slot(self, number: int) -> str:
-        """Return the place of the scales of tile `i`, of its piece, or of its chunk."""
-        if self.layout.has_scales_of_chunks(number):
-            return f"shared.scales_{number}[s]"
+        """Return the place of the scales or zero points of tile `i`, of its piece, or of its chunk.
+
+        Args:
+            number: Their number in `Products.grouped`.
+        """
+        count = len(self.found.products)
+        place = f"shared.scales_{number}" if number < count else f"shared.zeros_{number - count}"
+        if self.layout.comes_with_chunks(number):
+            return f"{place}[s]"
         tile = "(span * mine + i)" if self.has_spans else "i"
         if self.has_index:
             tile = "(n / chunks)"  # those that are missing have no slot
-        return f"shared.scales_{number}[{tile} % {self.layout.scale_slots(number)}]"
+        return f"{place}[{tile} % {self.layout.scale_slots(number)}]"
 
     def of_span(self, full: int, last: int) -> str:
         """Return the text of a count that the last span may have less of."""
