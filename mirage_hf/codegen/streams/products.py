@@ -95,6 +95,21 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class _Offset:
+    """What a value is that is subtracted from sums of codes: a zero point times sums of columns.
+
+    Attributes:
+        zero: The zero point, an input.
+        other: The values whose product is added up.
+        summed: The axes of columns that were added up.
+    """
+
+    zero: str
+    other: tuple[str, ...]
+    summed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Products:
     """What a kernel that streams codes computes.
 
@@ -525,6 +540,8 @@ class _Finder:
         }
         #: Sums of such values, by name: the value, and the axes that were added up.
         self.column_sums: dict[str, tuple[str, frozenset[str]]] = {}
+        #: Zero points times columns, or times sums of them, by name.
+        self.offsets: dict[str, _Offset] = {}
         self.open: set[str] = set()  # sums of the loop that still carry columns
         for stage in self.block.stages:
             for op in stage.body:
@@ -547,6 +564,9 @@ class _Finder:
                 raise _refused(f"{out} adds up codes that nothing multiplies")
             self.parts[out] = replace(part, summed=part.summed | {axis})
             return
+        if (offset := self.offsets.get(value)) is not None:
+            self.offsets[out] = replace(offset, summed=offset.summed | {axis})
+            return
         column, summed = self.column_sums.get(value, (value, frozenset()))
         if not self.is_column(column):
             raise _refused(f"{out} is no sum over all columns")
@@ -568,10 +588,14 @@ class _Finder:
         if op.over is not None:
             if op.fn != "sum":
                 raise _refused(f"{op.out} is a reduction, and no sum")
-            if op.over in self.columns and (sums or self.is_column(named[0])):
+            is_sum = sums or self.is_column(named[0]) or named[0] in self.offsets
+            if op.over in self.columns and is_sum:
                 self.add_up(op.out, named[0], op.over)
             elif in_loop or op.over not in self.columns[: -len(self.own_columns)]:
                 raise _refused(f"{op.out} reduces a value that is no product")
+            return
+        if (offset := self.offset_of(op)) is not None:
+            self.offsets[op.out] = offset
             return
         parts = [self.parts.get(a) if isinstance(a, str) else None for a in op.args]
         if any(parts) and sums:
@@ -582,6 +606,19 @@ class _Finder:
             self.scaled[op.out] = pair
         elif named and all(a in self.elementwise for a in named):
             self.elementwise.add(op.out)
+
+    def offset_of(self, op: BlockOp) -> _Offset | None:
+        """Return what an op gives if it multiplies columns, or a sum of some, by a zero point."""
+        if op.fn != "mul" or len(op.args) != 2:
+            return None
+        for zero, value in (op.args, op.args[::-1]):
+            if not isinstance(value, str) or not isinstance(zero, str) or not self.is_zero(zero):
+                continue
+            column, summed = self.column_sums.get(value, (value, frozenset()))
+            other, scale = self.factors(column)
+            if other and scale is None and summed != {*self.columns}:
+                return _Offset(zero, other, summed)
+        return None
 
     def combined(self, op: BlockOp, parts: list[_Part | None]) -> _Part:
         """Return what an elementwise op with codes gives."""
@@ -600,6 +637,16 @@ class _Finder:
                 return replace(first, zero=float(zero))
             if self.is_zero(zero):
                 return replace(first, zero=zero)
+        if first is not None and op.fn == "sub" and isinstance(op.args[1], str):
+            offset = self.offsets.get(op.args[1])
+            own = _Part(first.codes, other=first.other, summed=first.summed)  # plain codes
+            if (
+                offset is not None
+                and first == own
+                and first.summed == offset.summed
+                and sorted(first.other) == sorted(offset.other)
+            ):
+                return replace(first, zero=offset.zero)
         if op.fn == "mul" and len(parts) == 2:
             part, factor = (parts[0], op.args[1]) if parts[1] is None else (parts[1], op.args[0])
             if part is not None and isinstance(factor, str) and factor not in self.parts:
