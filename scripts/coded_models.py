@@ -2,15 +2,17 @@
 
 The formats:
 
-    int4   compressed-tensors "pack-quantized": groups of 128 columns, symmetric
-    int8   torchao Int8WeightOnlyConfig: a scale for each row
-    fp8    transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128. Weights
-           whose sizes are no multiples of 128 stay as they are.
-    nf4    bitsandbytes' Linear4bit: 4-bit codes of a table in blocks of 64 along the inputs, with a
-           float32 scale for each block
-    mxfp4  transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a power of
-           two each. Only experts have codes. If `triton_kernels` is installed, they are stored as
-           it wants them for the GPU, and stock runs them. Otherwise they are in its plain order.
+    int4        compressed-tensors "pack-quantized": groups of 128 columns, symmetric
+    int4-zeros  the same with zero points, which are packed along the rows
+    int8        torchao Int8WeightOnlyConfig: a scale for each row
+    fp8         transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128. Weights
+                whose sizes are no multiples of 128 stay as they are.
+    nf4         bitsandbytes' Linear4bit: 4-bit codes of a table in blocks of 64 along the inputs,
+                with a float32 scale for each block
+    mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
+                power of two each. Only experts have codes. If `triton_kernels` is installed, they
+                are stored as it wants them for the GPU, and stock runs them. Otherwise they are in
+                its plain order.
 
 `with_int4_products` gives linears torch's own int4 product instead, as gpt-fast does.
 """
@@ -21,6 +23,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -56,7 +59,7 @@ def with_codes(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     return model
 
 
-def _int4(model: PreTrainedModel) -> None:
+def _int4(model: PreTrainedModel, symmetric: bool = True) -> None:
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -66,7 +69,7 @@ def _int4(model: PreTrainedModel) -> None:
     )
 
     args = QuantizationArgs(
-        num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP
+        num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=GROUP
     )
     config = QuantizationConfig(
         config_groups={"all": QuantizationScheme(targets=["Linear"], weights=args)},
@@ -76,7 +79,13 @@ def _int4(model: PreTrainedModel) -> None:
     apply_quantization_config(model, config)
     for _, _, linear in linears(model):
         groups = linear.weight.unflatten(1, (-1, GROUP))
-        linear.weight_scale.copy_(groups.abs().amax(-1) / 7)
+        if symmetric:
+            linear.weight_scale.copy_(groups.abs().amax(-1) / 7)
+            continue
+        least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        linear.weight_scale.copy_((most - least) / 15)
+        zeros = -8 - least / linear.weight_scale
+        linear.weight_zero_point.copy_(zeros.round().clamp(-8, 7))
     ModelCompressor(config).compress_model(model)
     model.to(model.device)  # it leaves shapes on the CPU
 
@@ -263,13 +272,14 @@ def _in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int4": _int4,
     "int8": _int8,
+    "int4-zeros": partial(_int4, symmetric=False),
     "fp8": _fp8,
     "nf4": _nf4,
     "mxfp4": _mxfp4,
 }
 
 #: The formats of linears.
-LINEAR_FORMATS = ("int4", "int8", "fp8", "nf4")
+LINEAR_FORMATS = ("int4", "int4-zeros", "int8", "fp8", "nf4")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)

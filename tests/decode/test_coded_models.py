@@ -28,6 +28,7 @@ pytestmark = pytest.mark.models
 
 LIBRARIES = {
     "int4": "compressed_tensors",
+    "int4-zeros": "compressed_tensors",
     "int8": "torchao",
     "fp8": "transformers",
     "nf4": "bitsandbytes",
