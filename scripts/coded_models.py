@@ -5,8 +5,8 @@ The formats:
     int4        compressed-tensors "pack-quantized": groups of 128 columns, symmetric
     int4-zeros  the same with zero points, which are packed along the rows
     int8        torchao Int8WeightOnlyConfig: a scale for each row
-    fp8         transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128. Weights
-                whose sizes are no multiples of 128 stay as they are.
+    fp8         transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128.
+                Weights whose sizes are no multiples of 128 stay as they are.
     nf4         bitsandbytes' Linear4bit: 4-bit codes of a table in blocks of 64 along the inputs,
                 with a float32 scale for each block
     mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
