@@ -530,7 +530,8 @@ class ProductWriter(FactorWriter):
         per_word = CODES_PER_WORD if is_packed(found.tensor(name).dtype) else 1
         place = f"{row} / {per_word}" if per_word > 1 else row
         if layout.comes_with_chunks(number):
-            group = f"u * {layout.unit} / {found.group}"
+            group = self.group_at(f"u * {layout.unit}")
+            group = f"({group})" if "+" in group else group
             at = f"{group} * {layout.tile_rows // per_word} + {place}"
         else:
             at = f"{place} * {groups} + {group}" if row != "0" else group
@@ -547,7 +548,11 @@ class ProductWriter(FactorWriter):
             first = f"(span * {self.layout.span} + {first})"
         if found.num_pieces > 1:
             first = f"of_piece * {unit}"
-        return f"{first} / {found.group}"
+        return self.group_at(first)
+
+    def group_at(self, column: str) -> str:
+        """Return the number of a lane's group, given the text of its unit's first column."""
+        return f"{column} / {self.found.group}"
 
     def scales_in_turns(self) -> None:
         """Write where the scales of a lane's upper row lie, if two products take turns."""

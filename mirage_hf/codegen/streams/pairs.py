@@ -84,9 +84,9 @@ class PairWriter(ProductWriter):
             for total, result in zip(totals, sums[2 * half :], strict=False):
                 self.put(f"{total} += {result} * scale_{half};")
 
-    def group_text(self) -> str:
-        """Return the number of a lane's group among those of a row of scales."""
-        group = super().group_text()
+    def group_at(self, column: str) -> str:
+        """Return the number of a lane's group, given the text of its unit's first column."""
+        group = super().group_at(column)
         return f"{group} + t / 2" if self.has_pairs else group
 
     @property
