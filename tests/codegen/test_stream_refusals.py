@@ -489,6 +489,7 @@ def linear_with(
     scale: str = "bfloat16",
     groups: int = 4,
     more: tuple[str, ...] = (),
+    scale_strides: tuple[int, ...] | None = None,
 ) -> PlacedOp:
     """Return a linear whose loop has other ops: the sum of `p` over the columns.
 
@@ -498,6 +499,7 @@ def linear_with(
         scale: The dtype of the scales.
         groups: How many groups of 64 columns there are.
         more: Other inputs: "u" has one element for each row, and "c1" holds codes.
+        scale_strides: The strides of the scales. None: they lie row after row.
     """
     whole = 64, groups, 64
     dims = {"x": (1, groups, 64), "s": (64, groups, 1), "u": (64, 1, 1), "c": whole, "c1": whole}
@@ -511,7 +513,8 @@ def linear_with(
     tensors, inputs = [], []
     for n, name in enumerate(names):
         dtype = {"s": scale, "c": codes}.get(name[0], "bfloat16")
-        tensors.append(g.new_input(dims[name], dtype, name=name, constant=name != "x"))
+        strides = scale_strides if name == "s" else None
+        tensors.append(g.new_input(dims[name], dtype, strides, name=name, constant=name != "x"))
         inputs.append(BlockInput(name, (n,), axes.get(name, ("n", "k", "r"))))
     sums = [op.out for op in ops if op.out.startswith("p")]
     loop = Stage("k", ops, tuple(Accumulator(f"o_{p}", p, "sum", ("n", "r")) for p in sums))
@@ -583,3 +586,21 @@ def test_scales_of_a_tile_have_to_be_multiples_of_16_bytes(rows: int, groups: in
         assert "multiple of 16 bytes" in refusal(lambda: layouts.stream_layout(op, schedule))
     else:
         assert layouts.stream_layout(op, schedule).rows == rows
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(16, 1), (8, 1), (8, 2)])
+def test_scales_of_a_group_have_to_be_multiples_of_16_bytes(rows: int, groups: int) -> None:
+    """If scales are column-major, a copy brings those of one group of a tile."""
+    op = linear_with(
+        CENTRED,
+        BlockOp("xs", "mul", ("x", "s"), EVERY),
+        BlockOp("p", "mul", ("z", "xs"), EVERY),
+        scale="float8_e8m0fnu",
+        scale_strides=(1, 64, 1),
+    )
+    tiles = {"n": rows, "k": groups, "r": 64}
+    schedule = Schedule(tiles, num_stages=2, num_warps=2, persistent_blocks=3, cuda=True)
+    if rows % 16:
+        assert "multiple of 16 bytes" in refusal(lambda: layouts.stream_layout(op, schedule))
+    else:
+        assert layouts.stream_layout(op, schedule).scale_bytes(0) == 16
