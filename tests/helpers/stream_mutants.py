@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
 from tests.helpers.streamed_graphs import Hand
 
 #: Kernels to change. Each block walks several tiles, and a tile has several chunks, so the ring is
@@ -150,6 +151,7 @@ KERNELS = {
         blocks=2,
         batch=2,
     ),
+    **COLUMN_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
@@ -217,6 +219,9 @@ COMMON = [
     ("the factor is read too early", FACTOR_READY, "announce<1>(threads + 32);"),
     ("the barriers are used too early", "announce<1>(threads + 32);", ""),
 ]
+
+#: Mistakes of kernels whose barriers expect other arrivals and bytes.
+OF_RING = [m for m in COMMON if m[1] not in (BYTES, "&shared.empty[s], threads")]
 
 
 def units_from_the_first(kernel: str) -> tuple[str, str, str]:
@@ -597,6 +602,7 @@ BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
 RAGGED = ("int8", "int8, spans of 2 rows")
 MUTANTS = [
     *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
+    *(Mutant("columns, teams", *m) for m in OF_RING),
     *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPAN_CHUNKS)),
     *(Mutant(k, *m) for k in ONE_ROW for m in OF_ONE_SPAN),
     *(Mutant(k, *m) for k in (*ONE_ROW, "int4, spans") for m in OF_ONE_ROW),
@@ -604,5 +610,9 @@ MUTANTS = [
     *(Mutant(k, *m) for k in BATCHES for m in OF_BATCH),
     *(Mutant(k, *m) for k in SPAN_CHUNKS for m in OF_SPANS),
     *(Mutant(*m) for m in OF_ONE),
-    *(Mutant(k, *m) for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS).items() for m in own),
+    *(
+        Mutant(k, *m)
+        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS).items()
+        for m in own
+    ),
 ]

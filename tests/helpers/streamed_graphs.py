@@ -35,7 +35,7 @@ from mirage_hf.graph.block import (
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.ops.dtypes import E2M1
+from mirage_hf.ops.dtypes import CODES_PER_WORD, E2M1
 from mirage_hf.ops.table import as_dtype
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
@@ -292,6 +292,15 @@ HAND_TABLES = {
 }
 
 
+def strides_of(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return strides without gaps. `order` names dims from the outermost to the innermost."""
+    strides, step = [1] * len(dims), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= dims[d]
+    return tuple(strides)
+
+
 @dataclass(frozen=True)
 class Hand:
     """A block graph that is built directly, with a schedule.
@@ -314,6 +323,9 @@ class Hand:
         batch: Rows of x.
         table: The name of a table in HAND_TABLES that codes are looked up in. Empty: there is none.
         is_turned: Whether the first of two codes is in the high half of a byte.
+        has_columns: Whether words of codes of successive rows lie side by side, as those of GPTQ.
+        scale_columns: The products whose scales of successive rows lie side by side.
+        tile_rows: Rows of each product that a tile has. 0: the most.
     """
 
     codes: str = "uint4"
@@ -333,6 +345,9 @@ class Hand:
     batch: int = 1
     table: str = ""
     is_turned: bool = False
+    has_columns: bool = False
+    scale_columns: tuple[int, ...] = ()
+    tile_rows: int = 0
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -347,14 +362,19 @@ class Hand:
     @property
     def column_axes(self) -> tuple[str, ...]:
         """The summed axes."""
-        return ("k", "r")[: 1 + bool(self.group)] + ("s",) * self.is_turned
+        return ("k", "r")[: 1 + bool(self.group)] + ("s",) * len(self.inner_dims)
 
     @property
     def column_dims(self) -> tuple[int, ...]:
         """The sizes of the summed axes."""
-        pair = (2,) * self.is_turned
+        inner = self.inner_dims
         dims = (self.columns // self.group, self.group) if self.group else (self.columns,)
-        return (*dims[:-1], dims[-1] // math.prod(pair), *pair)
+        return (*dims[:-1], dims[-1] // math.prod(inner), *inner)
+
+    @property
+    def inner_dims(self) -> tuple[int, ...]:
+        """The size of the axis of the codes of a byte or a word, if there is one."""
+        return (CODES_PER_WORD,) if self.has_columns else (2,) * self.is_turned
 
     def row_dims(self, rows: int) -> tuple[int, ...]:
         """Return the sizes of the axes of this many rows."""
@@ -367,14 +387,15 @@ class Hand:
         tensors: list[DTensor] = []
         inputs: list[BlockInput] = []
 
-        def add(name, dims, axes, dtype, constant, parts=1, turned=False):
+        def add(name, dims, axes, dtype, constant, parts=1, turned=False, order=None):
             first = len(tensors)
             for n in range(parts):
                 own = dims if parts == 1 else (self.row_dims(self.rows[n])[0], *dims[1:])
-                strides = [math.prod(own[d + 1 :]) for d in range(len(own))]
-                strides[-1] = -1 if turned else 1
+                strides = strides_of(own, order or range(len(own)))
+                if turned:
+                    strides = (*strides[:-1], -1)
                 tensors.append(
-                    g.new_input(own, dtype, tuple(strides), name=f"{name}{n}", constant=constant)
+                    g.new_input(own, dtype, strides, name=f"{name}{n}", constant=constant)
                 )
             joined, sizes = None, ()
             if parts > 1:
@@ -390,14 +411,16 @@ class Hand:
             add("gamma", (1, *column_dims), (None, *column_axes), self.dtype, True)
         for p in self.products:
             dims, axes = (*row_dims, *column_dims), (*row_axes, *column_axes)
-            add(f"codes{p}", dims, axes, self.codes, True, len(self.rows), self.is_turned)
+            order = (*range(1, len(dims) - 1), 0, len(dims) - 1) if self.has_columns else None
+            add(f"codes{p}", dims, axes, self.codes, True, len(self.rows), self.is_turned, order)
             if self.group:
                 shared = (row_dims[0], 1) if self.square else row_dims
                 axes = ("n", None) if self.square else row_axes
                 parts = len(self.rows)
                 ones = len(column_dims) - 1
                 dims, axes = (*shared, column_dims[0], *ones * (1,)), (*axes, "k", *ones * (None,))
-                add(f"scales{p}", dims, axes, self.scale_dtype, True, parts)
+                order = (*range(1, len(dims)), 0) if p in self.scale_columns else None
+                add(f"scales{p}", dims, axes, self.scale_dtype, True, parts, order=order)
             else:
                 add(f"scales{p}", row_dims, row_axes, self.dtype, True)
         if self.has_residual:
@@ -502,10 +525,11 @@ class Hand:
     @property
     def schedule(self) -> Schedule:
         """The schedule."""
-        tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: 8 if self.has_gate else 16}
+        most = 32 if self.has_columns else 16 // len(self.products)
+        tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: self.tile_rows or most}
         tiles |= {a: next_power_of_two(self.batch) for a in self.batch_axes}
         first, *inner = zip(self.column_axes, self.column_dims, strict=True)
-        tiles |= {first[0]: self.tile // (2 if self.is_turned and not self.group else 1)}
+        tiles |= {first[0]: self.tile // (1 if self.group else math.prod(self.inner_dims))}
         tiles |= {a: next_power_of_two(n) for a, n in inner}
         return Schedule(
             tiles,
