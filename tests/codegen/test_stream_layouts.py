@@ -15,11 +15,15 @@ from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import BlockGraph
-from tests.helpers.streamed_graphs import Hand, random_hand
+from tests.helpers.streamed_graphs import Hand, random_column_hand, random_hand
 
 #: Random layouts are compiled so many at a time.
 AT_ONCE = 12
 SLOW_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.slow) for n in (2, 3, 4))
+
+#: How many random layouts with column-major codes or scales are compiled at a time.
+COLUMNS_AT_ONCE = 16
+SLOW_COLUMNS = (pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))
 
 
 def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
@@ -60,10 +64,59 @@ def test_random_layouts_give_the_results_of_float64(first, tmp_path, monkeypatch
     check(*drawn(first), tmp_path)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_four_teams_of_warps_give_the_results_of_float64(batch, tmp_path, monkeypatch):
+def drawn_columns(first: int) -> list[Hand]:
+    """Return random block graphs with column-major codes, scales or both."""
+    return [random_column_hand(n) for n in range(first, first + COLUMNS_AT_ONCE)]
+
+
+@pytest.mark.parametrize("number", [0, *SLOW_COLUMNS])
+def test_random_layouts_of_columns_give_the_results_of_float64(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "_FIRST_BYTES", (1, 8 << 10, 48 << 10)[number % 3])
+    hands = drawn_columns(number * COLUMNS_AT_ONCE)
+    check(hands, [hand.kernel(f"kernel_{n}") for n, hand in enumerate(hands)], tmp_path)
+
+
+def test_random_layouts_of_columns_are_of_each_kind():
+    hands = drawn_columns(0)
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    columns = [x for x in layouts if x.products.is_column_major]
+    assert len(hands) > len(columns) >= 10
+    assert {x.tile_rows for x in columns} == {16, 32}
+    assert {x.vectors for x in columns} == {4, 8, 16}
+    assert {x.teams > 1 for x in columns} == {x.chunks > 1 for x in columns} == {True, False}
+    assert {x.batch > 1 for x in columns} == {True, False}
+    assert {32, 64, 128} < {hand.group for hand in hands if hand.has_columns}
+    assert {bool(hand.scale_columns) for hand in hands if hand.has_columns} == {True, False}
+    assert {len(hand.rows) > 1 for hand in hands if hand.has_columns} == {True, False}
+    for has in ("has_norm", "has_gate", "has_residual"):
+        assert {getattr(hand, has) for hand in hands if hand.has_columns} == {True, False}, has
+
+
+def test_pairs_of_groups_may_have_column_major_scales(tmp_path):
+    shape = {"rows": (48,), "columns": 192, "group": 32, "tile": 4, "dtype": "float32"}
+    hands = [Hand(scale_columns=(0,), **shape), Hand(scale_columns=(0, 1), has_gate=True, **shape)]
+    for hand in hands:
+        divided = stream_layout(hand.op, hand.schedule)
+        assert divided.groups_of_unit == 2 and divided.has_scales_of_chunks(0)
+    check(hands, [hand.kernel(f"kernel_{n}") for n, hand in enumerate(hands)], tmp_path)
+
+
+@pytest.mark.parametrize("scale_columns", [(0,), (1,)])
+def test_scales_of_two_products_may_lie_in_different_ways(scale_columns, tmp_path):
+    shape = {"rows": (64,), "columns": 384, "group": 64, "tile": 2, "dtype": "float32"}
+    hand = Hand(has_columns=True, has_gate=True, scale_columns=scale_columns, **shape)
+    divided = stream_layout(hand.op, hand.schedule)
+    assert [divided.has_scales_of_chunks(n) for n in (0, 1)] == [n in scale_columns for n in (0, 1)]
+    check([hand], [hand.kernel("kernel_0")], tmp_path)
+
+
+@pytest.mark.parametrize(("batch", "has_columns"), [(1, False), (3, False), (1, True), (2, True)])
+def test_four_teams_of_warps_give_the_results_of_float64(batch, has_columns, tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "_FIRST_BYTES", 1)
-    hand = Hand(rows=(16 * 11,), columns=512, tile=8, stages=4, warps=16, blocks=1, batch=batch)
+    shape = {"rows": (16 * 11,), "columns": 512, "tile": 8, "warps": 16, "batch": batch}
+    if has_columns:  # teams share the chunks of a tile
+        shape |= {"rows": (96,), "tile": 2, "warps": 8, "has_columns": True, "scale_columns": (0,)}
+    hand = Hand(stages=4, blocks=1, **shape)
     assert stream_layout(hand.op, hand.schedule).teams == 4
     check([hand], [hand.kernel("kernel_0")], tmp_path)
 
@@ -96,10 +149,15 @@ def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
     return stream_layout(hand.op, hand.schedule)
 
 
-def test_other_factors_in_spans_give_the_results_of_float64(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("draw", "count", "kinds"), [(random_hand, 2 * AT_ONCE, 11), (random_column_hand, 10, 9)]
+)
+def test_other_factors_in_spans_give_the_results_of_float64(
+    draw, count, kinds, tmp_path, monkeypatch
+):
     hands, kernels, seen = [], [], set()
     for seed in range(200):
-        hand = random_hand(7 * seed)
+        hand = draw(7 * seed)
         divided = with_spans(hand, 2 + seed % 3, monkeypatch)
         if divided is None:
             continue
@@ -108,9 +166,9 @@ def test_other_factors_in_spans_give_the_results_of_float64(tmp_path, monkeypatc
         seen.add(("norm", hand.has_norm, divided.batch > 1))
         kernels.append(hand.kernel(f"kernel_{len(hands)}"))
         hands.append(hand)
-        if len(hands) == 2 * AT_ONCE:
+        if len(hands) == count:
             break
-    assert len(hands) == 2 * AT_ONCE and len(seen) >= 11
+    assert len(hands) == count and len(seen) >= kinds
     check(hands, kernels, tmp_path)
 
 

@@ -624,3 +624,39 @@ def random_hand(seed: int) -> Hand:
     if codes == "uint4" and r.random() < 0.7:
         return replace(hand, table=r.choice(sorted(HAND_TABLES)), is_turned=r.random() < 0.7)
     return replace(hand, is_turned=codes in ("uint4", "int4") and r.random() < 0.4)
+
+
+def random_column_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule with column-major codes, scales or both."""
+    r = random.Random(seed)
+    has_columns = r.random() < 0.75
+    has_gate = r.random() < 0.4
+    every = ("uint4", "int4") if has_columns else ("uint4", "int4", "uint8", "int8")
+    codes = r.choice((*every, *(() if has_columns else ("float8_e4m3fn",))))
+    group = r.choice((32, 64, 64, 128, 128, 192, 0 if has_columns else 32))
+    columns = group * 2 * r.randint(1, 6) if group else 64 * r.randint(1, 16)
+    products = (0, 1) if has_gate else (0,)
+    scale_columns = products if not has_columns or r.random() < 0.7 else r.choice(((), (0,)))
+    tile = 1 << r.randint(0, 3) if group else 1 << r.randint(6, 9)
+    most = 32 if has_columns else 16 // len(products)
+    tile_rows = r.choice((most, 16)) if has_columns else most
+    return Hand(
+        codes=codes,
+        dtype=r.choice(("bfloat16", "float16", "float32")),
+        rows=tuple(tile_rows * r.randint(1, 4) for _ in range(r.choice((1, 1, 2, 3)))),
+        columns=columns,
+        group=group,
+        has_norm=r.random() < 0.5,
+        has_gate=has_gate,
+        has_residual=r.random() < 0.4,
+        scales_first=r.random() < 0.5,
+        tile=tile,
+        stages=r.choice((1, 2, 3, 4, 4, 6)),
+        warps=r.choice((1, 2, 4, 8)),
+        blocks=r.choice((1, 2, 3, 5)),
+        batch=r.choice((1, 1, 2, 3, 5, 8)),
+        is_turned=not has_columns and codes in ("uint4", "int4") and r.random() < 0.4,
+        has_columns=has_columns,
+        scale_columns=scale_columns if group else (),
+        tile_rows=tile_rows,
+    )
