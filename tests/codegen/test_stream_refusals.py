@@ -53,17 +53,18 @@ def rebuilt_graph(
     Args:
         hand: A block graph that fits.
         block: The other block graph. None: that of `hand`.
-        strides: Strides of operands, by name. Others lie row after row.
+        strides: Strides of operands, by name. Others are those of `hand`, unless dims change.
         dims: Dims of operands, by name. Others are those of `hand`.
         changing: Names of operands that are not constant. Others are as in `hand`.
     """
     g = KernelGraph()
     old = hand.op
+    strides, dims = strides or {}, dims or {}
     tensors = [
         g.new_input(
-            (dims or {}).get(t.name, t.dims),
+            dims.get(t.name, t.dims),
             t.dtype,
-            (strides or {}).get(t.name),
+            strides.get(t.name, None if t.name in dims else t.strides),
             name=t.name,
             constant=t.constant and t.name not in changing,
         )
@@ -127,12 +128,119 @@ def op_of(hand: Hand, out: str) -> BlockOp:
     return hand.op.block.ops_by_name[out]
 
 
+NO_ORDER = "the codes of codes0 lie neither row after row nor as in GPTQ"
+
+
 def test_codes_have_to_lie_row_after_row():
     hand = Hand(codes="int8")
     wide = rebuilt(hand, strides={"codes00": (320, 64, 1)})
-    assert "do not lie row after row" in refusal(lambda: streamed_products(wide))
+    assert NO_ORDER in refusal(lambda: streamed_products(wide))
     turned = rebuilt(hand, strides={"codes00": (64, 4096, 1)})
-    assert "do not lie row after row" in refusal(lambda: streamed_products(turned))
+    assert NO_ORDER in refusal(lambda: streamed_products(turned))
+
+
+#: 64 rows whose words of codes are column-major. Dims are rows, groups, words and codes of a word.
+COLUMNS = Hand(has_columns=True, scale_columns=(0,))
+#: The same without groups. Dims are rows, words and codes of a word.
+ONE_SCALE = Hand(has_columns=True, group=0)
+#: What is said if the innermost axis does not fill words that are column-major.
+NO_WORDS = "more than two axes of columns"
+
+
+@pytest.mark.parametrize(
+    ("hand", "strides", "why"),
+    [
+        (COLUMNS, (8, 4096, 512, 1), ""),
+        (COLUMNS, (16, 8192, 1024, 1), NO_WORDS),  # a gap after each word
+        (COLUMNS, (8, 4608, 576, 1), NO_ORDER),  # a gap after each row of words
+        (COLUMNS, (8, 4608, 512, 1), NO_ORDER),  # a gap after each group
+        (COLUMNS, (8, 512, 2048, 1), NO_ORDER),  # groups within words
+        (COLUMNS, (1, 4096, 512, 64), NO_WORDS),  # rows within words
+        (COLUMNS, (256, 64, 8, 1), NO_WORDS),  # row after row, with an axis too many
+        (ONE_SCALE, (8, 512, 1), ""),
+        (ONE_SCALE, (16, 1024, 1), NO_ORDER),
+        (ONE_SCALE, (8, 576, 1), NO_ORDER),
+        (ONE_SCALE, (1, 512, 64), NO_ORDER),
+    ],
+    ids=lambda x: "" if isinstance(x, Hand) else str(x),
+)
+def test_words_of_codes_have_to_lie_without_gaps(hand, strides, why):
+    op = rebuilt(hand, strides={"codes00": strides})
+    if why:
+        assert why in refusal(lambda: streamed_products(op))
+    else:
+        assert streamed_products(op).is_column_major
+
+
+def test_all_codes_are_column_major_if_some_are():
+    joined = replace(COLUMNS, rows=(64, 32))
+    op = rebuilt(joined, strides={"codes01": (256, 64, 8, 1)})
+    assert NO_ORDER in refusal(lambda: streamed_products(op))
+    gated = replace(COLUMNS, has_gate=True, scale_columns=(0, 1))
+    op = rebuilt(gated, strides={"codes10": (256, 64, 8, 1)})
+    text = refusal(lambda: streamed_products(op))
+    assert "the codes of codes1 lie neither row after row nor as in GPTQ" in text
+
+
+@pytest.mark.parametrize("codes", ["uint8", "int8", "float8_e4m3fn"])
+def test_words_hold_codes_of_4_bits(codes):
+    assert NO_WORDS in refusal(lambda: streamed_products(replace(COLUMNS, codes=codes).op))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_codes_of_tables_are_not_column_major(batch):
+    hand = replace(COLUMNS, table="e2m1", batch=batch)
+    assert "codes of a table lie as in GPTQ" in refusal(lambda: streamed_products(hand.op))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rows": (40,)}, "rows of codes are no multiple of 16"),
+        ({"rows": (24,), "has_gate": True}, "rows of codes are no multiple of 16"),
+        ({"rows": (64, 24)}, "rows of codes are no multiple of 16"),
+        ({"columns": 96, "group": 32}, "96 columns in groups of 32 do not fit"),
+        ({"columns": 192, "group": 48}, "groups of 48 do not fit"),
+    ],
+    ids=str,
+)
+def test_sizes_of_column_major_codes_have_to_fit(changes, why):
+    assert why in refusal(lambda: streamed_products(replace(COLUMNS, **changes).op))
+
+
+@pytest.mark.parametrize("rows", [(48,), (64, 16)])
+def test_tiles_of_column_major_codes_have_16_or_32_rows(rows):
+    hand = replace(COLUMNS, rows=rows)
+    text = refusal(lambda: layouts.stream_layout(hand.op, hand.schedule))
+    assert "rows of codes are no multiple of 32; give tiles of 16 rows" in text
+    small = replace(hand, tile_rows=16)
+    assert layouts.stream_layout(small.op, small.schedule).tile_rows == 16
+    for tile_rows in (8, 64):
+        other = replace(hand, tile_rows=tile_rows)
+        text = refusal(lambda hand=other: layouts.stream_layout(hand.op, hand.schedule))
+        assert "has tiles of 32 along n" in text
+
+
+def test_chunks_of_column_major_codes_are_multiples_of_units():
+    short = replace(ONE_SCALE, tile=16)
+    text = refusal(lambda: layouts.stream_layout(short.op, short.schedule))
+    assert "chunks of 16 columns are no multiple of what four lanes load" in text
+
+
+@pytest.mark.parametrize("has_columns", [False, True])
+@pytest.mark.parametrize("strides", [(2, 128), (1, 72), (1, 128), (8, 1)], ids=str)
+def test_column_major_scales_have_no_gaps(has_columns, strides):
+    hand = replace(COLUMNS, has_columns=has_columns)
+    strides = (*strides, *(1,) * (len(hand.op.operands[2].dims) - 2))
+    op = rebuilt(hand, strides={"scales00": strides})
+    assert "of codes in a way that it does not compute" in refusal(lambda: streamed_products(op))
+
+
+def test_scales_of_blocks_of_rows_are_not_column_major():
+    shape = {"rows": (128,), "square": 64, "columns": 512, "group": 128}
+    hand = Hand(codes="float8_e4m3fn", scales_first=False, scale_columns=(0,), **shape)
+    text = refusal(lambda: streamed_products(hand.op))
+    assert "1 scales of scales0 for a row are no multiple of 16 bytes" in text
 
 
 def test_activations_have_to_lie_side_by_side():
