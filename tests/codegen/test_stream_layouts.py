@@ -101,11 +101,16 @@ def test_pairs_of_groups_may_have_column_major_scales(tmp_path):
     check(hands, [hand.kernel(f"kernel_{n}") for n, hand in enumerate(hands)], tmp_path)
 
 
-@pytest.mark.parametrize("scale_columns", [(0,), (1,)])
+@pytest.mark.parametrize("scale_columns", [(), (0,), (1,)])
 def test_scales_of_two_products_may_lie_in_different_ways(scale_columns, tmp_path):
-    shape = {"rows": (64,), "columns": 384, "group": 64, "tile": 2, "dtype": "float32"}
-    hand = Hand(has_columns=True, has_gate=True, scale_columns=scale_columns, **shape)
+    """Scales that come with the first chunk are read by all warps, so there are no teams."""
+    shape = {"rows": (160,), "columns": 640, "group": 64, "tile": 4, "stages": 4, "warps": 8}
+    hand = Hand(has_columns=True, has_gate=True, blocks=1, dtype="float32", **shape)
+    both = replace(hand, scale_columns=(0, 1))
+    assert stream_layout(both.op, both.schedule).teams == 2
+    hand = replace(hand, scale_columns=scale_columns)
     divided = stream_layout(hand.op, hand.schedule)
+    assert divided.teams == 1
     assert [divided.has_scales_of_chunks(n) for n in (0, 1)] == [n in scale_columns for n in (0, 1)]
     check([hand], [hand.kernel("kernel_0")], tmp_path)
 

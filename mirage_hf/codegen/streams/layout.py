@@ -143,11 +143,12 @@ class StreamLayout:
         belongs to one team, because a warp must wait for every phase of a barrier: parities repeat.
 
         If words are column-major, chunks may be parts of tiles. There are so many teams that all
-        warps of one have units.
+        warps of one have units. Scales that come with the first chunk allow no teams, because the
+        other teams do not wait for that chunk.
         """
         least, most = _LEAST_WARPS, 4
         if self.chunks > 1:
-            if not self.products.is_column_major:
+            if not self.products.is_column_major or self.has_scales_of_tiles:
                 return 1
             least, most = 1, self.warps * self.unit // self.chunk
         every = (n for n in (4, 2) if self.stages % n == 0 and self.warps >= n * least)
@@ -368,6 +369,12 @@ class StreamLayout:
         """
         _, name = self.products.grouped[number]
         return name is not None and self.products.is_in_columns(name)
+
+    @property
+    def has_scales_of_tiles(self) -> bool:
+        """Whether some scales of all columns of a tile come with its first chunk."""
+        scaled = (n for n, p in enumerate(self.products.products) if p.scale is not None)
+        return not all(self.has_scales_of_chunks(n) for n in scaled)
 
     def scale_slots(self, number: int) -> int:
         """Return for how many tiles or chunks scales or zero points are held."""
