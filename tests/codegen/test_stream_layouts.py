@@ -97,7 +97,7 @@ def test_pairs_of_groups_may_have_column_major_scales(tmp_path):
     hands = [Hand(scale_columns=(0,), **shape), Hand(scale_columns=(0, 1), has_gate=True, **shape)]
     for hand in hands:
         divided = stream_layout(hand.op, hand.schedule)
-        assert divided.groups_of_unit == 2 and divided.has_scales_of_chunks(0)
+        assert divided.groups_of_unit == 2 and divided.comes_with_chunks(0)
     check(hands, [hand.kernel(f"kernel_{n}") for n, hand in enumerate(hands)], tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_scales_of_two_products_may_lie_in_different_ways(scale_columns, tmp_pat
     hand = replace(hand, scale_columns=scale_columns)
     divided = stream_layout(hand.op, hand.schedule)
     assert divided.teams == 1
-    assert [divided.has_scales_of_chunks(n) for n in (0, 1)] == [n in scale_columns for n in (0, 1)]
+    assert [divided.comes_with_chunks(n) for n in (0, 1)] == [n in scale_columns for n in (0, 1)]
     check([hand], [hand.kernel("kernel_0")], tmp_path)
 
 

@@ -372,9 +372,9 @@ class StreamLayout:
 
     @property
     def has_scales_of_tiles(self) -> bool:
-        """Whether some scales of all columns of a tile come with its first chunk."""
-        scaled = (n for n, p in enumerate(self.products.products) if p.scale is not None)
-        return not all(self.has_scales_of_chunks(n) for n in scaled)
+        """Whether some scales or zero points of a tile come with its first chunk."""
+        held = (n for n, (_, name) in enumerate(self.products.grouped) if name is not None)
+        return not all(map(self.comes_with_chunks, held))
 
     def scale_slots(self, number: int) -> int:
         """Return for how many tiles or chunks scales or zero points are held."""

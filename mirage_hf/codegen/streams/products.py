@@ -299,7 +299,7 @@ class Products:
         i, t = self.block.inputs_by_name[name], self.tensor(name)
         strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
         of_groups = strides.get(self.own_columns[0], 0)
-        return self.num_groups > 1 and of_groups > max(strides[a] for a in self.own_rows)
+        return self.num_groups > 1 and of_groups > max(strides.get(a, 0) for a in self.own_rows)
 
     @property
     def num_groups(self) -> int:
@@ -583,6 +583,7 @@ class _Finder:
         named = [a for a in op.args if isinstance(a, str)]
         self.open -= set(named)
         sums = [a for a in named if a in self.parts or a in self.column_sums]
+        sums += [a for a in named if a in self.offsets and self.offsets[a].summed]
         if sums and all(self.is_finished(a) for a in sums):
             sums = []  # it follows the sums
         if op.over is not None:
@@ -594,13 +595,13 @@ class _Finder:
             elif in_loop or op.over not in self.columns[: -len(self.own_columns)]:
                 raise _refused(f"{op.out} reduces a value that is no product")
             return
-        if (offset := self.offset_of(op)) is not None:
+        offset = self.offset_of(op)
+        if offset is not None:  # floats may be zero points or scales
             self.offsets[op.out] = offset
-            return
         parts = [self.parts.get(a) if isinstance(a, str) else None for a in op.args]
         if any(parts) and sums:
             self.parts[op.out] = self.combined(op, parts)
-        elif sums:
+        elif sums and offset is None:
             raise _refused(f"{op.out} reads a sum before it ends")
         elif op.fn == "mul" and (pair := self.columns_and_scale(op)) is not None:
             self.scaled[op.out] = pair
