@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from mirage_hf.codegen.placement import placed
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.plan.layout import MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.codegen.streams.layout import tiles_of_rows
+from mirage_hf.codegen.streams.layout import fewer_rows, tiled_rows, tiles_of_rows
 from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
@@ -75,7 +76,11 @@ def _refit_in_cuda(
     assert op.block is not None
     tiles = {names[a] if names else a: tile for a, tile in schedule.tiles.items()}
     if schedule.persistent_blocks:
-        tiles |= tiles_of_rows(streamed_products(placed(op)))
+        products = streamed_products(placed(op))
+        rows = math.prod(tiles[a] for a in products.rows)
+        tiles |= tiles_of_rows(products)
+        if rows in fewer_rows(products):
+            tiles |= tiled_rows(products, rows)
     clipped = clip(replace(schedule, tiles=tiles), op.block)
     estimate_cuda(placed(op), clipped, device)  # raises if it fits on no SM
     return clipped

@@ -245,6 +245,26 @@ def test_a_schedule_is_refitted_to_another_batch(old, new):
     assert dict(refitted.tiles) == expected and refitted.num_stages == 3
 
 
+COLUMNS = Hand(rows=(4096,), columns=4096, group=128, has_columns=True, scale_columns=(0,), tile=8)
+
+
+@pytest.mark.usefixtures("streaming")
+def test_tiles_of_column_major_words_have_16_or_32_rows():
+    for hand, rows in ((COLUMNS, {16, 32}), (replace(COLUMNS, rows=(4112,)), {16})):
+        found = listed(hand.op)
+        assert {schedule.tiles["n"] for schedule, _ in found} == rows
+        for schedule, _ in found:
+            write_stream_kernel(hand.op, schedule, "kernel")
+
+
+@pytest.mark.parametrize(
+    "hand, rows", [(COLUMNS, 32), (COLUMNS, 16), (HANDS["int4"], 16), (HANDS["int4"], 8)]
+)
+def test_a_refitted_schedule_keeps_the_rows_of_its_tiles(hand, rows):
+    tuned, other = (replace(hand, tile_rows=rows, rows=(n,)) for n in (4096, 8192))
+    assert refit(tuned.schedule, tuned.op, other.op).tiles["n"] == rows
+
+
 def _with_batch(hand: Hand) -> PlacedOp:
     """Return the op of a block graph with an axis of the batch, which may have one row."""
     if hand.batch > 1:

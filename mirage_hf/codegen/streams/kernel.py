@@ -212,9 +212,10 @@ class _KernelWriter(PairWriter):
             )
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
-                copiers = 33 if self.found.is_column_major else 1
+                # whoever says how many bytes will come, and each lane that copies words itself
+                arrivals = 1 + 32 * self.found.is_column_major
                 self.put(
-                    f"for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], {copiers});"
+                    f"for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], {arrivals});"
                 )
                 readers = "threads" if self.layout.teams == 1 else "32 * team_warps"
                 self.put(
@@ -356,7 +357,7 @@ class _KernelWriter(PairWriter):
             f"const unsigned char* from = ({of_product.format(*addresses)}) + vector % {of_each} * "
             f"16 + ({first} + word) * word_step;",
         )
-        # the rows of words that a lane copies differ in their swaps if they are no four apart
+        # rows of words that are four apart are swapped alike
         starts = range(0, max(at_once, 4), at_once)
         for k in starts:
             more = f" + {k}" if k else ""
@@ -375,10 +376,7 @@ class _KernelWriter(PairWriter):
         self.put("arrive_when_copied(&shared.full[s]);")
 
     def column_of(self, product: Product) -> tuple[str, str]:
-        """Return the address of a tile's first words of a product, and the bytes between columns.
-
-        The latter are what rows of words take.
-        """
+        """Return where a tile's words of a product begin, and the bytes of a row of words."""
         i, rows = self.inputs[product.codes], self.found.source_rows(product.codes)
         address = self._of_source(i, rows, "row_0", lambda at: f" + {at} * 4")
         return address, f"{self.rows_of_source(rows)} * 4"

@@ -282,10 +282,7 @@ class ProductWriter(FactorWriter):
                 "const float* unit_sums = shared.unit_sums + unit * batch;",
                 "const float own_sum_0 = unit_sums[first], own_sum_1 = unit_sums[second];",
             ]
-        # digits were shifted, and codes of 4 bits are times 16
-        factor = (
-            2.0 * (16.0 if self.found.bits == 4 else 1.0) if not self.layout.is_in_halves else 1.0
-        )
+        factor = 32.0 if self.found.bits == 4 else 2.0  # digits were shifted, and codes times 16
         return [f"const float own_sum = t == 0 ? shared.unit_sums[unit] * {factor}f : 0.0f;"]
 
     def less_zeros(self, number: int, half: int, results: Sequence[str]) -> list[str]:
@@ -334,15 +331,16 @@ class ProductWriter(FactorWriter):
         of_lane = layout.lane_words
         loads = layout.rows // (8 * of_lane)
         vectors = 8 * of_lane * 4 // 16  # of the rows that one load of a warp has
-        at = f"(g / {4 // of_lane})" if of_lane < 4 else "g"
-        own = f"({at} ^ {self.swapped('t')}) * 16"
-        own += f" + g % {4 // of_lane} * {4 * of_lane}" if of_lane < 4 else ""
+        shared_by = 4 // of_lane  # lanes that load parts of one vector
+        vector, part = f"g / {shared_by}", f" + g % {shared_by} * {4 * of_lane}"
+        if shared_by == 1:
+            vector, part = "g", ""
         self.put(
             f"const unsigned char* codes = shared.codes[s] + (u * {4 * count} + t) * pitch;",
         )
         for load in range(loads):
-            first = load * vectors
-            place = own if not first else own.replace(f"({at} ^", f"(({first} + {at}) ^")
+            first = f"{load * vectors} + " if load else ""
+            place = f"(({first}{vector}) ^ {self.swapped('t')}) * 16{part}"
             self.put(f"const int place_{load} = {place};")
             for j in range(count):
                 self.put(

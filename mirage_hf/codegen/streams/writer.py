@@ -34,15 +34,17 @@ _NAMES = frozenset(
 )
 
 
+#: What numbered names of the text begin with.
+_PREFIXES = ("sum_", "table_", "to_", "words_", "place_")
+
+
 class StreamWriter(NestWriter):
     """Holds the text of a kernel, its layout and its names."""
 
     def var(self, name: str) -> str:
         """Return a C++ name for a value."""
         name = super().var(name)
-        is_taken = (
-            name in _NAMES or name.startswith(("sum_", "table_", "to_")) or name.endswith("_held")
-        )
+        is_taken = name in _NAMES or name.startswith(_PREFIXES) or name.endswith("_held")
         return name + "_" if is_taken else name
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
