@@ -88,7 +88,7 @@ def test_random_layouts_of_columns_are_of_each_kind():
     assert {32, 64, 128} < {hand.group for hand in hands if hand.has_columns}
     assert {bool(hand.scale_columns) for hand in hands if hand.has_columns} == {True, False}
     assert {len(hand.rows) > 1 for hand in hands if hand.has_columns} == {True, False}
-    for has in ("has_norm", "has_gate", "has_residual"):
+    for has in ("has_norm", "has_gate", "has_residual", "has_zeros"):
         assert {getattr(hand, has) for hand in hands if hand.has_columns} == {True, False}, has
 
 

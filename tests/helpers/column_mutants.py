@@ -1,4 +1,4 @@
-"""Mistakes of kernels whose words of codes are column-major, one each.
+"""Mistakes of kernels with column-major words, or with zero points, one each.
 
 No emulation on the CPU notices these mistakes, so they are not here:
 
@@ -56,6 +56,30 @@ COLUMN_KERNELS = {
         blocks=2,
         has_columns=True,
         tile_rows=16,
+    ),
+    "zero points": Hand(
+        rows=(64, 32),
+        columns=640,
+        group=64,
+        dtype="float32",
+        has_residual=True,
+        tile=2,
+        stages=3,
+        blocks=2,
+        has_zeros=True,
+    ),
+    "zero points, 3 rows": Hand(
+        rows=(64,),
+        columns=640,
+        group=64,
+        dtype="float32",
+        tile=4,
+        stages=3,
+        blocks=2,
+        batch=3,
+        has_columns=True,
+        scale_columns=(0,),
+        has_zeros=True,
     ),
 }
 
@@ -244,6 +268,37 @@ OF_SHORT_CHUNKS = [
 
 #: Mistakes by kernel: what they are, what is there once, and what is there instead.
 OF_COLUMNS = {
+    "zero points": [
+        ("another middle of codes", " - 8.0f;", " - 7.0f;"),
+        ("sums of other codes", "* 32.0f : 0.0f", "* 16.0f : 0.0f"),
+        ("the sum in each lane", "t == 0 ? shared.unit_sums", "t >= 0 ? shared.unit_sums"),
+        ("the sum of the first unit", "shared.unit_sums[unit]", "shared.unit_sums[0]"),
+        ("sums of half of a unit", "join_lanes<Sum, 8>(unit_sum)", "join_lanes<Sum, 4>(unit_sum)"),
+        ("sums of seven columns", "j < 8; ++j) unit_sum", "j < 7; ++j) unit_sum"),
+        ("every second unit", "at % 64 == 0 &&", "at % 128 == 0 &&"),
+        (
+            "sums before they are rounded to digits",
+            ", up, 12599360.0f) - 12599360.0f",
+            ", 1.0f, 0.0f)",
+        ),
+        ("zero points of upper rows", "zeros_0[i % 2])[(g + 8)", "zeros_0[i % 2])[g"),
+        ("zero points of the first group", "g * 10 + unit * 64 / 64]) - 8", "g * 10]) - 8"),
+        ("the other half's zero point", "below - zero_1", "below - zero_0"),
+        ("zero points are added", "above - zero_0", "above + zero_0"),
+        ("zero points of the first tile", "zeros0_ptr0 + row_0 * 10", "zeros0_ptr0"),
+        ("zero points without scales", "(c == 0 ? 1280 : 0)", "(c == 0 ? 640 : 0)"),
+        ("scales in place of zero points", "shared.zeros_0[i % 2])", "shared.scales_0[i % 2])"),
+    ],
+    "zero points, 3 rows": [
+        ("the sum of the first row", "unit_sums[first]", "unit_sums[0]"),
+        ("sums of the other column", "unit_sums[second]", "unit_sums[first]"),
+        ("sums row after row", "at / 64 * batch + b]", "at / 64 + b]"),
+        ("sums that are not rounded", "to_float(from_float<half>(factor[j] * up))", "factor[j]"),
+        ("zero points of the first chunk", "(c * 4 + group) * 64, 128", "group * 64, 128"),
+        ("zero points of the first tile", "zeros0_ptr + row_0", "zeros0_ptr"),
+        ("zero points of the first group", "zeros_0[s])[u * 64 / 64 * 32", "zeros_0[s])[0"),
+        ("zero points of lower rows", "32 + 4 * g]) - 8", "32 + (4 * g + 1)]) - 8"),
+    ],
     "columns, teams": OF_TEAMS,
     "columns, 4 rows": OF_COLUMN_BATCH,
     "columns, groups of 32": OF_SHORT_CHUNKS,

@@ -326,6 +326,7 @@ class Hand:
         has_columns: Whether words of codes of successive rows lie side by side, as those of GPTQ.
         scale_columns: The products whose scales of successive rows lie side by side.
         tile_rows: Rows of each product that a tile has. 0: the most.
+        has_zeros: Whether there is a zero point, a float, for each scale.
     """
 
     codes: str = "uint4"
@@ -348,6 +349,7 @@ class Hand:
     has_columns: bool = False
     scale_columns: tuple[int, ...] = ()
     tile_rows: int = 0
+    has_zeros: bool = False
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -421,6 +423,8 @@ class Hand:
                 dims, axes = (*shared, column_dims[0], *ones * (1,)), (*axes, "k", *ones * (None,))
                 order = (*range(1, len(dims)), 0) if p in self.scale_columns else None
                 add(f"scales{p}", dims, axes, self.scale_dtype, True, parts, order=order)
+                if self.has_zeros:
+                    add(f"zeros{p}", dims, axes, self.dtype, True, parts, order=order)
             else:
                 add(f"scales{p}", row_dims, row_axes, self.dtype, True)
         if self.has_residual:
@@ -485,6 +489,9 @@ class Hand:
                     BlockOp(f"entry{p}", "lookup", (codes,), (*rows, *columns), attrs=attrs)
                 )
                 codes = f"entry{p}"
+            elif self.has_zeros:
+                zeros = f"zeros{p}"
+                codes = op(body, f"centered{p}", "sub", codes, zeros, axes=(*rows, *columns))
             elif zero := ZEROS[as_dtype(self.codes)]:
                 codes = op(body, f"centered{p}", "sub", codes, zero, axes=(*rows, *columns))
             result = f"sum{p}"
@@ -549,7 +556,9 @@ class Hand:
         sizes = {"uint4": 5.0, "int4": 5.0, "uint8": 74.0, "int8": 74.0, "float8_e4m3fn": 100.0}
         size = (0.5 if self.table else sizes[self.codes]) * self.columns**0.5
         tensors = zip(self.graph.inputs, random_inputs(self.graph, "cpu"), strict=True)
-        return [x / size if t.name.startswith("scales") else x for t, x in tensors]
+        by = {"scales": 1 / size, "zeros": 4.0}
+        kinds = [(t.name.rstrip("0123456789"), x) for t, x in tensors]
+        return [x * by[kind] if kind in by else x for kind, x in kinds]
 
     def run(self, kernel, name, order, folder, source="", inputs=None):
         """Return the output of a kernel, or what went wrong.
@@ -640,6 +649,7 @@ def random_column_hand(seed: int) -> Hand:
     tile = 1 << r.randint(0, 3) if group else 1 << r.randint(6, 9)
     most = 32 if has_columns else 16 // len(products)
     tile_rows = r.choice((most, 16)) if has_columns else most
+    may_have_zeros = bool(group) and codes != "float8_e4m3fn"
     return Hand(
         codes=codes,
         dtype=r.choice(("bfloat16", "float16", "float32")),
@@ -659,4 +669,5 @@ def random_column_hand(seed: int) -> Hand:
         has_columns=has_columns,
         scale_columns=scale_columns if group else (),
         tile_rows=tile_rows,
+        has_zeros=may_have_zeros and random.Random(~seed).random() < 0.4,
     )
