@@ -332,16 +332,15 @@ class ProductWriter(FactorWriter):
         loads = layout.rows // (8 * of_lane)
         vectors = 8 * of_lane * 4 // 16  # of the rows that one load of a warp has
         shared_by = 4 // of_lane  # lanes that load parts of one vector
-        vector, part = f"g / {shared_by}", f" + g % {shared_by} * {4 * of_lane}"
+        vector, part = f"(g / {shared_by})", f" + g % {shared_by} * {4 * of_lane}"
         if shared_by == 1:
             vector, part = "g", ""
         self.put(
             f"const unsigned char* codes = shared.codes[s] + (u * {4 * count} + t) * pitch;",
         )
         for load in range(loads):
-            first = f"{load * vectors} + " if load else ""
-            place = f"(({first}{vector}) ^ {self.swapped('t')}) * 16{part}"
-            self.put(f"const int place_{load} = {place};")
+            own = f"({load * vectors} + {vector})" if load else vector
+            self.put(f"const int place_{load} = ({own} ^ {self.swapped('t')}) * 16{part};")
             for j in range(count):
                 self.put(
                     f"const auto words_{j}_{load} = *reinterpret_cast<const Words<{of_lane}>*>"
