@@ -12,7 +12,8 @@
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
 and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
 scale. Those of int8 share one in each row, those of fp8 (e4m3) in square blocks of 128, and those
-of gptq, nf4 and mxfp4 in groups of 128, 64 and 32 columns. "-zeros" have zero points in words.
+of gptq, nf4 and mxfp4 in groups of 128, 64 and 32 columns. Names that end in
+"-zeros" stand for weights with zero points.
 
 The search runs once for each block. Then the schedules of each kind that have the best estimates
 are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA

@@ -1,12 +1,13 @@
 """Write kernels that stream codes as CUDA C++.
 
 A thread of one warp copies the codes and scales of a block's tiles through a ring in shared memory,
-from the start of the kernel on. If an index chooses them, it waits for the previous kernel first.
-The other warps first compute the other factor. They store it as digits: signed bytes d₀, d₁ and d₂
-with d₀ + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then they multiply codes and
-digits as signed bytes on tensor cores, so these sums are exact. Codes of a table are looked up
-first. If codes are floats, or if the other factor has several rows, codes and the other factor
-become halves instead. At the end the warps add up their sums and store the outputs.
+from the start of the kernel on. If words of codes are column-major, all lanes of that warp copy. If
+an index chooses them, it waits for the previous kernel first. The other warps first compute the
+other factor. They store it as digits: signed bytes d₀, d₁ and d₂ with d₀ + d₁/2⁸ + d₂/2¹⁶ times a
+power of two, which 256 columns share. Then they multiply codes and digits as signed bytes on tensor
+cores, so these sums are exact. Codes of a table are looked up first. If codes are floats, or if the
+other factor has several rows, codes and the other factor become halves instead. At the end the
+warps add up their sums and store the outputs.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ _MORE_SLOTS = 2
 class StreamLayout:
     """A schedule's choices for one kernel.
 
-    A *tile* is the rows that a warp multiplies at a time, with all columns. It passes through the
+    A *tile* is the rows that a warp multiplies at a time, with all columns. If words are
+    column-major, it may have several *sets* of such rows. It passes through the
     ring in *chunks* of columns, one for each stage. The warps share the columns of a chunk in
     *units*: the columns that the four lanes of a row load at once. If the other factor does not fit
     beside the ring, the block walks its tiles once for each *span* of columns.
@@ -531,6 +532,6 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
     if products.taken is None and any(map(layout.is_cut, range(len(products.grouped)))):
         raise errors.CodegenError(
             f"{schedule}: the scales of a tile are no multiple of 16 bytes; "
-            f"give tiles of {ROWS} rows"
+            f"give tiles of {products.rows_of_each} rows"
         )
     return layout
