@@ -37,7 +37,7 @@ import mirage_hf as mi
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.formats import gptq
+from mirage_hf.formats import awq, gguf, gptq, hqq, torchao_int4
 from mirage_hf.formats.bitsandbytes import TABLES, coding_of
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
@@ -118,6 +118,31 @@ def _int4_zeros(k: int, n: int) -> Coding:
     return Coding(n, k, DTYPE, split.codes(torch.uint4), split.per_row(DTYPE), zeros)
 
 
+def _awq(k: int, n: int, zero: int | None = None) -> Coding:
+    """Return a weight of AWQ in groups of 128 columns. `zero`: the zero point if all are equal."""
+    return awq.coding_of(n, k, 128, torch.float16, DTYPE, zero)
+
+
+def _tiles(k: int, n: int) -> Coding:
+    """Return a weight of torchao in tiles, with groups of 128 columns."""
+    return torchao_int4.coding_of_tiles(n, k, k, 128, DTYPE)
+
+
+def _shifts(k: int, n: int) -> Coding:
+    """Return a weight of torchao in rows of groups of 128 columns, each with a shift."""
+    return torchao_int4.coding_of_rows(n, k, 128, DTYPE, shifts=True)
+
+
+def _gguf(k: int, n: int, kind: int) -> Coding:
+    """Return a weight in blocks of GGUF of a type."""
+    return gguf.coding_of(kind, n, k, DTYPE)
+
+
+def _hqq(k: int, n: int) -> Coding:
+    """Return a weight of HQQ with 4 bits, in groups of 64 columns."""
+    return hqq.coding_of(n, k, 64, 4, DTYPE)
+
+
 def _mxfp4(k: int, n: int) -> Coding:
     """Return a weight of 4-bit floats in groups of 32 columns, with a power of two each."""
     split = Split(n, k, group=32)
@@ -133,6 +158,14 @@ CODINGS: Mapping[str, Callable[[int, int], Coding]] = {
     "gptq": _gptq,
     "gptq-zeros": partial(_gptq, zero=None),
     "int4-zeros": _int4_zeros,
+    "awq": partial(_awq, zero=8),
+    "awq-zeros": _awq,
+    "int4-tiles": _tiles,
+    "int4-shifts": _shifts,
+    "hqq": _hqq,
+    "q8_0": partial(_gguf, kind=8),
+    "q4_k": partial(_gguf, kind=12),
+    "q6_k": partial(_gguf, kind=14),
     "mxfp4": _mxfp4,
 }
 

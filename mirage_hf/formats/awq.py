@@ -65,12 +65,12 @@ def _read(module: Any, dtype: torch.dtype) -> CodedWeight | str:
     assert words is not None and zeros is not None and scales is not None
     computes = dtype if bias is None else bias.dtype
     zero = containers.equal_zero_point(zeros, bits)
-    coding = _coding(rows, columns, group, scales.dtype, computes, zero)
+    coding = coding_of(rows, columns, group, scales.dtype, computes, zero)
     held = (words, scales) + ((zeros,) if zero is None else ())
     return CodedWeight(coding, view_as(coding, held), bias)
 
 
-def _coding(
+def coding_of(
     rows: int,
     columns: int,
     group: int,

@@ -85,11 +85,17 @@ def _read(module: Any) -> CodedWeight | str:
     )
     if why:
         return why
+    coding = coding_of(rows, columns, group, bits, computes)
+    return CodedWeight(coding, view_as(coding, (module.W_q, scale, zeros)), module.bias)
+
+
+def coding_of(rows: int, columns: int, group: int, bits: int, computes: torch.dtype) -> Coding:
+    """Return the coding of codes of some bits in groups of columns."""
+    split = Split(rows, columns, group=group)
     codes, per_row = split.codes(torch.uint8), split.per_row(computes)
     if bits == 4:
         codes, per_row = _halves(split, computes)
-    coding = Coding(rows, columns, computes, codes, per_row, per_row)
-    return CodedWeight(coding, view_as(coding, (module.W_q, scale, zeros)), module.bias)
+    return Coding(rows, columns, computes, codes, per_row, per_row)
 
 
 def _halves(split: Split, dtype: torch.dtype) -> tuple[Stored, Stored]:

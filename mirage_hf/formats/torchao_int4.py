@@ -52,7 +52,7 @@ def rows_of(weight: Any, height: int, group: int) -> tuple[Coding, tuple[Tensor,
     if why:
         return why
     shifts = containers.may_hold_numbers(zero)
-    coding = _coding_of_rows(rows, columns, group, scale.dtype, shifts)
+    coding = coding_of_rows(rows, columns, group, scale.dtype, shifts)
     return coding, (codes, scale) + ((zero,) if shifts else ())
 
 
@@ -84,7 +84,7 @@ def tiles_of(weight: Any, height: int, group: int) -> tuple[Coding, tuple[Tensor
     )
     if why:
         return why
-    coding = _coding_of_tiles(rows, columns, padded, group, torch.bfloat16)
+    coding = coding_of_tiles(rows, columns, padded, group, torch.bfloat16)
     with _disable_current_modes():  # a step that is recorded holds these views, and no ops
         scales, shifts = both.detach().unbind(-1)
     return coding, (codes, scales, shifts)
@@ -94,9 +94,7 @@ def _tile_dims(rows: int, columns: int) -> tuple[int, ...]:
     return (rows // _TILE_ROWS, columns // _BLOCK, 32, 4)
 
 
-def _coding_of_rows(
-    rows: int, columns: int, group: int, dtype: torch.dtype, shifts: bool
-) -> Coding:
+def coding_of_rows(rows: int, columns: int, group: int, dtype: torch.dtype, shifts: bool) -> Coding:
     """Return the coding of signed codes, row by row. `shifts`: something is added to them."""
     groups = columns // group
     of_codes, of_values = [(rows, columns)], [(rows, 1)]
@@ -108,9 +106,7 @@ def _coding_of_rows(
     return Coding(rows, columns, dtype, codes, values, shifts=values if shifts else None)
 
 
-def _coding_of_tiles(
-    rows: int, columns: int, padded: int, group: int, dtype: torch.dtype
-) -> Coding:
+def coding_of_tiles(rows: int, columns: int, padded: int, group: int, dtype: torch.dtype) -> Coding:
     """Return the coding of tiles whose rows have `padded` columns, in groups of columns."""
     # Column 128 b + 32 w + 8 t + 2 l + p is code t + 4 p of word w, which lane l of a row holds.
     words = [(_TILE_ROWS, 4 * 4 * 8), (columns // _BLOCK, 32 * 4 * 8), (4, 8), (4, 1), (4, 32)]

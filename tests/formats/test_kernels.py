@@ -65,12 +65,12 @@ def codings(
         "GPTQ act-order int8": gptq.coding_of(
             rows, columns, group, u8, dtype, dtype, None, torch.int32
         ),
-        "AWQ": awq._coding(rows, columns, group, dtype, dtype, 8),
-        "AWQ zero points": awq._coding(rows, columns, group, dtype, dtype, None),
+        "AWQ": awq.coding_of(rows, columns, group, dtype, dtype, 8),
+        "AWQ zero points": awq.coding_of(rows, columns, group, dtype, dtype, None),
         "HQQ int4": coding_of_halves(groups, dtype),
-        "torchao int4": torchao_int4._coding_of_rows(rows, columns, group, dtype, False),
-        "torchao int4, shifts": torchao_int4._coding_of_rows(rows, columns, group, dtype, True),
-        "torchao tiles": torchao_int4._coding_of_tiles(rows, wide, wide, group, dtype),
+        "torchao int4": torchao_int4.coding_of_rows(rows, columns, group, dtype, False),
+        "torchao int4, shifts": torchao_int4.coding_of_rows(rows, columns, group, dtype, True),
+        "torchao tiles": torchao_int4.coding_of_tiles(rows, wide, wide, group, dtype),
         "NF4": bitsandbytes.coding_of(rows, columns, group, dtype, bitsandbytes.TABLES["nf4"]),
         "FP4": bitsandbytes.coding_of(rows, columns, group, dtype, bitsandbytes.TABLES["fp4"]),
         "NVFP4": fp4._coding(groups, dtype, fp4.FORMATS["nvfp4-pack-quantized"]),

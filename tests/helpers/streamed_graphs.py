@@ -18,7 +18,7 @@ from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
 from mirage_hf.errors import CodegenError
-from mirage_hf.formats import gptq
+from mirage_hf.formats import awq, gptq
 from mirage_hf.formats.bitsandbytes import TABLES
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
@@ -99,6 +99,11 @@ def gptq_coding(rows: int, columns: int, group: int, zero: int | None = 8) -> Co
     return gptq.coding_of(rows, columns, group, torch.uint4, half, torch.bfloat16, zero)
 
 
+def awq_coding(rows: int, columns: int, group: int, zero: int | None = None) -> Coding:
+    """Return a weight of AWQ. `zero` is what all zero points are, None if they differ."""
+    return awq.coding_of(rows, columns, group, torch.float16, torch.bfloat16, zero)
+
+
 def packed_coding(rows: int, columns: int, group: int) -> Coding:
     """Return a weight of compressed-tensors with zero points, which are packed along the rows."""
     split, dtype = Split(rows, columns, 8, group), torch.bfloat16
@@ -117,6 +122,8 @@ def float_coding(rows: int, columns: int, group: int, code: torch.dtype = torch.
 HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "GPTQ": gptq_coding,
     "GPTQ, zero points": partial(gptq_coding, zero=None),
+    "AWQ": awq_coding,
+    "AWQ, no zero points": partial(awq_coding, zero=8),
     "packed zero points": packed_coding,
     "float zero points": float_coding,
     "int8, float zero points": partial(float_coding, code=torch.uint8),
@@ -172,6 +179,12 @@ LINEARS = {
     "GPTQ, zero points": lambda: coded_linear("GPTQ, zero points", 64, 512, 128, (32,), True),
     "GPTQ, zero points, apart": lambda: coded_linear("GPTQ, zero points", 96, 384),
     "GPTQ, zero points, 3 rows": lambda: coded_gate("GPTQ, zero points", 64, 256, batch=3),
+    "AWQ": lambda: coded_linear("AWQ", 128, 512),
+    "AWQ, norm and joined linears": lambda: coded_linear("AWQ", 64, 512, 128, (64, 128), True),
+    "AWQ, gate and up": lambda: coded_gate("AWQ", 128, 512),
+    "AWQ, gate and up, 8 rows": lambda: coded_gate("AWQ", 192, 512, batch=8),
+    "AWQ, no zero points": lambda: coded_linear("AWQ, no zero points", 192, 384, 64),
+    "AWQ, 3 rows": lambda: coded_linear("AWQ, no zero points", 64, 320, 64, (64,), True, 3),
     "packed zero points": lambda: coded_linear("packed zero points", 64, 512, 128, (32,), True),
     "packed zero points, gate and up": lambda: coded_gate("packed zero points", 64, 512),
     "packed zero points, 4 rows": lambda: coded_linear("packed zero points", 64, 512, batch=4),
@@ -228,6 +241,12 @@ CASES = {
     "GPTQ, zero points": Linear("GPTQ, zero points", tile=1, warps=4),
     "GPTQ, zero points, apart": Linear("GPTQ, zero points, apart", tile=2, stages=3),
     "GPTQ, zero points, 3 rows": Linear("GPTQ, zero points, 3 rows", tile=1, stages=3),
+    "AWQ": Linear("AWQ", tile=2, stages=3),
+    "AWQ, norm and joined linears": Linear("AWQ, norm and joined linears", tile=1, warps=4),
+    "AWQ, gate and up": Linear("AWQ, gate and up", tile=1, stages=3),
+    "AWQ, gate and up, 8 rows": Linear("AWQ, gate and up, 8 rows", tile=2),
+    "AWQ, no zero points": Linear("AWQ, no zero points", tile=4),
+    "AWQ, 3 rows": Linear("AWQ, 3 rows", tile=2, stages=3),
     "packed zero points": Linear("packed zero points", tile=2, stages=3),
     "packed zero points, gate and up": Linear("packed zero points, gate and up", tile=1),
     "packed zero points, 4 rows": Linear("packed zero points, 4 rows", tile=2),

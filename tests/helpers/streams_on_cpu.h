@@ -355,6 +355,21 @@ inline float power_of_two_or_nan(unsigned byte) {
   return byte == 255 ? NAN : std::ldexp(1.0f, int(byte) - 127);
 }
 
+// Words of eight columns of each row, from words that hold codes of eight rows of a column.
+template <int rows>
+Words<rows> words_of_rows(const unsigned char* from, int step, int last) {
+  const int order[] = {0, 2, 4, 6, 1, 3, 5, 7};
+  const int first = rows == 8 ? 0 : 4 * last;
+  Words<rows> found{};
+  for (int column = 0; column < 8; ++column) {
+    const unsigned word = *reinterpret_cast<const unsigned*>(from + column * step);
+    for (int n = 0; n < 8; ++n)
+      if (order[n] >= first && order[n] < first + rows)
+        found.w[order[n] - first] |= (word >> 4 * n & 15) << 4 * column;
+  }
+  return found;
+}
+
 inline unsigned pick_bytes(unsigned a, unsigned b, unsigned selector) {
   if (selector & 0x8888) cuda_on_cpu::stop("pick_bytes has no sign mode");
   const unsigned long long both = (unsigned long long)b << 32 | a;

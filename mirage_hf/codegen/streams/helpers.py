@@ -210,3 +210,43 @@ __device__ __forceinline__ void wait_for_own_copies() {
 }
 
 """
+
+#: What kernels call besides, if words hold codes of eight rows.
+ROWS_IN_WORDS_HELPERS = """\
+// The codes in the lower and in the upper halves of bytes, of even and of odd columns in turns.
+__device__ __forceinline__ unsigned lower_of_both(unsigned even, unsigned odd) {
+  return (even & 0x0f0f0f0fu) | (odd << 4 & 0xf0f0f0f0u);
+}
+__device__ __forceinline__ unsigned upper_of_both(unsigned even, unsigned odd) {
+  return (even >> 4 & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u);
+}
+// Words of eight columns of each row, from eight words `step` bytes apart. Each of these holds codes of
+// eight rows of a column, in the order 0, 2, 4, 6, 1, 3, 5, 7. If four rows are wanted, they are the
+// first or the last ones.
+template <int rows> __device__ __forceinline__ Words<rows> words_of_rows(const unsigned char* from, int step, int last) {
+  unsigned column[8];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) column[n] = *reinterpret_cast<const unsigned*>(from + n * step);
+  Words<rows> found;
+#pragma unroll
+  for (int four = 0; four < rows / 4; ++four) {
+    // bytes 0 and 2 of two words hold codes of the first rows, bytes 1 and 3 those of the last ones
+    const unsigned which = 0x6240u + 0x1111u * (rows == 8 ? four : last);
+    unsigned bytes[2][2];  // of even and odd columns
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const unsigned some = pick_bytes(column[odd], column[odd + 2], which);
+      const unsigned others = pick_bytes(column[odd + 4], column[odd + 6], which);
+      bytes[0][odd] = pick_bytes(some, others, 0x5410);
+      bytes[1][odd] = pick_bytes(some, others, 0x7632);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      found.w[4 * four + n] = lower_of_both(bytes[n][0], bytes[n][1]);
+      found.w[4 * four + 2 + n] = upper_of_both(bytes[n][0], bytes[n][1]);
+    }
+  }
+  return found;
+}
+
+"""

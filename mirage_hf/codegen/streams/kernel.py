@@ -24,6 +24,7 @@ from mirage_hf.codegen.streams.helpers import (
     COLUMN_MAJOR_HELPERS,
     POWER_HELPERS,
     POWER_OF_PAIR_HELPERS,
+    ROWS_IN_WORDS_HELPERS,
     TABLE_HELPERS,
 )
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
@@ -102,6 +103,8 @@ class _KernelWriter(PairWriter):
             helpers += TABLE_HELPERS
         if self.found.is_column_major:
             helpers += COLUMN_MAJOR_HELPERS
+        if self.found.has_rows_in_words:
+            helpers += ROWS_IN_WORDS_HELPERS
         return helpers
 
     # -- before the body --------------------------------------------------------------------------
@@ -113,6 +116,7 @@ class _KernelWriter(PairWriter):
         # these need more registers than the compiler gives to blocks that it takes for two
         has_more_sums = layout.groups_of_unit > 1 or layout.table is not None
         needs_more = layout.batch > 1 or has_more_sums or self.has_index
+        needs_more |= found.has_rows_in_words
         bounds = "threads + 32, 1" if needs_more else "threads + 32"
         sizes = {
             "warps": layout.warps,
@@ -147,6 +151,8 @@ class _KernelWriter(PairWriter):
         """Return the members of the struct of shared memory."""
         layout = self.layout
         rows = "chunk_bytes / 4" if self.found.is_column_major else str(layout.rows)
+        if self.found.has_rows_in_words:  # columns of all products
+            rows = f"{2 * len(self.found.products)} * chunk_bytes"
         lines = [f"alignas(128) unsigned char codes[stages][{rows} * pitch];"]
         count = len(self.found.products)
         lines += [
@@ -346,18 +352,12 @@ class _KernelWriter(PairWriter):
         """
         layout, found = self.layout, self.found
         vectors, first = layout.vectors, f"{self.chunk_number} * (chunk_bytes / 4)"
-        of_each = vectors // len(found.products)
         at_once = 32 // vectors  # rows of words that the lanes copy at a time
-        addresses, steps = zip(*map(self.column_of, found.products), strict=True)
-        of_product = f"lane % {vectors} < {of_each} ? {{0}} : {{1}}"
-        if len(found.products) == 1:
-            of_product = "{0}"
-        self.put(
-            f"const int vector = lane % {vectors}, word = lane / {vectors};",
-            f"const long long word_step = {of_product.format(*steps)};",
-            f"const unsigned char* from = ({of_product.format(*addresses)}) + vector % {of_each} * "
-            f"16 + ({first} + word) * word_step;",
-        )
+        if found.has_rows_in_words:
+            self.copy_columns(size)
+            return
+        self.begin_vectors("word")
+        self.put(f"from += ({first} + word) * word_step;")
         # rows of words that are four apart are swapped alike
         starts = range(0, max(at_once, 4), at_once)
         for k in starts:
@@ -376,11 +376,64 @@ class _KernelWriter(PairWriter):
                 )
         self.put("arrive_when_copied(&shared.full[s]);")
 
+    def copy_columns(self, size: str) -> None:
+        """Write how the lanes copy the columns of a chunk, whose words hold codes of eight rows.
+
+        In shared memory, those of the four lanes of a row take turns, so that they meet different
+        banks: column 8 t + n of 32 lies at place 4 n + t.
+
+        Args:
+            size: The text of the bytes of a row of codes in the chunk.
+        """
+        layout = self.layout
+        of_each, at_once = layout.vectors // len(self.found.products), 32 // layout.vectors
+        self.begin_vectors("place")
+        first = f"{self.chunk_number} * {layout.chunk}"
+        to = "shared.codes[s] + place * pitch"
+        if of_each > 1:
+            to += f" + vector % {of_each} * 16"
+        if len(self.found.products) > 1:
+            to += f" + vector / {of_each} * {layout.chunk} * pitch"
+        self.put(f"unsigned char* to = {to};")
+        starts = range(0, 32, at_once)
+        for k in starts:
+            place = f"(place + {k})" if k else "place"
+            self.put(
+                f"const unsigned char* from_{k} = from + "
+                f"({first} + {place} % 4 * 8 + {place} / 4) * word_step;"
+            )
+        self.put("#pragma unroll 4")
+        with self.scope(f"for (int w = 0; w < 2 * {size}; w += 32)"):
+            for k in starts:
+                at = f"(w + {k})" if k else "w"
+                self.put(f"copy_vector(to + {at} * pitch, from_{k} + w * word_step);")
+        self.put("arrive_when_copied(&shared.full[s]);")
+
+    def begin_vectors(self, row: str) -> None:
+        """Write which vector of a row of words a lane copies, and where the tile's first one lies.
+
+        Args:
+            row: A name for the number of the lane's row of words.
+        """
+        vectors, products = self.layout.vectors, self.found.products
+        of_each = vectors // len(products)
+        addresses, steps = zip(*map(self.column_of, products), strict=True)
+        of_product = f"lane % {vectors} < {of_each} ? {{0}} : {{1}}"
+        if len(products) == 1:
+            of_product = "{0}"
+        self.put(
+            f"const int vector = lane % {vectors}, {row} = lane / {vectors};",
+            f"const long long word_step = {of_product.format(*steps)};",
+            f"const unsigned char* from = ({of_product.format(*addresses)}) + vector % {of_each} * "
+            "16;",
+        )
+
     def column_of(self, product: Product) -> tuple[str, str]:
         """Return where a tile's words of a product begin, and the bytes of a row of words."""
         i, rows = self.inputs[product.codes], self.found.source_rows(product.codes)
-        address = self._of_source(i, rows, "row_0", lambda at: f" + {at} * 4")
-        return address, f"{self.rows_of_source(rows)} * 4"
+        of_row = "/ 2" if self.found.has_rows_in_words else "* 4"  # bytes
+        address = self._of_source(i, rows, "row_0", lambda at: f" + {at} {of_row}")
+        return address, f"{self.rows_of_source(rows)} {of_row}"
 
     def rows_of_source(self, rows: Sequence[int]) -> str:
         """Return the text of how many rows the source of a tile has."""

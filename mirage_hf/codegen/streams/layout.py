@@ -21,6 +21,7 @@ from mirage_hf.codegen.streams.tables import (
     words,
 )
 from mirage_hf.graph.coded import is_packed
+from mirage_hf.ops.dtypes import CODES_PER_WORD
 
 #: Columns of a row of the other factor that a thread computes at a time.
 VECTOR = 8
@@ -44,6 +45,9 @@ MOST_WARPS = 16
 #: Bytes of codes that a block requests at least before the first of them arrive. While many more
 #: are under way, loads of the other factor wait behind them.
 _FIRST_BYTES = 48 << 10
+
+#: The most words of codes that a lane holds at a time if words hold codes of eight rows.
+_MOST_HELD = 32
 
 #: The fewest warps of a team.
 _LEAST_WARPS = 4
@@ -256,6 +260,9 @@ class StreamLayout:
         for count in (16, 8, 4):
             unit = 4 * count * 8 // p.bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
+            held = self.rows // 8 * count // WORD_BYTES
+            if p.has_rows_in_words and held > _MOST_HELD:
+                continue
             if fits and count >= p.bits:
                 return count
         raise errors.CodegenError(
@@ -321,12 +328,14 @@ class StreamLayout:
     @property
     def vectors(self) -> int:
         """Vectors of 16 bytes in a row of words of a chunk, if words are column-major."""
-        return self.rows * WORD_BYTES // VECTOR_BYTES
+        codes = self.rows if self.products.has_rows_in_words else self.rows * CODES_PER_WORD
+        return codes // 2 // VECTOR_BYTES
 
     @property
-    def lane_words(self) -> int:
-        """Words side by side that a lane loads, if words are column-major: one for each row."""
-        return min(VECTOR_BYTES // WORD_BYTES, self.tile_rows // 8)
+    def lane_rows(self) -> int:
+        """Rows side by side that a lane has, if words are column-major."""
+        most = 8 if self.products.has_rows_in_words else VECTOR_BYTES // WORD_BYTES
+        return min(most, self.tile_rows // 8)
 
     @property
     def batch(self) -> int:
@@ -354,8 +363,11 @@ class StreamLayout:
     def pitch(self) -> int:
         """Bytes from a row of a chunk to the next one. The lanes of a load meet different banks.
 
-        If words are column-major, these are rows of words, and vectors of 16 bytes are swapped.
+        If words are column-major, these are rows of words, and vectors of 16 bytes are swapped. If
+        words hold codes of eight rows, they are columns of a product.
         """
+        if self.products.has_rows_in_words:
+            return self.tile_rows // 2
         if self.products.is_column_major:
             return self.rows * WORD_BYTES
         return self.chunk_bytes + (4 * self.lane_bytes - self.chunk_bytes) % 128
@@ -478,7 +490,7 @@ def is_of_digits(products: Products) -> bool:
 def fewer_rows(products: Products) -> tuple[int, ...]:
     """Return how many rows of each product a tile may have, other than the most."""
     if products.is_column_major:
-        return (ROWS,)
+        return (products.least_rows,)
     return (ROWS // 2,) if is_of_digits(products) else ()
 
 
@@ -525,7 +537,8 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
         )
     if any(n % rows for p in products.products for n in products.source_rows(p.codes)):
         raise errors.CodegenError(
-            f"{schedule}: rows of codes are no multiple of {rows}; give tiles of {ROWS} rows"
+            f"{schedule}: rows of codes are no multiple of {rows}; "
+            f"give tiles of {products.least_rows} rows"
         )
     layout = StreamLayout(products, schedule)
     layout.lane_bytes  # noqa: B018 — raises if nothing fits

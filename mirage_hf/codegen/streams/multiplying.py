@@ -174,7 +174,7 @@ class ProductWriter(FactorWriter):
         if not self.found.is_column_major:
             is_first = of_product and len(self.found.products) > 1
             return "g + 8" if half and not is_first else "g"
-        count = self.layout.lane_words
+        count = self.layout.lane_rows
         vector, word = divmod(2 * number + half, count)
         at = 8 * count * vector + word
         if of_product:
@@ -310,6 +310,9 @@ class ProductWriter(FactorWriter):
             self.put(f"const int of_piece = {first};")
             first = f"q * {found.piece_columns // layout.unit} + of_piece"
         self.put(f"const int unit = {first};")
+        if found.has_rows_in_words:
+            self.load_rows(words)
+            return
         if found.is_column_major:
             self.load_columns(words)
             return
@@ -328,7 +331,7 @@ class ProductWriter(FactorWriter):
             count: How many words of each row a lane has.
         """
         layout = self.layout
-        of_lane = layout.lane_words
+        of_lane = layout.lane_rows
         loads = layout.rows // (8 * of_lane)
         vectors = 8 * of_lane * 4 // 16  # of the rows that one load of a warp has
         shared_by = 4 // of_lane  # lanes that load parts of one vector
@@ -347,11 +350,32 @@ class ProductWriter(FactorWriter):
                     f"(codes + {4 * j} * pitch + place_{load});"
                 )
 
+    def load_rows(self, count: int) -> None:
+        """Write how a lane loads words that hold codes of eight rows, and makes words of its rows.
+
+        Args:
+            count: How many words of each row a lane has.
+        """
+        layout = self.layout
+        own, which = ("g", "0") if layout.lane_rows == 8 else ("g / 2", "g % 2")
+        self.put(
+            f"const unsigned char* codes = shared.codes[s] + (u * {32 * count} + t) * pitch + "
+            f"{own} * 4;"
+        )
+        for number in range(len(self.found.products)):
+            for j in range(count):
+                begin = f"{number} * {layout.chunk} + {32 * j}" if number else f"{32 * j}"
+                at = f"codes + ({begin}) * pitch" if j or number else "codes"
+                self.put(
+                    f"const auto words_{j}_{number} = words_of_rows<{layout.lane_rows}>"
+                    f"({at}, 4 * pitch, {which});"
+                )
+
     def word_text(self, row: str, j: int, number: int) -> str:
         """Return the text of a lane's word `j` of its row "a" or "b" in a set of rows."""
         if not self.found.is_column_major:
             return f"{row}.w[{j}]"
-        load, word = divmod(2 * number + (row == "b"), self.layout.lane_words)
+        load, word = divmod(2 * number + (row == "b"), self.layout.lane_rows)
         return f"words_{j}_{load}.w[{word}]"
 
     def all_digit_products(self, words: int, number: int = 0) -> list[str]:
@@ -534,7 +558,10 @@ class ProductWriter(FactorWriter):
             at = f"{place} * {groups} + {group}" if row != "0" else group
         if per_word > 1:
             word = f"reinterpret_cast<const unsigned*>({slot})[{at}]"
-            return f"float({word} >> {row} % {per_word} * 4 & 15)"
+            bit = f"{row} % {per_word} * 4"
+            if found.has_rows_in_words:
+                bit = f"({row} % 8 / 2 * 4 + {row} % 2 * 16)"
+            return f"float({word} >> {bit} & 15)"
         return f"reinterpret_cast<const {self.ctype(name)}*>({slot})[{at}]"
 
     def group_text(self) -> str:

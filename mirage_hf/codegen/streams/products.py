@@ -6,7 +6,8 @@ of a table instead, such as 4-bit floats. Sums over groups of columns may be mul
 All rows of codes share `other`, and any sums that no row of codes enters, such as the sum of
 squares of a norm. What follows the sums is elementwise.
 
-The words that hold codes are row-major, or column-major as those of GPTQ. So are scales.
+The words that hold codes are row-major, or column-major as those of GPTQ and AWQ. So are scales. A
+word of GPTQ holds codes of one row, and a word of AWQ those of eight rows of one column.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
@@ -33,8 +34,13 @@ from mirage_hf.ops.dtypes import CODE_DTYPES, CODES_PER_WORD, COMPUTE_DTYPES
 #: Rows of codes that a warp multiplies at a time: those of the instruction's left factor.
 ROWS = 16
 
-#: The most rows of a tile of each product if words are column-major: those that fill 128 bytes.
-_COLUMN_MAJOR_ROWS = 32
+#: Rows of a tile of each product if words are column-major, the most first. A row of words of GPTQ
+#: fills 128 or 64 bytes then, and one of AWQ 32 or 16.
+_ROWS_OF_WORDS = 32, 16
+_ROWS_IN_WORDS = 64, 32
+
+#: The sizes and strides of the two axes that number eight rows, in a word that holds their codes.
+_ORDER_IN_WORD = (4, 1), (2, 4)
 
 #: The number that each dtype of codes has to have subtracted. The instructions multiply signed
 #: bytes, or halves.
@@ -127,6 +133,7 @@ class Products:
         values: The table that the codes are looked up in, if there is one.
         pair: The last of `columns` if it numbers the two codes of a byte, the higher one first.
         word: The last of `columns` if it numbers the codes of a word, and words are column-major.
+        word_rows: The last two of `rows` if they number the codes of a word: 0, 2, 4, 6, 1, 3, 5, 7.
     """
 
     op: PlacedOp
@@ -140,6 +147,7 @@ class Products:
     values: tuple[float, ...] = ()
     pair: str | None = None
     word: str | None = None
+    word_rows: tuple[str, ...] = ()
 
     @property
     def block(self) -> BlockGraph:
@@ -226,7 +234,12 @@ class Products:
     @property
     def is_column_major(self) -> bool:
         """Whether words of codes of successive rows lie side by side."""
-        return self.word is not None
+        return self.word is not None or self.has_rows_in_words
+
+    @property
+    def has_rows_in_words(self) -> bool:
+        """Whether a word holds codes of eight rows."""
+        return bool(self.word_rows)
 
     @property
     def inner_columns(self) -> int:
@@ -241,7 +254,14 @@ class Products:
     @property
     def rows_of_each(self) -> int:
         """The most rows of each product that a tile has."""
-        return _COLUMN_MAJOR_ROWS if self.is_column_major else ROWS // len(self.products)
+        if self.is_column_major:
+            return (_ROWS_IN_WORDS if self.has_rows_in_words else _ROWS_OF_WORDS)[0]
+        return ROWS // len(self.products)
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows of each product that a tile has if words are column-major."""
+        return (_ROWS_IN_WORDS if self.has_rows_in_words else _ROWS_OF_WORDS)[-1]
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -389,6 +409,7 @@ class _Finder:
             self.values,
             self.pair,
             self.word,
+            self.word_rows,
         )
         self.check_sizes(found)
         return found
@@ -406,6 +427,7 @@ class _Finder:
         pieces = tuple(a for a in chosen if a in self.columns)
         self.pair = self.pair_of(self.coded[0])
         self.word = self.word_of(self.coded[0])
+        self.word_rows = self.word_rows_of(self.coded[0])
         most = 2 + (self.pair is not None or self.word is not None)
         if not self.own_rows or not 1 <= len(self.own_columns) <= most:
             raise _refused("the codes have no rows, or more than two axes of columns")
@@ -438,6 +460,14 @@ class _Finder:
         is_in_columns = strides[self.own_rows[-1]] == CODES_PER_WORD < strides[axes[-2]]
         return axes[-1] if is_word and is_in_columns else None
 
+    def word_rows_of(self, i: BlockInput) -> tuple[str, ...]:
+        """Return the two innermost axes of rows of codes if they number the codes of a word."""
+        t, axes = self.operand(i), self.own_rows[-2:]
+        if not is_packed(t.dtype) or i.taken is not None or len(self.own_rows) != 3:
+            return ()
+        dims = [(t.dims[n], t.strides[n]) for n in map(i.axes.index, axes)]
+        return axes if tuple(dims) == _ORDER_IN_WORD else ()
+
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, or by the index, and that codes lie in rows."""
         if i.bounds or i.rotation or i.padding:
@@ -458,12 +488,14 @@ class _Finder:
         if (i.taken is None) != (self.taken is None):
             raise _refused(f"{i.name} has no index")
         for t in sources:
-            if self.word is not None:
+            if self.word is not None or self.word_rows:
                 lies = self._lies_in_columns(i, t)
             else:
                 lies = self._lies_in_rows(i, t) if self.taken is None else self._has_rows(i, t)
             if not lies:
-                raise _refused(f"the codes of {i.name} lie neither row after row nor as in GPTQ")
+                raise _refused(
+                    f"the codes of {i.name} lie neither row after row nor as in GPTQ or AWQ"
+                )
 
     def _lies_in_rows(self, i: BlockInput, t: DTensor) -> bool:
         """Return whether each axis of a tensor follows the one after it without gaps."""
@@ -482,7 +514,13 @@ class _Finder:
         """
         inner = [a for a in self.own_columns if a == self.word and a in i.axes]
         outer = [a for a in reversed(self.own_columns) if a in i.axes and a not in inner]
-        return self._follow(i, t, (*inner, *reversed(self.own_rows), *outer))
+        return self._follow(i, t, (*inner, *self._rows_of(t), *outer))
+
+    def _rows_of(self, t: DTensor) -> tuple[str, ...]:
+        """Return the axes of rows that lie side by side, the inner one first."""
+        if self.word_rows and is_packed(t.dtype):
+            return (*self.word_rows, *reversed(self.own_rows[: -len(self.word_rows)]))
+        return self.own_rows[::-1]
 
     def _follow(self, i: BlockInput, t: DTensor, axes: tuple[str, ...]) -> bool:
         """Return whether the axes of a tensor follow each other without gaps, the inner one first.
@@ -499,10 +537,12 @@ class _Finder:
 
     def _lies_in_words(self, i: BlockInput, t: DTensor) -> bool:
         """Return whether zero points of eight successive rows fill a word, group after group."""
+        groups = tuple(a for a in self.own_columns[:1] if a in i.axes)
+        if self.word_rows:
+            return self._follow(i, t, (*self._rows_of(t), *groups))
         if len(self.own_rows) != 2 or self.block.axis(self.own_rows[1]).size != CODES_PER_WORD:
             return False
         outer, inner = self.own_rows
-        groups = tuple(a for a in self.own_columns[:1] if a in i.axes)
         return self._follow(i, t, (inner, *groups, outer)) or self._follow(
             i, t, (inner, outer, *groups)
         )
@@ -743,8 +783,8 @@ class _Finder:
         self.values = values = products[0][1].values
         is_row = self.batch is None or self.block.axis(self.batch).size == 1
         as_bytes = table_bytes if is_row else table_halves
-        if values and self.word is not None:
-            raise _refused("codes of a table lie as in GPTQ")
+        if values and (self.word is not None or self.word_rows):
+            raise _refused("codes of a table lie as in GPTQ or AWQ")
         if values and as_bytes(values) is None:
             raise _refused("its table has no positive and no negative half, or infinite entries")
         (dtype,) = dtypes
@@ -772,7 +812,7 @@ class _Finder:
         if found.group % 32 or found.piece_columns % 64 or found.row_bytes % 16:
             raise _refused(f"{found.piece_columns} columns in groups of {found.group} do not fit")
         every = [n for p in found.products for n in found.source_rows(p.codes)]
-        least = ROWS if found.is_column_major else found.rows_of_each
+        least = found.least_rows if found.is_column_major else found.rows_of_each
         if any(n % least for n in every):
             raise _refused(f"rows of codes are no multiple of {least}")
         for name in found.read_columns:

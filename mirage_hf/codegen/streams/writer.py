@@ -35,7 +35,7 @@ _NAMES = frozenset(
 
 
 #: What numbered names of the text begin with.
-_PREFIXES = ("sum_", "table_", "to_", "words_", "place_")
+_PREFIXES = ("sum_", "table_", "to_", "from_", "words_", "place_")
 
 
 class StreamWriter(NestWriter):
