@@ -18,7 +18,7 @@ from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
 from mirage_hf.errors import CodegenError
-from mirage_hf.formats import awq, gptq
+from mirage_hf.formats import awq, gptq, torchao_int4
 from mirage_hf.formats.bitsandbytes import TABLES
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
@@ -118,6 +118,11 @@ def float_coding(rows: int, columns: int, group: int, code: torch.dtype = torch.
     return Coding(rows, columns, dtype, split.codes(code), per_row, per_row)
 
 
+def shifted_coding(rows: int, columns: int, group: int) -> Coding:
+    """Return a weight of torchao in rows of signed codes, with shifts."""
+    return torchao_int4.coding_of_rows(rows, columns, group, torch.bfloat16, shifts=True)
+
+
 #: Codings by name.
 HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "GPTQ": gptq_coding,
@@ -127,6 +132,7 @@ HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "packed zero points": packed_coding,
     "float zero points": float_coding,
     "int8, float zero points": partial(float_coding, code=torch.uint8),
+    "shifts": shifted_coding,
 }
 
 
@@ -190,6 +196,11 @@ LINEARS = {
     "packed zero points, 4 rows": lambda: coded_linear("packed zero points", 64, 512, batch=4),
     "float zero points, groups of 32": lambda: coded_linear("float zero points", 64, 320, 32),
     "int8, float zero points": lambda: coded_linear("int8, float zero points", 64, 512, 512),
+    "shifts, norm and joined linears": lambda: coded_linear("shifts", 64, 512, 128, (32,), True),
+    "shifts": lambda: coded_linear("shifts", 64, 320, 32),
+    "shifts, gate and up": lambda: coded_gate("shifts", 64, 512, 64),
+    "shifts, 3 rows": lambda: coded_linear("shifts", 64, 512, batch=3),
+    "shifts, gate and up, 8 rows": lambda: coded_gate("shifts", 64, 256, batch=8),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -252,6 +263,11 @@ CASES = {
     "packed zero points, 4 rows": Linear("packed zero points, 4 rows", tile=2),
     "float zero points, groups of 32": Linear("float zero points, groups of 32", tile=2),
     "int8, float zero points": Linear("int8, float zero points", tile=128),
+    "shifts, norm and joined linears": Linear("shifts, norm and joined linears", tile=2, warps=4),
+    "shifts": Linear("shifts", tile=2, stages=3),
+    "shifts, gate and up": Linear("shifts, gate and up", tile=4),
+    "shifts, 3 rows": Linear("shifts, 3 rows", tile=2, stages=3),
+    "shifts, gate and up, 8 rows": Linear("shifts, gate and up, 8 rows", tile=1, stages=3),
     "NF4, norm and joined linears": Case("nf4", "qkv", warps=4),
     "NF4, gate and up": Case("nf4", "gate_up", tile=2, stages=3),
     "NF4, residual": Case("nf4", "down", width=640, tile=2),

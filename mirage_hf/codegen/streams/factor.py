@@ -218,7 +218,7 @@ class FactorWriter(StreamWriter):
             "__uint_as_float(exponent == 255 ? 0x7fc00000u : "
             f"unsigned(scaled - {down}) << 23){unit};"
         )
-        if self.found.has_zeros:
+        if self.found.has_offsets:
             self.add_unit(is_ragged)
         if is_ragged:
             with self.scope(f"if (at < {self.end_of_columns})"):

@@ -156,7 +156,7 @@ class _KernelWriter(PairWriter):
         lines = [f"alignas(128) unsigned char codes[stages][{rows} * pitch];"]
         count = len(self.found.products)
         lines += [
-            f"alignas(16) unsigned char {'scales' if n < count else 'zeros'}_{n % count}"
+            f"alignas(16) unsigned char {self.kind_of(n)}_{n % count}"
             f"[{layout.scale_slots(n)}][{layout.scale_slot_bytes(n)}];"
             for n, (_, name) in enumerate(self.found.grouped)
             if name is not None
@@ -615,7 +615,7 @@ class _KernelWriter(PairWriter):
 
     def sums_of_inputs(self) -> list[str]:
         """Return sums over pieces that nothing but inputs enters, such as those of biases."""
-        plain = {*self.inputs} - self.coded - self.scales - self.zeros
+        plain = {*self.inputs} - self.coded - self.scales - self.offsets
         return [
             op.out
             for op in self.ops.values()

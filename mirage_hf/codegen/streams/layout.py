@@ -279,7 +279,7 @@ class StreamLayout:
         and the digits of other lanes are 0.
         """
         sizes = self.products.group, self.chunk % 64, self.last_chunk % 64
-        is_single = self.is_in_halves or self.products.is_column_major or self.products.has_zeros
+        is_single = self.is_in_halves or self.products.is_column_major or self.products.has_offsets
         return 2 if sizes == (32, 0, 0) and not is_single else 1
 
     @property
@@ -436,7 +436,7 @@ class StreamLayout:
     @property
     def num_unit_sums(self) -> int:
         """How many sums of the columns of a unit are held: those that zero points multiply."""
-        return -(-self.span // self.unit) * self.batch if self.products.has_zeros else 0
+        return -(-self.span // self.unit) * self.batch if self.products.has_offsets else 0
 
     @property
     def other_bytes(self) -> int:
@@ -473,7 +473,7 @@ class StreamLayout:
         zeros = [16] if self.groups_of_unit > 1 else []
         table = [4 * len(self.table_words)] if self.table_words else []
         units = -(-span // self.unit) * self.batch
-        unit_sums = [4 * units] if found.has_zeros else []
+        unit_sums = [4 * units] if found.has_offsets else []
         parts = slots, self._other_bytes(span), steps, partial, sums, *choices, *zeros, *table
         parts = (*parts, *unit_sums)
         for part in parts:

@@ -229,7 +229,7 @@ class ProductWriter(FactorWriter):
                 f"const float* steps = shared.steps + {at} * batch;",
                 "const float step_0 = steps[first], step_1 = steps[second];",
             ]
-        if self.found.has_zeros:
+        if self.found.has_offsets:
             step_texts += self.unit_sum_texts()
         if layout.sets > 1:
             self.put(*step_texts)
@@ -263,13 +263,23 @@ class ProductWriter(FactorWriter):
             steps: The texts of what they count, for each column.
         """
         per_half = len(steps)
+        own = ["own_sum"] if per_half == 1 else ["own_sum_0", "own_sum_1"]
         for half, results in enumerate(halves):
-            if self.found.has_zeros:
-                results = self.less_zeros(number, half, results)
+            product = self.found.products[self.product_of(number, half)]
+            if product.zero is not None:
+                results = self.less_zeros(number, half, results, own)
             scale = self.scale_text(number, half)
             if scale and per_half > 1:
                 self.put(f"const float scale_{half} = {scale};")
                 scale = f"scale_{half}"
+            if product.shift is not None:
+                shift = self.offset_text(number, half)
+                self.put(f"const float shift_{half} = {shift};")
+                results = [
+                    f"({x} * {scale} + shift_{half} * {sum_})"
+                    for x, sum_ in zip(results[:per_half], own, strict=True)
+                ]
+                scale = ""
             totals = self.totals_of(number)[half * per_half : (half + 1) * per_half]
             for total, result, own_step in zip(totals, results[:per_half], steps, strict=True):
                 factor = f"({own_step} * {scale})" if scale else own_step
@@ -285,21 +295,31 @@ class ProductWriter(FactorWriter):
         factor = 32.0 if self.found.bits == 4 else 2.0  # digits were shifted, and codes times 16
         return [f"const float own_sum = t == 0 ? shared.unit_sums[unit] * {factor}f : 0.0f;"]
 
-    def less_zeros(self, number: int, half: int, results: Sequence[str]) -> list[str]:
+    def less_zeros(
+        self, number: int, half: int, results: Sequence[str], sums: Sequence[str]
+    ) -> list[str]:
         """Write the zero point of half of a set of rows. Return the sums less its products.
 
         The codes of the sums are less the middle of their range already.
+
+        Args:
+            number: The number of the set of rows.
+            half: 0 for the upper half, 1 for the lower one.
+            results: The texts of the sums of products.
+            sums: The names of the sums of columns.
         """
-        of_zeros = len(self.found.products) + self.product_of(number, half)
-        zero = self.grouped_element(of_zeros, self.layout_row(number, half))
-        if not zero.startswith("float("):
-            zero = f"to_float({zero})"
+        zero = self.offset_text(number, half)
         self.put(f"const float zero_{half} = {zero} - {ZEROS[self.found.dtype]}f;")
-        sums = ["own_sum"] if self.layout.batch == 1 else ["own_sum_0", "own_sum_1"]
         return [
             f"({x} - zero_{half} * {own})"
             for x, own in zip(results[: len(sums)], sums, strict=True)
         ]
+
+    def offset_text(self, number: int, half: int) -> str:
+        """Return the zero point or the shift of a unit in half of a set of rows, as a float."""
+        of_offsets = len(self.found.products) + self.product_of(number, half)
+        offset = self.grouped_element(of_offsets, self.layout_row(number, half))
+        return offset if offset.startswith("float(") else f"to_float({offset})"
 
     def load_codes(self, units: int) -> None:
         """Write the loads of a lane's codes of unit `u` of a chunk, and the unit's number."""

@@ -3,6 +3,7 @@
 Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
 eight. Zero points are one number, or inputs for each row and group of columns. Codes may be indices
 of a table instead, such as 4-bit floats. Sums over groups of columns may be multiplied by scales.
+Then shifts times the sums of `other` may be added: inputs for each row and group of columns.
 All rows of codes share `other`, and any sums that no row of codes enters, such as the sum of
 squares of a norm. What follows the sums is elementwise.
 
@@ -71,12 +72,19 @@ class Product:
         codes: The input that holds the codes.
         scale: The input that multiplies the sum of each group of columns, if there is one.
         zero: The input that is subtracted from the codes of each group of columns, if there is one.
+        shift: The input that is added to scaled codes of each group of columns, if there is one.
     """
 
     out: str
     codes: str
     scale: str | None
     zero: str | None = None
+    shift: str | None = None
+
+    @property
+    def offset(self) -> str | None:
+        """The zero point or the shift, if there is one. Sums of columns are multiplied by it."""
+        return self.zero if self.shift is None else self.shift
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class _Part:
         values: The table that the codes are looked up in, if there is one.
         other: The values that the codes are multiplied with. Their product is the other factor.
         scale: The scale, if there is one.
+        shift: What was added after the codes were scaled: an input.
         summed: The axes of columns that were added up.
     """
 
@@ -97,22 +106,27 @@ class _Part:
     values: tuple[float, ...] = ()
     other: tuple[str, ...] = ()
     scale: str | None = None
+    shift: str | None = None
     summed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class _Offset:
-    """What a value is that is subtracted from sums of codes: a zero point times sums of columns.
+    """What a value is that is subtracted from sums of codes, or added to them.
 
     Attributes:
-        zero: The zero point, an input.
+        factor: The zero point or the shift, an input. It multiplies sums of columns.
         other: The values whose product is added up.
         summed: The axes of columns that were added up.
     """
 
-    zero: str
+    factor: str
     other: tuple[str, ...]
     summed: frozenset[str] = frozenset()
+
+    def fits(self, part: _Part) -> bool:
+        """Return whether the same columns were multiplied and added up."""
+        return part.summed == self.summed and sorted(part.other) == sorted(self.other)
 
 
 @dataclass(frozen=True)
@@ -162,14 +176,14 @@ class Products:
 
     @cached_property
     def grouped(self) -> tuple[tuple[Product, str | None], ...]:
-        """Each product with its scales, and then each with its zero points, if there are any."""
+        """Each product with its scales, and then each with its zero points or shifts, if any."""
         scales = tuple((p, p.scale) for p in self.products)
-        return (*scales, *((p, p.zero) for p in self.products))
+        return (*scales, *((p, p.offset) for p in self.products))
 
     @property
-    def has_zeros(self) -> bool:
-        """Whether zero points are inputs."""
-        return any(p.zero is not None for p in self.products)
+    def has_offsets(self) -> bool:
+        """Whether zero points or shifts are inputs."""
+        return any(p.offset is not None for p in self.products)
 
     @property
     def num_rows(self) -> int:
@@ -398,6 +412,8 @@ class _Finder:
         for o in self.block.outputs:
             if set(self.block.carried[o.value]) != {*self.rows} | {self.batch} - {None}:
                 raise _refused(f"output {o.value} does not have the rows of the codes")
+            if o.value in self.offsets or o.value in self.ended:
+                raise _refused(f"output {o.value} is a part of a sum")
         found = Products(
             self.op,
             self.products,
@@ -584,6 +600,7 @@ class _Finder:
         #: Zero points times columns, or times sums of them, by name.
         self.offsets: dict[str, _Offset] = {}
         self.open: set[str] = set()  # sums of the loop that still carry columns
+        self.ended: set[str] = set()  # sums, and values to sum, that became parts of others
         for stage in self.block.stages:
             for op in stage.body:
                 self.visit(op, in_loop=stage.loop is not None)
@@ -614,15 +631,17 @@ class _Finder:
         self.column_sums[out] = column, summed | {axis}
 
     def is_finished(self, value: str) -> bool:
-        """Return whether a value is a sum over all columns."""
+        """Return whether a value is a sum over all columns, and no shift is added to it later."""
         part = self.parts.get(value)
         summed = part.summed if part else self.column_sums.get(value, ("", frozenset()))[1]
-        return summed == {*self.columns}
+        return summed == {*self.columns} and value not in self.ended
 
     def visit(self, op: BlockOp, in_loop: bool) -> None:
         """Note what a value is."""
         named = [a for a in op.args if isinstance(a, str)]
         self.open -= set(named)
+        if self.ended & set(named):
+            raise _refused(f"{op.out} reads a value that is a part of another sum")
         sums = [a for a in named if a in self.parts or a in self.column_sums]
         sums += [a for a in named if a in self.offsets and self.offsets[a].summed]
         if sums and all(self.is_finished(a) for a in sums):
@@ -650,16 +669,16 @@ class _Finder:
             self.elementwise.add(op.out)
 
     def offset_of(self, op: BlockOp) -> _Offset | None:
-        """Return what an op gives if it multiplies columns, or a sum of some, by a zero point."""
+        """Return what an op gives if it multiplies columns, or a sum of some, by an offset."""
         if op.fn != "mul" or len(op.args) != 2:
             return None
-        for zero, value in (op.args, op.args[::-1]):
-            if not isinstance(value, str) or not isinstance(zero, str) or not self.is_zero(zero):
+        for factor, value in (op.args, op.args[::-1]):
+            if not (isinstance(value, str) and isinstance(factor, str) and self.is_offset(factor)):
                 continue
             column, summed = self.column_sums.get(value, (value, frozenset()))
             other, scale = self.factors(column)
             if other and scale is None and summed != {*self.columns}:
-                return _Offset(zero, other, summed)
+                return _Offset(factor, other, summed)
         return None
 
     def combined(self, op: BlockOp, parts: list[_Part | None]) -> _Part:
@@ -677,18 +696,23 @@ class _Finder:
             zero = op.args[1]
             if isinstance(zero, (int, float)):
                 return replace(first, zero=float(zero))
-            if self.is_zero(zero):
+            if self.is_offset(zero):
                 return replace(first, zero=zero)
         if first is not None and op.fn == "sub" and isinstance(op.args[1], str):
             offset = self.offsets.get(op.args[1])
             own = _Part(first.codes, other=first.other, summed=first.summed)  # plain codes
-            if (
-                offset is not None
-                and first == own
-                and first.summed == offset.summed
-                and sorted(first.other) == sorted(offset.other)
-            ):
-                return replace(first, zero=offset.zero)
+            if offset is not None and first == own and offset.fits(first):
+                self.end(op)
+                return replace(first, zero=offset.factor)
+        if op.fn == "add" and len(parts) == 2:
+            part, value = (first, op.args[1]) if first is not None else (parts[1], op.args[0])
+            if part is not None and part.scale and not part.shift and isinstance(value, str):
+                offset = self.offsets.get(value)
+                if offset is None and self.is_offset(value):
+                    offset = _Offset(value, ())
+                if offset is not None and offset.fits(part):
+                    self.end(op)
+                    return replace(part, shift=offset.factor)
         if op.fn == "mul" and len(parts) == 2:
             part, factor = (parts[0], op.args[1]) if parts[1] is None else (parts[1], op.args[0])
             if part is not None and isinstance(factor, str) and factor not in self.parts:
@@ -698,6 +722,10 @@ class _Finder:
                     both = (*part.other, *other)
                     return replace(part, other=both, scale=scale or part.scale)
         raise _refused(f"{op.out} is {op.fn} of codes in a way that it does not compute")
+
+    def end(self, op: BlockOp) -> None:
+        """Note that the sums which an op reads are parts of its result."""
+        self.ended |= {a for a in op.args if a in self.parts or a in self.offsets}
 
     def factors(self, value: str) -> tuple[tuple[str, ...], str | None]:
         """Return the columns and the scale whose product a value is. Either may be missing."""
@@ -753,8 +781,8 @@ class _Finder:
         """Whether groups of columns may have scales."""
         return len(self.own_columns) > 1 + (self.pair is not None or self.word is not None)
 
-    def is_zero(self, value: str) -> bool:
-        """Return whether a value is an input of zero points: constant, for each row and group."""
+    def is_offset(self, value: str) -> bool:
+        """Return whether a value is an input of zero points or shifts, for each row and group."""
         i = self.block.inputs_by_name.get(value)
         if i is None or self.taken is not None or i in self.coded:
             return False
@@ -790,16 +818,20 @@ class _Finder:
             raise _refused("its table has no positive and no negative half, or infinite entries")
         (dtype,) = dtypes
         zero = 0.0 if values else ZEROS[dtype]
-        has_zeros = [isinstance(p.zero, str) for _, p in products]
-        for (out, part), is_input in zip(products, has_zeros, strict=True):
-            if not is_input and part.zero != zero:
+        for out, part in products:
+            if isinstance(part.zero, float) and part.zero != zero:
                 raise _refused(f"{out} subtracts {part.zero} from codes, not {zero}")
-        if any(has_zeros) and (values or dtype.is_floating_point or not all(has_zeros)):
-            raise _refused("zero points are not those of all codes, or codes are floats")
+            if isinstance(part.zero, str) and part.shift:
+                raise _refused(f"{out} subtracts zero points, and adds shifts")
         self.products = tuple(
-            Product(out, p.codes, p.scale, p.zero if isinstance(p.zero, str) else None)
+            Product(out, p.codes, p.scale, p.zero if isinstance(p.zero, str) else None, p.shift)
             for out, p in products
         )
+        kinds = {(p.zero is not None, p.shift is not None) for p in self.products}
+        if len(kinds) > 1:
+            raise _refused("zero points or shifts are not those of all codes")
+        if kinds != {(False, False)} and (values or dtype.is_floating_point):
+            raise _refused("codes are floats and have zero points or shifts")
         finished = [out for out in self.column_sums if self.is_finished(out)]
         self.sums = tuple((out, self.column_sums[out][0]) for out in finished)
         self.other = products[0][1].other
@@ -820,6 +852,9 @@ class _Finder:
             self._check_columns(found, name)
         scales = {p.scale for p in found.products if p.scale is not None}
         zeros = {p.zero for p in found.products if p.zero is not None}
+        shifts = [p.shift for p in found.products if p.shift is not None]
+        if any(is_packed(found.tensor(name).dtype) for name in shifts):
+            raise _refused("shifts are codes")
         coded = {p.codes for p in found.products}
         for i in self.block.inputs:
             if self.operand(i).dtype in ZEROS and i.name not in coded | zeros:
@@ -857,7 +892,7 @@ class _Finder:
             groups = 1  # copies bring one group of all rows of a tile
         bits = 4 if is_packed(t.dtype) else 8 * t.dtype.itemsize
         if self.taken is None and rows * groups * bits % (8 * _LOADED):
-            what = "zero points" if name == p.zero else "scales"
+            what = "zero points" if name == p.zero else "shifts" if name == p.shift else "scales"
             raise _refused(f"{groups} {what} of {name} for a row are no multiple of 16 bytes")
         own = self.block.inputs_by_name[name]
         if own.sizes != self.block.inputs_by_name[p.codes].sizes:

@@ -27,9 +27,9 @@ _NAMES = frozenset(
     held_steps high_0 high_1 holds is_swapped j k lane largest left less lie_together low_0
     low_1 low_less low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row own_scales
     own_sum own_sum_0 own_sum_1 own_tile piece pitch place q r right row row_0 row_bytes scaled
-    second size span stages step stores sums t team team_warp team_warps tiles to unit unit_sum
-    unit_sums units up upper upper_0 upper_1 vector w warp warps word word_step Words worth_0
-    worth_1 zero_0 zero_1
+    second shift_0 shift_1 size span stages step stores sums t team team_warp team_warps tiles to
+    unit unit_sum unit_sums units up upper upper_0 upper_1 vector w warp warps word word_step
+    Words worth_0 worth_1 zero_0 zero_1
     """.split()
 )
 
@@ -55,7 +55,7 @@ class StreamWriter(NestWriter):
         self.early = layout.schedule.trigger_early
         self.coded = {p.codes for p in self.found.products}
         self.scales = {p.scale for p in self.found.products if p.scale is not None}
-        self.zeros = {p.zero for p in self.found.products if p.zero is not None}
+        self.offsets = {p.offset for p in self.found.products if p.offset is not None}
 
     @property
     def has_index(self) -> bool:
@@ -128,19 +128,24 @@ class StreamWriter(NestWriter):
         return f"(span * {self.layout.span_chunks} + c)" if self.has_spans else "c"
 
     def scale_slot(self, number: int) -> str:
-        """Return the place of the scales or zero points of tile `i`, of its piece, or of its chunk.
+        """Return the place of scales, zero points or shifts of tile `i`, its piece, or its chunk.
 
         Args:
             number: Their number in `Products.grouped`.
         """
-        count = len(self.found.products)
-        place = f"shared.scales_{number}" if number < count else f"shared.zeros_{number - count}"
+        place = f"shared.{self.kind_of(number)}_{number % len(self.found.products)}"
         if self.layout.comes_with_chunks(number):
             return f"{place}[s]"
         tile = "(span * mine + i)" if self.has_spans else "i"
         if self.has_index:
             tile = "(n / chunks)"  # those that are missing have no slot
         return f"{place}[{tile} % {self.layout.scale_slots(number)}]"
+
+    def kind_of(self, number: int) -> str:
+        """Return "scales", "zeros" or "shifts": what a number in `Products.grouped` stands for."""
+        if number < len(self.found.products):
+            return "scales"
+        return "zeros" if self.found.grouped[number][0].shift is None else "shifts"
 
     def of_span(self, full: int, last: int) -> str:
         """Return the text of a count that the last span may have less of."""
