@@ -223,7 +223,7 @@ def test_the_columns_of_codes_lie_side_by_side():
     experts, row, group, _ = stride_of(PIECES, "codes0")
     wide = (2 * experts, 2 * row, 2 * group, 1)
     text = refusal(placed(PIECES, strides={"codes0": wide}))
-    assert "the codes of codes0 lie neither row after row nor as in GPTQ" in text
+    assert "the codes of codes0 lie neither row after row nor as in GPTQ or AWQ" in text
 
 
 def test_weights_with_an_index_are_not_joined():

@@ -133,8 +133,8 @@ class Products:
         values: The table that the codes are looked up in, if there is one.
         pair: The last of `columns` if it numbers the two codes of a byte, the higher one first.
         word: The last of `columns` if it numbers the codes of a word, and words are column-major.
-        word_rows: The last two of `rows` if they number the codes of a word. These are of rows 0, 2,
-            4, 6, 1, 3, 5 and 7 of eight.
+        word_rows: The last two of `rows` if they number the codes of a word. These are of rows 0,
+            2, 4, 6, 1, 3, 5 and 7 of eight.
     """
 
     op: PlacedOp
