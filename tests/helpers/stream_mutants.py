@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
+from tests.helpers.row_mutants import OF_ROWS, ROW_KERNELS
 from tests.helpers.streamed_graphs import Hand
 
 #: Kernels to change. Each block walks several tiles, and a tile has several chunks, so the ring is
@@ -152,6 +153,7 @@ KERNELS = {
         batch=2,
     ),
     **COLUMN_KERNELS,
+    **ROW_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
@@ -612,7 +614,7 @@ MUTANTS = [
     *(Mutant(*m) for m in OF_ONE),
     *(
         Mutant(k, *m)
-        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS).items()
+        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS).items()
         for m in own
     ),
 ]
