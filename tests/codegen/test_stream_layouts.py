@@ -112,6 +112,7 @@ def test_random_layouts_of_rows_in_words_are_of_each_kind():
     assert {(True, True, True), (True, False, True), (False, False, True)} < zeros
     assert (True, True, False) in zeros
     assert {bool(hand.scale_columns) for hand in hands if hand.group} == {True, False}
+    assert {hand.columns == hand.group for hand in hands} == {True, False}
     assert {len(hand.rows) > 1 for hand in hands} == {True, False}
     for has in ("has_norm", "has_gate", "has_residual"):
         assert {getattr(hand, has) for hand in hands} == {True, False}, has
@@ -204,7 +205,10 @@ def test_other_factors_in_spans_give_the_results_of_float64(
 
 
 #: What declares a name in the text of a kernel.
-_DECLARED = re.compile(r"\b(?:int|float|unsigned|bool|auto|uint4|half|char)[&*]* (\w+)\b(?! ?\()")
+_DECLARED = re.compile(
+    r"\b(?:int|float|unsigned(?: char)?|long long|bool|auto|uint4|half|char)[&*]* "
+    r"(?:__restrict__ )?(\w+)\b(?! ?\()"
+)
 
 
 def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
@@ -228,6 +232,22 @@ def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
     inputs = tuple(replace(i, name=name(i.name)) for i in block.inputs)
     outputs = tuple(replace(o, value=name(o.value)) for o in block.outputs)
     return replace(block, inputs=inputs, stages=stages, outputs=outputs)
+
+
+def test_values_may_have_the_names_of_the_text_of_column_major_words(tmp_path):
+    plain = Hand(has_residual=True, has_zeros=True, scale_columns=(0,), warps=8)
+    known = {*_DECLARED.findall(plain.kernel().source)}
+    hands, kernels, every = [], [], set()
+    for words in ("has_columns", "has_rows_in_words"):
+        hand = replace(plain, **{words: True})
+        names = {*_DECLARED.findall(hand.kernel().source)} - known - {*hand.op.block.carried}
+        for name in sorted(names - every):
+            op = replace(hand.op, block=renamed(hand.op.block, "residual", name))
+            kernels.append(write_stream_kernel(op, hand.schedule, f"kernel_{len(kernels)}"))
+            hands.append(hand)
+        every |= names
+    assert {"vector", "place", "word_step", "from", "from_16", "words_0_0"} < every
+    check(hands, kernels, tmp_path)
 
 
 @pytest.mark.parametrize("spans", [1, 2])

@@ -731,8 +731,9 @@ def random_row_hand(seed: int) -> Hand:
     r = random.Random(seed)
     has_gate = r.random() < 0.4
     group = r.choice((32, 64, 64, 128, 128, 192, 0))
-    columns = group * 2 * r.randint(1, 6) if group else 64 * r.randint(1, 16)
-    tile = 1 << r.randint(0, 1 if has_gate else 2) if group else 1 << r.randint(7, 9)
+    every = (2, 4, 6, 8, 10) if group % 64 else (1, 1, 2, 3, 5, 8, 12)
+    columns = group * r.choice(every) if group else 64 * r.randint(1, 16)
+    tile = 1 << r.randint(0, 1 if has_gate else 2) if group else 1 << r.randint(5, 9)
     tile_rows = r.choice((64, 32))
     products = (0, 1) if has_gate else (0,)
     has_zeros = r.random() < 0.7
