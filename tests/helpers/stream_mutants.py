@@ -604,7 +604,7 @@ BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
 RAGGED = ("int8", "int8, spans of 2 rows")
 MUTANTS = [
     *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
-    *(Mutant("columns, teams", *m) for m in OF_RING),
+    *(Mutant(k, *m) for k in ("columns, teams", "rows in words, teams") for m in OF_RING),
     *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPAN_CHUNKS)),
     *(Mutant(k, *m) for k in ONE_ROW for m in OF_ONE_SPAN),
     *(Mutant(k, *m) for k in (*ONE_ROW, "int4, spans") for m in OF_ONE_ROW),
