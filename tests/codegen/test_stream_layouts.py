@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import BlockGraph
-from tests.helpers.streamed_graphs import Hand, random_column_hand, random_hand
+from tests.helpers.streamed_graphs import Hand, random_column_hand, random_hand, random_row_hand
 
 #: Random layouts are compiled so many at a time.
 AT_ONCE = 12
@@ -23,7 +24,9 @@ SLOW_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.slow) for n in (2, 3,
 
 #: How many random layouts with column-major codes or scales are compiled at a time.
 COLUMNS_AT_ONCE = 16
-SLOW_COLUMNS = (pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))
+SLOW_COLUMNS = [pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]
+#: What draws such layouts. The words of the second one hold codes of eight rows.
+COLUMN_HANDS = (random_column_hand, random_row_hand)
 
 
 def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
@@ -64,20 +67,21 @@ def test_random_layouts_give_the_results_of_float64(first, tmp_path, monkeypatch
     check(*drawn(first), tmp_path)
 
 
-def drawn_columns(first: int) -> list[Hand]:
+def drawn_columns(draw: Callable[[int], Hand], first: int = 0) -> list[Hand]:
     """Return random block graphs with column-major codes, scales or both."""
-    return [random_column_hand(n) for n in range(first, first + COLUMNS_AT_ONCE)]
+    return [draw(n) for n in range(first, first + COLUMNS_AT_ONCE)]
 
 
+@pytest.mark.parametrize("draw", COLUMN_HANDS)
 @pytest.mark.parametrize("number", [0, *SLOW_COLUMNS])
-def test_random_layouts_of_columns_give_the_results_of_float64(number, tmp_path, monkeypatch):
+def test_random_layouts_of_columns_give_the_results_of_float64(draw, number, tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "_FIRST_BYTES", (1, 8 << 10, 48 << 10)[number % 3])
-    hands = drawn_columns(number * COLUMNS_AT_ONCE)
+    hands = drawn_columns(draw, number * COLUMNS_AT_ONCE)
     check(hands, [hand.kernel(f"kernel_{n}") for n, hand in enumerate(hands)], tmp_path)
 
 
 def test_random_layouts_of_columns_are_of_each_kind():
-    hands = drawn_columns(0)
+    hands = drawn_columns(random_column_hand)
     layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
     columns = [x for x in layouts if x.products.is_column_major]
     assert len(hands) > len(columns) >= 10
@@ -90,6 +94,28 @@ def test_random_layouts_of_columns_are_of_each_kind():
     assert {len(hand.rows) > 1 for hand in hands if hand.has_columns} == {True, False}
     for has in ("has_norm", "has_gate", "has_residual", "has_zeros"):
         assert {getattr(hand, has) for hand in hands if hand.has_columns} == {True, False}, has
+
+
+def test_random_layouts_of_rows_in_words_are_of_each_kind():
+    hands = drawn_columns(random_row_hand)
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    assert all(x.products.has_rows_in_words for x in layouts)
+    assert {x.tile_rows for x in layouts} == {32, 64}
+    assert {x.vectors for x in layouts} == {1, 2, 4}
+    assert {x.lane_bytes for x in layouts} == {4, 8, 16}
+    assert {x.teams > 1 for x in layouts} == {x.chunks > 1 for x in layouts} == {True, False}
+    assert {x.last_chunk < x.chunk for x in layouts} == {True, False}
+    assert len({x.batch for x in layouts}) >= 4
+    assert {0, 32, 64, 128} <= {hand.group for hand in hands}
+    assert {hand.codes for hand in hands} == {"uint4", "int4"}
+    zeros = {(hand.has_zeros, hand.zeros_in_words, hand.group > 0) for hand in hands}
+    assert {(True, True, True), (True, False, True), (False, False, True)} < zeros
+    assert (True, True, False) in zeros
+    assert {bool(hand.scale_columns) for hand in hands if hand.group} == {True, False}
+    assert {hand.columns == hand.group for hand in hands} == {True, False}
+    assert {len(hand.rows) > 1 for hand in hands} == {True, False}
+    for has in ("has_norm", "has_gate", "has_residual"):
+        assert {getattr(hand, has) for hand in hands} == {True, False}, has
 
 
 def test_pairs_of_groups_may_have_column_major_scales(tmp_path):
@@ -155,7 +181,8 @@ def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "count", "kinds"), [(random_hand, 2 * AT_ONCE, 11), (random_column_hand, 10, 9)]
+    ("draw", "count", "kinds"),
+    [(random_hand, 2 * AT_ONCE, 11), (random_column_hand, 10, 9), (random_row_hand, 6, 8)],
 )
 def test_other_factors_in_spans_give_the_results_of_float64(
     draw, count, kinds, tmp_path, monkeypatch
@@ -178,7 +205,10 @@ def test_other_factors_in_spans_give_the_results_of_float64(
 
 
 #: What declares a name in the text of a kernel.
-_DECLARED = re.compile(r"\b(?:int|float|unsigned|bool|auto|uint4|half|char)[&*]* (\w+)\b(?! ?\()")
+_DECLARED = re.compile(
+    r"\b(?:int|float|unsigned(?: char)?|long long|bool|auto|uint4|half|char)[&*]* "
+    r"(?:__restrict__ )?(\w+)\b(?! ?\()"
+)
 
 
 def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
@@ -202,6 +232,22 @@ def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
     inputs = tuple(replace(i, name=name(i.name)) for i in block.inputs)
     outputs = tuple(replace(o, value=name(o.value)) for o in block.outputs)
     return replace(block, inputs=inputs, stages=stages, outputs=outputs)
+
+
+def test_values_may_have_the_names_of_the_text_of_column_major_words(tmp_path):
+    plain = Hand(has_residual=True, has_zeros=True, scale_columns=(0,), warps=8)
+    known = {*_DECLARED.findall(plain.kernel().source)}
+    hands, kernels, every = [], [], set()
+    for words in ("has_columns", "has_rows_in_words"):
+        hand = replace(plain, **{words: True})
+        names = {*_DECLARED.findall(hand.kernel().source)} - known - {*hand.op.block.carried}
+        for name in sorted(names - every):
+            op = replace(hand.op, block=renamed(hand.op.block, "residual", name))
+            kernels.append(write_stream_kernel(op, hand.schedule, f"kernel_{len(kernels)}"))
+            hands.append(hand)
+        every |= names
+    assert {"vector", "place", "word_step", "from", "from_16", "words_0_0"} < every
+    check(hands, kernels, tmp_path)
 
 
 @pytest.mark.parametrize("spans", [1, 2])

@@ -128,7 +128,7 @@ def op_of(hand: Hand, out: str) -> BlockOp:
     return hand.op.block.ops_by_name[out]
 
 
-NO_ORDER = "the codes of codes0 lie neither row after row nor as in GPTQ"
+NO_ORDER = "the codes of codes0 lie neither row after row nor as in GPTQ or AWQ"
 
 
 def test_codes_have_to_lie_row_after_row():
@@ -179,7 +179,7 @@ def test_all_codes_are_column_major_if_some_are():
     gated = replace(COLUMNS, has_gate=True, scale_columns=(0, 1))
     op = rebuilt(gated, strides={"codes10": (256, 64, 8, 1)})
     text = refusal(lambda: streamed_products(op))
-    assert "the codes of codes1 lie neither row after row nor as in GPTQ" in text
+    assert "the codes of codes1 lie neither row after row nor as in GPTQ or AWQ" in text
 
 
 @pytest.mark.parametrize("codes", ["uint8", "int8", "float8_e4m3fn"])
@@ -190,7 +190,7 @@ def test_words_hold_codes_of_4_bits(codes):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_codes_of_tables_are_not_column_major(batch):
     hand = replace(COLUMNS, table="e2m1", batch=batch)
-    assert "codes of a table lie as in GPTQ" in refusal(lambda: streamed_products(hand.op))
+    assert "codes of a table lie as in GPTQ or AWQ" in refusal(lambda: streamed_products(hand.op))
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,154 @@ def test_chunks_of_column_major_codes_are_multiples_of_units():
     short = replace(ONE_SCALE, tile=16)
     text = refusal(lambda: layouts.stream_layout(short.op, short.schedule))
     assert "chunks of 16 columns are no multiple of what four lanes load" in text
+
+
+#: 64 rows whose words hold codes of eight rows. Dims of codes are rows / 8, 4 and 2, then groups
+#: and their columns. Those of scales and zero points are the same, with one column of each group.
+IN_WORDS = Hand(has_rows_in_words=True, scale_columns=(0,), has_zeros=True, zeros_in_words=True)
+#: The same with zero points that are floats.
+FLOAT_ZEROS = replace(IN_WORDS, zeros_in_words=False)
+NO_PLACE = "of codes in a way that it does not compute"
+
+
+@pytest.mark.parametrize(
+    ("strides", "why"),
+    [
+        ((8, 1, 4, 4096, 64), ""),
+        ((8, 2, 1, 4096, 64), NO_ORDER),  # rows of a word in their order
+        ((1, 16, 8, 4096, 64), NO_ORDER),  # eight rows in a row of words
+        ((1, 32, 8, 4096, 64), NO_ORDER),
+        ((8, 1, 4, 4608, 72), NO_ORDER),  # a gap after each column
+        ((8, 1, 4, 4608, 64), NO_ORDER),  # a gap after each group
+        ((8, 1, 4, 64, 256), NO_ORDER),  # groups within columns
+        ((2048, 1, 4, 512, 8), NO_ORDER),  # words of eight rows lie column after column
+        ((2048, 512, 256, 64, 1), NO_PLACE),  # row after row, but zero points do not
+    ],
+    ids=str,
+)
+def test_words_of_rows_have_to_lie_as_in_awq(strides, why):
+    op = rebuilt(IN_WORDS, strides={"codes00": strides})
+    if why:
+        assert why in refusal(lambda: streamed_products(op))
+    else:
+        assert streamed_products(op).word_rows == ("o", "p")
+
+
+@pytest.mark.parametrize(
+    ("hand", "name", "strides", "fits"),
+    [
+        (IN_WORDS, "zeros00", (8, 1, 4, 64, 1), True),
+        (IN_WORDS, "zeros00", (8, 2, 1, 64, 1), False),  # in the order of rows
+        (IN_WORDS, "zeros00", (32, 1, 4, 8, 1), False),  # groups within rows
+        (IN_WORDS, "zeros00", (32, 4, 16, 1, 1), False),  # groups within words
+        (IN_WORDS, "zeros00", (8, 1, 4, 72, 1), False),  # gaps
+        (FLOAT_ZEROS, "zeros00", (8, 2, 1, 64, 1), True),
+        (FLOAT_ZEROS, "zeros00", (32, 8, 4, 1, 1), True),
+        (FLOAT_ZEROS, "zeros00", (8, 1, 4, 64, 1), False),  # in the order of words
+        (IN_WORDS, "scales00", (8, 2, 1, 64, 1), True),
+        (IN_WORDS, "scales00", (32, 8, 4, 1, 1), True),
+        (IN_WORDS, "scales00", (8, 1, 4, 64, 1), False),
+        (IN_WORDS, "scales00", (8, 2, 1, 72, 1), False),
+    ],
+    ids=lambda x: "" if isinstance(x, Hand) else str(x),
+)
+def test_scales_and_zero_points_of_words_of_rows_have_an_order(hand, name, strides, fits):
+    op = rebuilt(hand, strides={name: strides})
+    if fits:
+        assert streamed_products(op).has_rows_in_words
+    else:
+        assert NO_PLACE in refusal(lambda: streamed_products(op))
+
+
+def test_zero_points_in_words_of_rows_do_not_change():
+    op = rebuilt(IN_WORDS, changing=("zeros00",))
+    assert NO_PLACE in refusal(lambda: streamed_products(op))
+
+
+def test_zero_points_in_words_of_rows_need_such_codes():
+    joined = replace(IN_WORDS, rows=(64, 32))
+    op = rebuilt(joined, strides={"zeros01": (8, 2, 1, 32, 1)})
+    assert NO_PLACE in refusal(lambda: streamed_products(op))
+    plain = replace(IN_WORDS, has_zeros=False, zeros_in_words=False)
+    op = rebuilt(plain, strides={"codes00": (2048, 512, 256, 64, 1)})
+    assert not streamed_products(op).has_rows_in_words
+
+
+def test_all_codes_lie_in_words_of_rows_if_some_do():
+    in_rows = (2048, 512, 256, 64, 1)
+    joined = rebuilt(replace(IN_WORDS, rows=(64, 32)), strides={"codes01": in_rows})
+    assert NO_ORDER in refusal(lambda: streamed_products(joined))
+    gated = replace(IN_WORDS, has_gate=True, scale_columns=(0, 1))
+    for name in ("codes00", "codes10"):
+        op = rebuilt(gated, strides={name: in_rows})
+        assert "the codes of codes1 lie neither" in refusal(lambda op=op: streamed_products(op))
+
+
+@pytest.mark.parametrize("codes", ["uint8", "int8", "float8_e4m3fn"])
+def test_words_of_rows_hold_codes_of_4_bits(codes):
+    hand = replace(FLOAT_ZEROS, codes=codes)
+    assert NO_ORDER in refusal(lambda: streamed_products(hand.op))
+
+
+def test_words_of_rows_may_hold_signed_codes():
+    signed = replace(IN_WORDS, codes="int4")
+    assert streamed_products(signed.op).has_rows_in_words
+    op = rebuilt(signed, changing=("scales00",))
+    assert NO_PLACE in refusal(lambda: streamed_products(op))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_codes_of_tables_do_not_lie_in_words_of_rows(has_zeros, batch):
+    zeros = {"has_zeros": has_zeros, "zeros_in_words": has_zeros}
+    hand = replace(IN_WORDS, table="e2m1", batch=batch, **zeros)
+    assert "codes of a table lie as in GPTQ or AWQ" in refusal(lambda: streamed_products(hand.op))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rows": (16,)}, "rows of codes are no multiple of 32"),
+        ({"rows": (48,)}, "rows of codes are no multiple of 32"),
+        ({"rows": (24,), "has_gate": True}, "rows of codes are no multiple of 32"),
+        ({"rows": (64, 40)}, "rows of codes are no multiple of 32"),
+        ({"columns": 96, "group": 32}, "96 columns in groups of 32 do not fit"),
+        ({"columns": 192, "group": 48}, "groups of 48 do not fit"),
+        ({"batch": 9}, "the other factor has 9 rows, more than 8"),
+    ],
+    ids=str,
+)
+def test_sizes_of_words_of_rows_have_to_fit(changes, why):
+    assert why in refusal(lambda: streamed_products(replace(IN_WORDS, **changes).op))
+
+
+@pytest.mark.parametrize("rows", [(96,), (64, 32)])
+def test_tiles_of_words_of_rows_have_32_or_64_rows(rows):
+    hand = replace(IN_WORDS, rows=rows)
+    text = refusal(lambda: layouts.stream_layout(hand.op, hand.schedule))
+    assert "rows of codes are no multiple of 64; give tiles of 32 rows" in text
+    small = replace(hand, tile_rows=32)
+    assert layouts.stream_layout(small.op, small.schedule).tile_rows == 32
+    for tile_rows in (8, 16, 128):
+        other = replace(hand, tile_rows=tile_rows)
+        text = refusal(lambda hand=other: layouts.stream_layout(hand.op, hand.schedule))
+        assert "has tiles of 8 along n, 4 along o, 2 along p" in text
+
+
+def test_tiles_of_words_of_rows_have_whole_words():
+    """Tiles of 64 rows that halve the words of more of them are refused."""
+    hand = replace(IN_WORDS, rows=(128,))
+    tiles = {**hand.schedule.tiles, "n": 16, "o": 2}
+    text = refusal(lambda: layouts.stream_layout(hand.op, hand.schedule.changed(tiles=tiles)))
+    assert "has tiles of 8 along n, 4 along o, 2 along p" in text
+
+
+def test_chunks_of_words_of_rows_are_multiples_of_units():
+    hand = replace(IN_WORDS, group=0, scale_columns=(), tile=16)
+    text = refusal(lambda: layouts.stream_layout(hand.op, hand.schedule))
+    assert "chunks of 16 columns are no multiple of what four lanes load" in text
+    longer = replace(hand, tile=32)
+    assert layouts.stream_layout(longer.op, longer.schedule).unit == 32
 
 
 @pytest.mark.parametrize("has_columns", [False, True])

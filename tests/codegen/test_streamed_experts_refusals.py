@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 
@@ -223,7 +224,27 @@ def test_the_columns_of_codes_lie_side_by_side():
     experts, row, group, _ = stride_of(PIECES, "codes0")
     wide = (2 * experts, 2 * row, 2 * group, 1)
     text = refusal(placed(PIECES, strides={"codes0": wide}))
-    assert "the codes of codes0 lie neither row after row nor as in GPTQ" in text
+    assert "the codes of codes0 have an index, and do not lie in rows" in text
+
+
+class InWords(Experts):
+    """Experts whose rows have three axes, as those of AWQ: eight rows have two."""
+
+    @property
+    def own_row_axes(self) -> tuple[str, ...]:
+        return ("n", "o", "p")
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return super().sizes | {"n": self.rows // 8, "o": 4, "p": 2}
+
+
+def test_words_of_experts_hold_codes_of_one_row():
+    e = InWords(codes="uint4", scales="bfloat16")
+    assert not streamed_products(placed(e)).has_rows_in_words
+    strides = (e.rows * e.columns, 8, 1, 4, e.rows * e.group, e.rows)
+    text = refusal(placed(e, strides={"codes0": strides}))
+    assert "the codes of codes0 have an index, and do not lie in rows" in text
 
 
 def test_weights_with_an_index_are_not_joined():

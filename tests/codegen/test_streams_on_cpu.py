@@ -12,6 +12,7 @@ import torch
 from mirage_hf.codegen.streams.helpers import (
     HELPERS,
     POWER_OF_PAIR_HELPERS,
+    ROWS_IN_WORDS_HELPERS,
     TABLE_HELPERS,
 )
 from mirage_hf.codegen.streams.tables import words
@@ -182,6 +183,42 @@ LOW_BYTES = (0, 127, 127, 1, 64, 33, 99, 5, 0, 17, 0, 127, 2, 88, 0, 126)
 _BYTES = [f"0x{word:08x}u" for word in (*words(HIGH_BYTES), *words(LOW_BYTES))]
 CONVERT_TABLE = CONVERT_TABLE.replace("TABLE", ", ".join(_BYTES))
 
+#: Each thread makes words of rows from eight words that are three words apart: words of eight rows,
+#: of the first four rows and of the last four.
+CONVERT_ROWS = r"""
+__global__ void run(const unsigned char* words, unsigned* converted) {
+  const auto from = words + threadIdx.x * 96;
+  auto to = converted + threadIdx.x * 16;
+  *reinterpret_cast<Words<8>*>(to) = words_of_rows<8>(from, 12, 0);
+  *reinterpret_cast<Words<4>*>(to + 8) = words_of_rows<4>(from, 12, 0);
+  *reinterpret_cast<Words<4>*>(to + 12) = words_of_rows<4>(from, 12, 1);
+}
+"""
+
+#: Changes of `ROWS_IN_WORDS_HELPERS` that give other words.
+OTHER_ROW_HELPERS = [
+    ("(even & 0x0f0f0f0fu)", "(even & 0x0f0f0f07u)"),
+    ("(odd << 4 & 0xf0f0f0f0u)", "(even << 4 & 0xf0f0f0f0u)"),
+    ("(even >> 4 & 0x0f0f0f0fu)", "(even & 0x0f0f0f0fu)"),
+    ("(odd & 0xf0f0f0f0u)", "(odd << 4 & 0xf0f0f0f0u)"),
+    ("from + n * step", "from + n * 4"),
+    ("0x6240u", "0x6420u"),
+    ("0x6240u", "0x2640u"),
+    ("0x6240u + 0x1111u *", "0x6240u + 0x1110u *"),
+    ("(rows == 8 ? four : last)", "four"),
+    ("(rows == 8 ? four : last)", "last"),
+    ("(rows == 8 ? four : last)", "(rows == 8 ? four : 1 - last)"),
+    ("column[odd + 2], which", "column[odd + 4], which"),
+    ("(column[odd + 4], column[odd + 6]", "(column[odd + 6], column[odd + 4]"),
+    ("(some, others, 0x5410)", "(others, some, 0x5410)"),
+    ("0x7632", "0x3276"),
+    ("bytes[1][odd] =", "bytes[1][1 - odd] ="),
+    ("found.w[4 * four + n]", "found.w[4 * (rows / 4 - 1 - four) + n]"),
+    ("= lower_of_both(bytes[n][0], bytes[n][1])", "= lower_of_both(bytes[n][1], bytes[n][0])"),
+    ("= upper_of_both(bytes[n][0], bytes[n][1])", "= upper_of_both(bytes[1 - n][0], bytes[n][1])"),
+    ("[4 * four + 2 + n]", "[4 * four + 3 - n]"),
+]
+
 #: Changes of `HELPERS` and `TABLE_HELPERS` that give other halves of a table.
 OTHER_TABLE_HELPERS = [
     ("0x64486448u", "0x64486408u"),
@@ -202,7 +239,7 @@ OTHER_TABLE_HELPERS = [
 #: What all kernels call, and what some do.
 SMALL_HELPERS = HELPERS + TABLE_HELPERS + POWER_OF_PAIR_HELPERS
 
-_FUNCTION = re.compile(r"^__device__ __forceinline__ .*?^\}", re.M | re.S)
+_FUNCTION = re.compile(r"^(?:template <int \w+> )?__device__ __forceinline__ .*?^\}", re.M | re.S)
 _ASM = re.compile(r'asm\("(.*?)"\s*: "=r"\((\w+)\) : (.*?)\);')
 _INPUT = re.compile(r'"r"\(([^()]+)\)')
 _MOVE = re.compile(r"mov\.b32 \{(\w+), (\w+)\}, (\w+)")
@@ -344,6 +381,8 @@ def run(tmp_path_factory):
     source += conversions(HELPERS, OTHER_HELPERS, CONVERT)
     source += conversions(SMALL_HELPERS, OTHER_SMALL_HELPERS, CONVERT_SMALL, "small_")
     source += conversions(HELPERS + TABLE_HELPERS, OTHER_TABLE_HELPERS, CONVERT_TABLE, "table_")
+    rows = HELPERS + ROWS_IN_WORDS_HELPERS
+    source += conversions(rows, OTHER_ROW_HELPERS, CONVERT_ROWS, "rows_")
 
     def run(name, tensors, order=0, threads=96):
         return run_kernel(source, name, 1, threads, 1024, tensors, order, folder)
@@ -492,6 +531,42 @@ def test_the_cuda_text_looks_codes_up_as_the_emulation_does(run):
 def test_a_change_of_the_cuda_text_of_tables_is_noticed(run, n):
     found, want = converted_by_table(run, f"other_{n}"), converted_by_table(run, "cpu")
     assert not torch.equal(found.view(torch.int16), want.view(torch.int16))
+
+
+def words_of_columns():
+    """Return words of eight columns, three words apart, 64 times."""
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.iinfo(torch.int32)
+    return torch.randint(
+        bounds.min, bounds.max + 1, (64, 8, 3), generator=generator, dtype=torch.int32
+    )
+
+
+def converted_to_rows(run, name):
+    """Return what a kernel makes of `words_of_columns`: words of 8, 4 and 4 rows."""
+    found = torch.zeros(64, 16, dtype=torch.int32)
+    assert run(f"rows_{name}", (words_of_columns(), found), threads=64) == ""
+    return found
+
+
+def codes_of_words(words):
+    """Return the codes of words, those in the lowest bits first."""
+    return words[..., None] >> torch.arange(0, 32, 4) & 15
+
+
+def test_the_cuda_text_makes_words_of_rows_as_the_emulation_does(run):
+    found = converted_to_rows(run, "cuda")
+    columns = codes_of_words(words_of_columns()[:, :, 0])
+    in_order = torch.empty_like(columns)
+    in_order[..., [0, 2, 4, 6, 1, 3, 5, 7]] = columns
+    rows = in_order.mT
+    assert torch.equal(codes_of_words(found), torch.cat((rows, rows[:, :4], rows[:, 4:]), 1))
+    assert torch.equal(found, converted_to_rows(run, "cpu"))
+
+
+@pytest.mark.parametrize("n", range(len(OTHER_ROW_HELPERS)))
+def test_a_change_of_the_cuda_text_of_rows_is_noticed(run, n):
+    assert not torch.equal(converted_to_rows(run, f"other_{n}"), converted_to_rows(run, "cpu"))
 
 
 def outcomes(run, name, copies):

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
+from tests.helpers.row_mutants import OF_ROWS, ROW_KERNELS
 from tests.helpers.streamed_graphs import Hand
 
 #: Kernels to change. Each block walks several tiles, and a tile has several chunks, so the ring is
@@ -152,6 +153,7 @@ KERNELS = {
         batch=2,
     ),
     **COLUMN_KERNELS,
+    **ROW_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
@@ -602,7 +604,7 @@ BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
 RAGGED = ("int8", "int8, spans of 2 rows")
 MUTANTS = [
     *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
-    *(Mutant("columns, teams", *m) for m in OF_RING),
+    *(Mutant(k, *m) for k in ("columns, teams", "rows in words, teams") for m in OF_RING),
     *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPAN_CHUNKS)),
     *(Mutant(k, *m) for k in ONE_ROW for m in OF_ONE_SPAN),
     *(Mutant(k, *m) for k in (*ONE_ROW, "int4, spans") for m in OF_ONE_ROW),
@@ -612,7 +614,7 @@ MUTANTS = [
     *(Mutant(*m) for m in OF_ONE),
     *(
         Mutant(k, *m)
-        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS).items()
+        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS).items()
         for m in own
     ),
 ]

@@ -359,9 +359,11 @@ class Hand:
         table: The name of a table in HAND_TABLES that codes are looked up in. Empty: there is none.
         is_turned: Whether the first of two codes is in the high half of a byte.
         has_columns: Whether words of codes of successive rows lie side by side, as those of GPTQ.
+        has_rows_in_words: Whether a word has codes of eight rows of a column, as those of AWQ.
         scale_columns: The products whose scales of successive rows lie side by side.
         tile_rows: Rows of each product that a tile has. 0: the most.
-        has_zeros: Whether there is a zero point, a float, for each scale.
+        has_zeros: Whether there is a zero point for each scale.
+        zeros_in_words: Whether zero points lie in words as those of AWQ. Otherwise they are floats.
     """
 
     codes: str = "uint4"
@@ -382,9 +384,11 @@ class Hand:
     table: str = ""
     is_turned: bool = False
     has_columns: bool = False
+    has_rows_in_words: bool = False
     scale_columns: tuple[int, ...] = ()
     tile_rows: int = 0
     has_zeros: bool = False
+    zeros_in_words: bool = False
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -394,6 +398,8 @@ class Hand:
     @property
     def row_axes(self) -> tuple[str, ...]:
         """The axes of rows."""
+        if self.has_rows_in_words:
+            return ("n", "o", "p")
         return ("n", "o") if self.square else ("n",)
 
     @property
@@ -415,7 +421,27 @@ class Hand:
 
     def row_dims(self, rows: int) -> tuple[int, ...]:
         """Return the sizes of the axes of this many rows."""
+        if self.has_rows_in_words:
+            return (rows // CODES_PER_WORD, 4, 2)
         return (rows // self.square, self.square) if self.square else (rows,)
+
+    def column_major(self, dims: int, in_words: bool = False) -> tuple[int, ...]:
+        """Return the order of dims, the outermost first, if those of rows are the innermost ones.
+
+        Args:
+            dims: How many dims there are. Those of rows are the first ones.
+            in_words: Whether the last two dims of rows number the codes of a word.
+        """
+        of_rows = range(len(self.row_axes))
+        return (*range(len(of_rows), dims), *((0, 2, 1) if in_words else of_rows))
+
+    @property
+    def code_order(self) -> tuple[int, ...] | None:
+        """The order of the dims of codes, the outermost first. None: row after row."""
+        dims = len(self.row_axes) + len(self.column_axes)
+        if self.has_columns:
+            return (*range(1, dims - 1), 0, dims - 1)
+        return self.column_major(dims, True) if self.has_rows_in_words else None
 
     @cached_property
     def graph(self) -> KernelGraph:
@@ -448,20 +474,24 @@ class Hand:
             add("gamma", (1, *column_dims), (None, *column_axes), self.dtype, True)
         for p in self.products:
             dims, axes = (*row_dims, *column_dims), (*row_axes, *column_axes)
-            order = (*range(1, len(dims) - 1), 0, len(dims) - 1) if self.has_columns else None
-            add(f"codes{p}", dims, axes, self.codes, True, len(self.rows), self.is_turned, order)
+            parts = len(self.rows)
+            add(f"codes{p}", dims, axes, self.codes, True, parts, self.is_turned, self.code_order)
+            shared = (row_dims[0], 1) if self.square else row_dims
+            axes = ("n", None) if self.square else row_axes
+            of_groups = column_dims[:1] if self.group else ()
+            ones = len(column_dims) - len(of_groups)
+            dims = (*shared, *of_groups, *ones * (1,))
+            axes = (*axes, *("k",) * len(of_groups), *ones * (None,))
+            order = self.column_major(len(dims)) if p in self.scale_columns else None
             if self.group:
-                shared = (row_dims[0], 1) if self.square else row_dims
-                axes = ("n", None) if self.square else row_axes
-                parts = len(self.rows)
-                ones = len(column_dims) - 1
-                dims, axes = (*shared, column_dims[0], *ones * (1,)), (*axes, "k", *ones * (None,))
-                order = (*range(1, len(dims)), 0) if p in self.scale_columns else None
                 add(f"scales{p}", dims, axes, self.scale_dtype, True, parts, order=order)
-                if self.has_zeros:
-                    add(f"zeros{p}", dims, axes, self.dtype, True, parts, order=order)
             else:
                 add(f"scales{p}", row_dims, row_axes, self.dtype, True)
+            if self.has_zeros:
+                dtype = "uint4" if self.zeros_in_words else self.dtype
+                if self.zeros_in_words:
+                    order = self.column_major(len(dims), True)
+                add(f"zeros{p}", dims, axes, dtype, True, parts, order=order)
         if self.has_residual:
             add("residual", (self.batch, *row_dims), (of_batch, *row_axes), self.dtype, False)
         output = BlockOutput("y", (of_batch, *row_axes), self.dtype)
@@ -569,6 +599,8 @@ class Hand:
         """The schedule."""
         most = 32 if self.has_columns else 16 // len(self.products)
         tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: self.tile_rows or most}
+        if self.has_rows_in_words:
+            tiles = dict(zip(self.row_axes, self.row_dims(self.tile_rows or 64), strict=True))
         tiles |= {a: next_power_of_two(self.batch) for a in self.batch_axes}
         first, *inner = zip(self.column_axes, self.column_dims, strict=True)
         tiles |= {first[0]: self.tile // (1 if self.group else math.prod(self.inner_dims))}
@@ -592,6 +624,8 @@ class Hand:
         size = (0.5 if self.table else sizes[self.codes]) * self.columns**0.5
         tensors = zip(self.graph.inputs, random_inputs(self.graph, "cpu"), strict=True)
         by = {"scales": 1 / size, "zeros": 4.0}
+        if self.zeros_in_words:
+            by.pop("zeros")
         kinds = [(t.name.rstrip("0123456789"), x) for t, x in tensors]
         return [x * by[kind] if kind in by else x for kind, x in kinds]
 
@@ -705,4 +739,38 @@ def random_column_hand(seed: int) -> Hand:
         scale_columns=scale_columns if group else (),
         tile_rows=tile_rows,
         has_zeros=may_have_zeros and random.Random(~seed).random() < 0.4,
+    )
+
+
+def random_row_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule whose words hold codes of eight rows."""
+    r = random.Random(seed)
+    has_gate = r.random() < 0.4
+    group = r.choice((32, 64, 64, 128, 128, 192, 0))
+    every = (2, 4, 6, 8, 10) if group % 64 else (1, 1, 2, 3, 5, 8, 12)
+    columns = group * r.choice(every) if group else 64 * r.randint(1, 16)
+    tile = 1 << r.randint(0, 1 if has_gate else 2) if group else 1 << r.randint(5, 9)
+    tile_rows = r.choice((64, 32))
+    products = (0, 1) if has_gate else (0,)
+    has_zeros = r.random() < 0.7
+    return Hand(
+        codes=r.choice(("uint4", "uint4", "int4")),
+        dtype=r.choice(("bfloat16", "float16", "float32")),
+        rows=tuple(tile_rows * r.randint(1, 3) for _ in range(r.choice((1, 1, 2, 3)))),
+        columns=columns,
+        group=group,
+        has_norm=r.random() < 0.5,
+        has_gate=has_gate,
+        has_residual=r.random() < 0.4,
+        scales_first=r.random() < 0.5,
+        tile=tile,
+        stages=r.choice((1, 2, 3, 4, 4, 6)),
+        warps=r.choice((1, 2, 4, 8)),
+        blocks=r.choice((1, 2, 3, 5)),
+        batch=r.choice((1, 1, 2, 3, 5, 8)),
+        has_rows_in_words=True,
+        scale_columns=r.choice((products, products, (), (0,))) if group else (),
+        tile_rows=tile_rows,
+        has_zeros=has_zeros,
+        zeros_in_words=has_zeros and r.random() < 0.7,
     )

@@ -509,6 +509,8 @@ class _Finder:
                 lies = self._lies_in_columns(i, t)
             else:
                 lies = self._lies_in_rows(i, t) if self.taken is None else self._has_rows(i, t)
+            if not lies and self.taken is not None:
+                raise _refused(f"the codes of {i.name} have an index, and do not lie in rows")
             if not lies:
                 raise _refused(
                     f"the codes of {i.name} lie neither row after row nor as in GPTQ or AWQ"
