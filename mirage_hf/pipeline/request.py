@@ -34,6 +34,8 @@ class Effort:
 EVERY_GRAPH = Effort(graphs=None, schedules=24, rounds=3, patience=PATIENCE)
 #: For `optimize(tune="auto")`.
 QUICK = Effort(graphs=5, schedules=16, rounds=2, patience=16)
+#: For kernels of prompts, which `optimize(tune="auto")` makes beside those of steps.
+FEW = Effort(graphs=2, schedules=8, rounds=0, patience=0)
 #: For `optimize(tune="full")`.
 FULL = Effort(graphs=8, schedules=48, rounds=6, patience=48)
 

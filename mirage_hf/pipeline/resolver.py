@@ -20,7 +20,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import torch_op
 from mirage_hf.pipeline.find_outcome import find_outcome
 from mirage_hf.pipeline.outcome import LIBRARY, OURS, Outcome, library_wins
-from mirage_hf.pipeline.request import FULL, QUICK, Request
+from mirage_hf.pipeline.request import FULL, QUICK, Effort, Request
 from mirage_hf.pipeline.results import SEARCHED, StoredEntry, ZooResults
 from mirage_hf.pipeline.searching_ahead import searching
 from mirage_hf.pipeline.torch_op import Run
@@ -135,6 +135,7 @@ def kernel_request(
     next_may_launch_early: bool = False,
     tune: str = "auto",
     device: torch.device | None = None,
+    effort: Effort | None = None,
     max_kernels: int = SearchOptions.max_kernels,
 ) -> Request:
     """Return the request for the one kernel that runs a program.
@@ -147,6 +148,7 @@ def kernel_request(
         next_may_launch_early: See `placement.place_kernels`.
         tune: "auto" or "full" measure, "never" trusts the cost model.
         device: The GPU to measure on, if there is one.
+        effort: How much is measured. None: as `tune` says.
         max_kernels: The number of kernels of one µGraph.
     """
     runs_generated = target != "cpu"
@@ -163,7 +165,7 @@ def kernel_request(
         like=like,
         keep=keep if runs_generated else 1,  # a CPU runs the first candidate
         device=device if tune != "never" else None,
-        effort=FULL if tune == "full" else QUICK,
+        effort=effort or (FULL if tune == "full" else QUICK),
         runs_generated=runs_generated,
     )
 
@@ -180,6 +182,7 @@ class KernelFinder:
         tune: "auto" measures kernels that were never measured, "never" trusts the cost model,
             "full" measures anew, and more candidates.
         noting: Called with each program, its options, and the kernel that was found.
+        effort: How much is measured. None: as `tune` says.
     """
 
     device: torch.device
@@ -187,6 +190,7 @@ class KernelFinder:
     zoo: str | Path | Sequence[str | Path] | None = None
     tune: str = "auto"
     noting: Callable[[KernelGraph, Mapping[str, Any], Resolved], None] | None = None
+    effort: Effort | None = None
 
     @property
     def gpu(self) -> torch.device | None:
@@ -202,7 +206,9 @@ class KernelFinder:
         """Return the request for the kernel of a program. The options are those of `resolve`."""
         target = target_of(self.gpu) if self.gpu else "cpu"
         device = self.device if self.measures else self.gpu
-        return kernel_request(program, target=target, tune=self.tune, device=device, **options)
+        return kernel_request(
+            program, target=target, tune=self.tune, device=device, effort=self.effort, **options
+        )
 
     def results(self) -> ZooResults:
         """Return where results are looked up and kept.
@@ -227,6 +233,7 @@ class KernelFinder:
             backend=self.backend,
             zoo=self.zoo,
             tune=self.tune,
+            effort=self.effort,
             progress=progress,
             **options,
         )
@@ -258,6 +265,7 @@ def resolve(
     backend: str = "auto",
     zoo: str | Path | Sequence[str | Path] | None = None,
     tune: str = "auto",
+    effort: Effort | None = None,
     pattern: str = "program",
     progress: ProgressCallback | None = None,
     like: KernelGraph | None = None,
@@ -274,6 +282,7 @@ def resolve(
         backend: As for `KernelFinder`.
         zoo: As for `KernelFinder`.
         tune: As for `KernelFinder`.
+        effort: As for `KernelFinder`.
         pattern: The block that the program is.
         progress: Called with a stage and its detail.
         like: A program that differs in the sizes of some dims only. The larger of both is searched,
@@ -287,7 +296,7 @@ def resolve(
         ZooError: `zoo` is neither a folder nor a Hub repo that can be fetched.
     """
     started = time.perf_counter()
-    finder = KernelFinder(torch.device(device), backend, zoo, tune)
+    finder = KernelFinder(torch.device(device), backend, zoo, tune, effort=effort)
     request = finder.request(
         program,
         pattern=pattern,

@@ -81,6 +81,20 @@ def model_of(name: str) -> Any:
     return Auto.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
+@pytest.mark.parametrize("tune", ["auto", "full", "never"])
+def test_linears_are_measured_unless_that_is_not_wanted(tune: str) -> None:
+    finder = KernelFinder(torch.device("cpu"), tune=tune, noting=lambda *_: None)
+    found = prompt_kernels.finder_for_linears(finder)
+    program = product_program(CODINGS["int8"](64, 32), torch.bfloat16, has_bias=False)
+    if tune == "full":
+        assert found == finder
+        return
+    assert (found.tune, found.noting) == (tune, None)
+    few = found.request(program).effort
+    many = finder.request(program).effort
+    assert (few.schedules < many.schedules and not few.rounds) == (tune == "auto")
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let `optimize` find kernels of prompts on a CPU. Gives the tokens of each call of them."""
