@@ -82,17 +82,49 @@ def model_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("tune", ["auto", "full", "never"])
-def test_linears_are_measured_unless_that_is_not_wanted(tune: str) -> None:
+def test_linears_are_tuned_unless_that_is_not_wanted(tune: str) -> None:
     finder = KernelFinder(torch.device("cpu"), tune=tune, noting=lambda *_: None)
-    found = prompt_kernels.finder_for_linears(finder)
-    program = product_program(CODINGS["int8"](64, 32), torch.bfloat16, has_bias=False)
-    if tune == "full":
-        assert found == finder
+    tuning = prompt_kernels.finder_that_tunes_linears(finder)
+    if tune != "auto":
+        assert tuning is None
         return
-    assert (found.tune, found.noting) == (tune, None)
-    few = found.request(program).effort
-    many = finder.request(program).effort
-    assert (few.schedules < many.schedules and not few.rounds) == (tune == "auto")
+    program = product_program(CODINGS["int8"](64, 32), torch.bfloat16, has_bias=False)
+    assert tuning is not None and tuning.noting is None
+    few, many = (f.request(program).effort for f in (tuning, finder))
+    assert few.schedules < many.schedules and not few.rounds
+
+
+@pytest.mark.parametrize(
+    ("untuned", "tuned", "chosen"),
+    [
+        (None, 1.0, None),  # no kernel
+        (40.0, 1.0, None),  # hopeless, so it is not tuned
+        (15.0, 8.0, "tuned"),
+        (9.0, 8.0, "tuned"),
+        (8.0, 9.0, "untuned"),
+        (15.0, 12.0, None),
+    ],
+)
+def test_the_faster_kernel_of_a_linear_is_used_if_it_beats_stock(
+    untuned: float | None, tuned: float, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"untuned": untuned, "tuned": tuned}
+
+    def kernel(program: Any, pattern: str, finder: str) -> Any:
+        return None if times[finder] is None else finder
+
+    def compared(what: str, ours: Any, *_: Any) -> tuple[float, float]:
+        return times[ours.func.run], 10.0  # type: ignore[return-value]
+
+    monkeypatch.setattr(prompt_kernels, "_kernel", kernel)
+    monkeypatch.setattr(prompt_kernels, "compared", compared)
+    coding = CODINGS["int8"](64, 32)
+    binding = SimpleNamespace(
+        weight=CodedWeight(coding, (torch.zeros(1),)), product=None, run=lambda *_: None
+    )
+    give: Any = prompt_kernels._give_product
+    give(nn.Identity(), binding, torch.bfloat16, ("untuned", "tuned"), {})
+    assert (None if binding.product is None else binding.product.run) == chosen
 
 
 @pytest.fixture
