@@ -16,7 +16,14 @@ from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
 from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import BlockGraph
-from tests.helpers.streamed_graphs import Hand, random_column_hand, random_hand, random_row_hand
+from tests.helpers.streamed_graphs import (
+    SHIFTS,
+    Hand,
+    random_column_hand,
+    random_hand,
+    random_row_hand,
+    random_shift_hand,
+)
 
 #: Random layouts are compiled so many at a time.
 AT_ONCE = 12
@@ -25,8 +32,9 @@ SLOW_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.slow) for n in (2, 3,
 #: How many random layouts with column-major codes or scales are compiled at a time.
 COLUMNS_AT_ONCE = 16
 SLOW_COLUMNS = [pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]
-#: What draws such layouts. The words of the second one hold codes of eight rows.
-COLUMN_HANDS = (random_column_hand, random_row_hand)
+#: What draws such layouts. The words of the second one hold codes of eight rows. The third one has
+#: shifts, and codes in any order.
+COLUMN_HANDS = (random_column_hand, random_row_hand, random_shift_hand)
 
 
 def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
@@ -68,7 +76,7 @@ def test_random_layouts_give_the_results_of_float64(first, tmp_path, monkeypatch
 
 
 def drawn_columns(draw: Callable[[int], Hand], first: int = 0) -> list[Hand]:
-    """Return random block graphs with column-major codes, scales or both."""
+    """Return random block graphs that a function of COLUMN_HANDS draws."""
     return [draw(n) for n in range(first, first + COLUMNS_AT_ONCE)]
 
 
@@ -115,6 +123,30 @@ def test_random_layouts_of_rows_in_words_are_of_each_kind():
     assert {hand.columns == hand.group for hand in hands} == {True, False}
     assert {len(hand.rows) > 1 for hand in hands} == {True, False}
     for has in ("has_norm", "has_gate", "has_residual"):
+        assert {getattr(hand, has) for hand in hands} == {True, False}, has
+
+
+def test_random_layouts_with_shifts_are_of_each_kind():
+    hands = drawn_columns(random_shift_hand)
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    assert all(p.shift is not None for x in layouts for p in x.products.products)
+    assert {hand.shifts for hand in hands} == {*SHIFTS}
+    assert {(hand.shifts, hand.scales_first) for hand in hands} >= {
+        (form, first) for form in ("groups", "sums") for first in (True, False)
+    }
+    assert {hand.codes for hand in hands} == {"uint4", "int4", "uint8", "int8"}
+    assert {hand.dtype for hand in hands} == {"bfloat16", "float16", "float32"}
+    assert {(hand.has_columns, hand.has_rows_in_words) for hand in hands} == {
+        (True, False),
+        (False, True),
+        (False, False),
+    }
+    orders = {(0 in hand.scale_columns, 0 in hand.shift_columns) for hand in hands}
+    assert len(orders) == 4
+    assert len({x.batch for x in layouts}) >= 4
+    assert {x.teams > 1 for x in layouts} == {x.chunks > 1 for x in layouts} == {True, False}
+    assert {len(hand.rows) > 1 for hand in hands} == {True, False}
+    for has in ("has_norm", "has_gate", "has_residual", "is_turned"):
         assert {getattr(hand, has) for hand in hands} == {True, False}, has
 
 
@@ -182,7 +214,12 @@ def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
 
 @pytest.mark.parametrize(
     ("draw", "count", "kinds"),
-    [(random_hand, 2 * AT_ONCE, 11), (random_column_hand, 10, 9), (random_row_hand, 6, 8)],
+    [
+        (random_hand, 2 * AT_ONCE, 11),
+        (random_column_hand, 10, 9),
+        (random_row_hand, 6, 8),
+        (random_shift_hand, 6, 7),
+    ],
 )
 def test_other_factors_in_spans_give_the_results_of_float64(
     draw, count, kinds, tmp_path, monkeypatch

@@ -384,3 +384,15 @@ def test_tiles_of_8_rows_are_multiplied_as_signed_bytes():
 def test_schedules_have_to_fit(changes, why):
     with pytest.raises(CodegenError, match=why):
         replace(PIECES, **changes).kernel()
+
+
+@pytest.mark.parametrize("e", [ROWS, PIECES])
+def test_codes_with_an_index_have_no_shifts(e):
+    """Scales stand for shifts: they have the index, and an element for each row and group."""
+    product = op_of(e, "product0")
+    (value, other), axes = product.args, tuple(a for a in product.axes if a not in e.batch_axes)
+    scaled = BlockOp("scaled", "mul", (value, "scales0"), axes)
+    weight = BlockOp("weight", "add", ("scaled", "scales0"), axes)
+    block = with_ops(e, "product0", scaled, weight, replace(product, args=("weight", other)))
+    text = refusal(placed(e, block))
+    assert "weight is add of codes in a way that it does not compute" in text

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
 from tests.helpers.row_mutants import OF_ROWS, ROW_KERNELS
+from tests.helpers.shift_mutants import OF_SHIFTS, SHIFT_KERNELS
 from tests.helpers.streamed_graphs import Hand
 
 #: Kernels to change. Each block walks several tiles, and a tile has several chunks, so the ring is
@@ -154,6 +155,7 @@ KERNELS = {
     ),
     **COLUMN_KERNELS,
     **ROW_KERNELS,
+    **SHIFT_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
@@ -614,7 +616,7 @@ MUTANTS = [
     *(Mutant(*m) for m in OF_ONE),
     *(
         Mutant(k, *m)
-        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS).items()
+        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS | OF_SHIFTS).items()
         for m in own
     ),
 ]

@@ -327,6 +327,11 @@ HAND_TABLES = {
 }
 
 
+#: What shifts are added to: scaled codes, their products with columns, sums of groups, or sums of
+#: all columns. `Hand.scales_first` tells how those of the last three are scaled.
+SHIFTS = "codes", "columns", "groups", "sums"
+
+
 def strides_of(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Return strides without gaps. `order` names dims from the outermost to the innermost."""
     strides, step = [1] * len(dims), 1
@@ -364,6 +369,8 @@ class Hand:
         tile_rows: Rows of each product that a tile has. 0: the most.
         has_zeros: Whether there is a zero point for each scale.
         zeros_in_words: Whether zero points lie in words as those of AWQ. Otherwise they are floats.
+        shifts: What shifts are added to: one of SHIFTS. Empty: there are no shifts.
+        shift_columns: The products whose shifts of successive rows lie side by side.
     """
 
     codes: str = "uint4"
@@ -389,6 +396,8 @@ class Hand:
     tile_rows: int = 0
     has_zeros: bool = False
     zeros_in_words: bool = False
+    shifts: str = ""
+    shift_columns: tuple[int, ...] = ()
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -492,6 +501,10 @@ class Hand:
                 if self.zeros_in_words:
                     order = self.column_major(len(dims), True)
                 add(f"zeros{p}", dims, axes, dtype, True, parts, order=order)
+            if self.shifts:
+                order = self.column_major(len(dims)) if p in self.shift_columns else None
+                shape = (*row_dims, *of_groups, *ones * (1,)), (*row_axes, "k", *ones * (None,))
+                add(f"shifts{p}", *shape, self.dtype, True, parts, order=order)
         if self.has_residual:
             add("residual", (self.batch, *row_dims), (of_batch, *row_axes), self.dtype, False)
         output = BlockOutput("y", (of_batch, *row_axes), self.dtype)
@@ -546,8 +559,18 @@ class Hand:
             op(after, "rms", "rsqrt", "more", axes=batch)
         result_axes = (*batch, *rows)
         results = []
+
+        def over_group(value, axes):
+            """Return the sum of a value over the columns of each group."""
+            for a in reversed(columns[1:]):
+                own = (*axes, *columns[: columns.index(a)])
+                value = op(body, f"{value}_over_{a}", "sum", value, axes=own, over=a)
+            return value
+
+        of_groups = over_group(other, batch) if self.shifts == "groups" else ""
         for p in self.products:
             codes, scales, everything = f"codes{p}", f"scales{p}", (*batch, *rows, *columns)
+            shifts = f"shifts{p}"
             if self.table:
                 attrs = (("values", HAND_TABLES[self.table]),)
                 body.append(
@@ -565,19 +588,42 @@ class Hand:
                 value = op(body, f"product{p}", "mul", codes, other, axes=everything)
                 summed(f"plain{p}", value, result_axes)
                 op(after, result, "mul", f"plain{p}", scales, axes=result_axes)
+            elif self.shifts == "codes":
+                scaled = op(body, f"scaled{p}", "mul", codes, scales, axes=(*rows, *columns))
+                weight = op(body, f"weight{p}", "add", scaled, shifts, axes=(*rows, *columns))
+                value = op(body, f"product{p}", "mul", weight, other, axes=everything)
+                summed(result, value, result_axes)
             elif self.scales_first:
                 axes = tuple(a for a in everything if a in (*scale_axes, *columns, *batch))
                 scaled = op(body, f"scaled{p}", "mul", other, scales, axes=axes)
                 value = op(body, f"product{p}", "mul", codes, scaled, axes=everything)
-                summed(result, value, result_axes)
+                if self.shifts == "columns":
+                    shift = op(body, f"shift{p}", "mul", shifts, other, axes=everything)
+                    value = op(body, f"shifted{p}", "add", shift, value, axes=everything)
+                if self.shifts == "groups":
+                    value = over_group(value, result_axes)
+                    shift = op(
+                        body, f"shift{p}", "mul", of_groups, shifts, axes=(*result_axes, "k")
+                    )
+                    value = op(body, f"shifted{p}", "add", value, shift, axes=(*result_axes, "k"))
+                    sums.append(Accumulator(result, value, "sum", result_axes))
+                else:
+                    summed(result, value, result_axes)
             else:
                 value = op(body, f"product{p}", "mul", codes, other, axes=everything)
-                total = value
-                for a in reversed(columns[1:]):
-                    axes = (*result_axes, *columns[: columns.index(a)])
-                    total = op(body, f"total{p}_over_{a}", "sum", total, axes=axes, over=a)
-                scaled = op(body, f"scaled{p}", "mul", total, scales, axes=(*result_axes, "k"))
-                sums.append(Accumulator(result, scaled, "sum", result_axes))
+                total = over_group(value, result_axes)
+                value = op(body, f"scaled{p}", "mul", total, scales, axes=(*result_axes, "k"))
+                if self.shifts == "groups":
+                    shift = op(
+                        body, f"shift{p}", "mul", shifts, of_groups, axes=(*result_axes, "k")
+                    )
+                    value = op(body, f"shifted{p}", "add", value, shift, axes=(*result_axes, "k"))
+                sums.append(Accumulator(result, value, "sum", result_axes))
+            if self.shifts == "sums":
+                shift = op(body, f"shift{p}", "mul", other, shifts, axes=everything)
+                summed(f"shift_sum{p}", shift, result_axes)
+                args = result, f"shift_sum{p}"
+                result = op(after, f"shifted{p}", "add", *args, axes=result_axes)
             if self.has_norm:
                 result = op(after, f"normed{p}", "mul", result, "rms", axes=result_axes)
             results.append(result)
@@ -623,7 +669,7 @@ class Hand:
         sizes = {"uint4": 5.0, "int4": 5.0, "uint8": 74.0, "int8": 74.0, "float8_e4m3fn": 100.0}
         size = (0.5 if self.table else sizes[self.codes]) * self.columns**0.5
         tensors = zip(self.graph.inputs, random_inputs(self.graph, "cpu"), strict=True)
-        by = {"scales": 1 / size, "zeros": 4.0}
+        by = {"scales": 1 / size, "zeros": 4.0, "shifts": self.columns**-0.5}
         if self.zeros_in_words:
             by.pop("zeros")
         kinds = [(t.name.rstrip("0123456789"), x) for t, x in tensors]
@@ -774,3 +820,22 @@ def random_row_hand(seed: int) -> Hand:
         has_zeros=has_zeros,
         zeros_in_words=has_zeros and r.random() < 0.7,
     )
+
+
+def random_shift_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule with shifts, and codes in any order."""
+    r = random.Random(500 + seed)
+    draw = (random_hand, random_column_hand, random_row_hand)[seed % 3]
+    while True:
+        hand = draw(r.randrange(10**6))
+        hand = replace(hand, table="", has_zeros=False, zeros_in_words=False)
+        if not hand.group or hand.square or hand.codes == "float8_e4m3fn":
+            continue
+        shifts = r.choice(SHIFTS)
+        products = tuple(hand.products)
+        return replace(
+            hand,
+            shifts=shifts,
+            scales_first=hand.scales_first or shifts == "columns",
+            shift_columns=r.choice((products, products, (), (0,))),
+        )

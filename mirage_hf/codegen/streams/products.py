@@ -603,6 +603,7 @@ class _Finder:
         self.offsets: dict[str, _Offset] = {}
         self.open: set[str] = set()  # sums of the loop that still carry columns
         self.ended: set[str] = set()  # sums, and values to sum, that became parts of others
+        self.read: set[str] = set()  # sums over all columns that elementwise ops read
         for stage in self.block.stages:
             for op in stage.body:
                 self.visit(op, in_loop=stage.loop is not None)
@@ -647,6 +648,7 @@ class _Finder:
         sums = [a for a in named if a in self.parts or a in self.column_sums]
         sums += [a for a in named if a in self.offsets and self.offsets[a].summed]
         if sums and all(self.is_finished(a) for a in sums):
+            self.read |= set(sums)
             sums = []  # it follows the sums
         if op.over is not None:
             if op.fn != "sum":
@@ -727,7 +729,10 @@ class _Finder:
 
     def end(self, op: BlockOp) -> None:
         """Note that the sums which an op reads are parts of its result."""
-        self.ended |= {a for a in op.args if a in self.parts or a in self.offsets}
+        named = {a for a in op.args if isinstance(a, str)}
+        if both := sorted(named & self.read):
+            raise _refused(f"{both[0]} is a part of {op.out}, and other values read it")
+        self.ended |= {a for a in named if a in self.parts or a in self.offsets}
 
     def factors(self, value: str) -> tuple[tuple[str, ...], str | None]:
         """Return the columns and the scale whose product a value is. Either may be missing."""
