@@ -12,8 +12,9 @@
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
 and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
 scale. Those of int8 share one in each row, those of fp8 (e4m3) in square blocks of 128, and those
-of gptq, nf4 and mxfp4 in groups of 128, 64 and 32 columns. Names that end in
-"-zeros" stand for weights with zero points.
+of gptq and awq, nf4 and hqq, and mxfp4 in groups of 128, 64 and 32 columns. Names that end in
+"-zeros" stand for weights with zero points, and those that begin with "q" for blocks of GGUF.
+int4-shifts and int4-tiles are torchao's int4 in rows and in tiles.
 
 The search runs once for each block. Then the schedules of each kind that have the best estimates
 are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA
@@ -178,7 +179,13 @@ def coded_weight(
 ) -> DTensor:
     """Add weights of codes side by side, each (k, width)."""
     if args.weights in CODINGS:
-        return write_joined([CODINGS[args.weights](k, n) for n in widths], g)[1]
+        codings = [CODINGS[args.weights](k, n) for n in widths]
+        if len(codings) > 1 and not codings[0].joins(codings[0]):
+            raise SystemExit(
+                f"bench_codes: linears in {args.weights} do not lie side by side, so models run q, k "
+                "and v apart; name other blocks, such as --blocks gate_up,down,output"
+            )
+        return write_joined(codings, g)[1]
     weights = [int4_weight(g, k, n, args.group, f"{name}{i}") for i, n in enumerate(widths)]
     return weights[0] if len(weights) == 1 else g.concat(weights, 1)
 
