@@ -182,8 +182,8 @@ def coded_weight(
         codings = [CODINGS[args.weights](k, n) for n in widths]
         if len(codings) > 1 and not codings[0].joins(codings[0]):
             raise SystemExit(
-                f"bench_codes: linears in {args.weights} do not lie side by side, so models run q, k "
-                "and v apart; name other blocks, such as --blocks gate_up,down,output"
+                f"bench_codes: linears in {args.weights} do not join, so models run q, k and v "
+                "apart; name other blocks, such as --blocks gate_up,down,output"
             )
         return write_joined(codings, g)[1]
     weights = [int4_weight(g, k, n, args.group, f"{name}{i}") for i, n in enumerate(widths)]
