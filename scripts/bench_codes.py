@@ -10,11 +10,12 @@
     python -m scripts.bench_codes --hidden 2048 --keys 512 --width 8192
 
 The blocks are RMSNorm before q, k and v, the output linear with its residual, RMSNorm before gate
-and up, and the down linear with its residual. Codes of int4 lie in groups of columns that share a
-scale. Those of int8 share one in each row, those of fp8 (e4m3) in square blocks of 128, and those
-of gptq and awq, nf4 and hqq, and mxfp4 in groups of 128, 64 and 32 columns. Names that end in
-"-zeros" stand for weights with zero points, and those that begin with "q" for blocks of GGUF.
-int4-shifts and int4-tiles are torchao's int4 in rows and in tiles.
+and up, and the down linear with its residual.
+
+Codes share a scale: those of int8 in each row, and those of fp8 (e4m3) in square blocks of 128.
+Others share it in groups of columns: 64 of nf4 and hqq, 32 of mxfp4, and 128 of most. Names that
+end in "-zeros" stand for weights with zero points. int4-shifts and int4-tiles are torchao's int4 in
+rows and in tiles. q8_0, q4_k and q6_k are blocks of GGUF, which have scales of their own.
 
 The search runs once for each block. Then the schedules of each kind that have the best estimates
 are measured as the tuner does. They are compiled in parallel, timed over cold weights in a CUDA

@@ -83,7 +83,7 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     Args:
         model: The model. Its modules are bound.
         finder: Finds kernels. With tune="auto" it measures few schedules of linears, and none of
-            experts: to tune those of gpt-oss takes 90 s, and for those of Qwen3-30B-A3B the tuner
+            experts. To tune the experts of gpt-oss takes 90 s. For those of Qwen3-30B-A3B the tuner
             chooses the tiles that have the best estimate.
 
     Returns:
@@ -92,13 +92,13 @@ def find_prompt_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     dtype = dtype_of(model)
     if finder.gpu is None or dtype.itemsize != 2:
         return []
-    tuning, finder = finder_that_tunes_linears(finder), finder_for_prompts(finder)
+    for_linears, finder = finders_for_linears(finder), finder_for_prompts(finder)
     of_linears: dict[Any, RowsProduct | None] = {}
     of_experts: dict[Any, tuple[RowBlocks, range] | None] = {}
     for module in model.modules():
         binding = module.__dict__.get(FORWARD_KEY)
         if isinstance(binding, CodedBinding):
-            _give_product(module, binding, dtype, (finder, tuning), of_linears)
+            _give_product(module, binding, dtype, for_linears, of_linears)
         elif isinstance(binding, ExpertsBinding) and binding.called_with is not None:
             _give_blocks(module, binding, dtype, finder, of_experts)
     return [*_notes_of_linears([*of_linears.values()]), *_notes_of_experts([*of_experts.values()])]
@@ -109,12 +109,16 @@ def finder_for_prompts(finder: KernelFinder) -> KernelFinder:
     return finder if finder.tune == "full" else replace(finder, tune="never", noting=None)
 
 
-def finder_that_tunes_linears(finder: KernelFinder) -> KernelFinder | None:
-    """Return what measures few schedules of linears, None if that is not wanted or not enough.
+def finders_for_linears(finder: KernelFinder) -> list[KernelFinder]:
+    """Return what finds kernels of linears for prompts, one after another.
 
-    The schedule with the best estimate takes up to 1.7 times as long as the fastest one.
+    With tune="auto", the second one measures few schedules. The schedule with the best estimate
+    takes up to 1.7 times as long as the fastest one.
     """
-    return replace(finder, effort=FEW, noting=None) if finder.tune == "auto" else None
+    finders = [finder_for_prompts(finder)]
+    if finder.tune == "auto":
+        finders.append(replace(finder, effort=FEW, noting=None))
+    return finders
 
 
 def _notes_of_linears(found: Sequence[RowsProduct | None]) -> list[str]:
@@ -138,7 +142,7 @@ def _give_product(
     module: nn.Module,
     binding: CodedBinding,
     dtype: torch.dtype,
-    finders: Sequence[KernelFinder | None],
+    finders: Sequence[KernelFinder],
     found: dict[Any, RowsProduct | None],
 ) -> None:
     """Give a linear in codes a kernel for few rows. Linears of one coding share it.
@@ -147,14 +151,14 @@ def _give_product(
         module: The linear.
         binding: What runs it.
         dtype: The dtype of rows.
-        finders: What finds a kernel by estimate, and what tunes it then if it is not hopeless.
+        finders: What finds a kernel, one after another. None follows if a kernel is hopeless.
         found: What linears have got so far.
     """
     coding, has_bias = binding.weight.coding, binding.weight.bias is not None
     key = coding, has_bias
     if key not in found:
         found[key], best = None, math.inf
-        for finder in filter(None, finders):
+        for finder in finders:
             kernel = _kernel(product_program(coding, dtype, has_bias), "linear", finder)
             if kernel is None:
                 break

@@ -1,7 +1,7 @@
 """Block graphs with zero points or shifts that are changed at random are refused, or understood.
 
-What a kernel computes is told by `Products`: its products, its other sums, and the ops after them.
-It has to be what the block graph computes. Nothing is compiled, so many graphs are tried.
+`Products` says what a kernel computes: its products, its other sums, and the ops after them. That
+has to be what the block graph computes. Nothing is compiled, so many graphs are tried.
 """
 
 from __future__ import annotations

@@ -84,12 +84,14 @@ def model_of(name: str) -> Any:
 @pytest.mark.parametrize("tune", ["auto", "full", "never"])
 def test_linears_are_tuned_unless_that_is_not_wanted(tune: str) -> None:
     finder = KernelFinder(torch.device("cpu"), tune=tune, noting=lambda *_: None)
-    tuning = prompt_kernels.finder_that_tunes_linears(finder)
+    first, *others = prompt_kernels.finders_for_linears(finder)
+    assert first == prompt_kernels.finder_for_prompts(finder)
     if tune != "auto":
-        assert tuning is None
+        assert not others
         return
+    (tuning,) = others
+    assert (tuning.tune, tuning.noting) == ("auto", None)
     program = product_program(CODINGS["int8"](64, 32), torch.bfloat16, has_bias=False)
-    assert tuning is not None and tuning.noting is None
     few, many = (f.request(program).effort for f in (tuning, finder))
     assert few.schedules < many.schedules and not few.rounds
 

@@ -331,7 +331,10 @@ class _KernelWriter(PairWriter):
                 of_last = f"({self.chunk_number} + 1 < chunks ? {sizes[0]} : {sizes[1]})"
                 more.append(of_last if sizes[0] != sizes[1] else str(sizes[0]))
             if self.found.is_column_major:
-                self.copy_words(size)
+                if self.found.has_rows_in_words:
+                    self.copy_columns(size)
+                else:
+                    self.copy_words(size)
                 with self.scope("if (is_elected())"):
                     self.put(f"expect_bytes(&shared.full[s], {' + '.join(more) or 0});")
                     self.copy_all_scales(scaled, of_chunks)
@@ -350,12 +353,9 @@ class _KernelWriter(PairWriter):
         Args:
             size: The text of the bytes of a row of codes in the chunk.
         """
-        layout, found = self.layout, self.found
+        layout = self.layout
         vectors, first = layout.vectors, f"{self.chunk_number} * (chunk_bytes / 4)"
         at_once = 32 // vectors  # rows of words that the lanes copy at a time
-        if found.has_rows_in_words:
-            self.copy_columns(size)
-            return
         self.begin_vectors("word")
         self.put(f"from += ({first} + word) * word_step;")
         # rows of words that are four apart are swapped alike

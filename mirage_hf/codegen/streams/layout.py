@@ -61,10 +61,10 @@ class StreamLayout:
     """A schedule's choices for one kernel.
 
     A *tile* is the rows that a warp multiplies at a time, with all columns. If words are
-    column-major, it may have several *sets* of such rows. It passes through the
-    ring in *chunks* of columns, one for each stage. The warps share the columns of a chunk in
-    *units*: the columns that the four lanes of a row load at once. If the other factor does not fit
-    beside the ring, the block walks its tiles once for each *span* of columns.
+    column-major, it may have several *sets* of such rows. It passes through the ring in *chunks* of
+    columns, one for each stage. The warps share the columns of a chunk in *units*: the columns that
+    the four lanes of a row load at once. If the other factor does not fit beside the ring, the
+    block walks its tiles once for each *span* of columns. An *offset* is a zero point or a shift.
 
     Attributes:
         products: What the kernel computes.
@@ -260,9 +260,8 @@ class StreamLayout:
         for count in (16, 8, 4):
             unit = 4 * count * 8 // p.bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
-            held = self.rows // 8 * count // WORD_BYTES
-            if p.has_rows_in_words and held > _MOST_HELD:
-                continue
+            if p.has_rows_in_words:
+                fits &= self.rows // 8 * count // WORD_BYTES <= _MOST_HELD
             if fits and count >= p.bits:
                 return count
         raise errors.CodegenError(
@@ -373,7 +372,7 @@ class StreamLayout:
         return self.chunk_bytes + (4 * self.lane_bytes - self.chunk_bytes) % 128
 
     def comes_with_chunks(self, number: int) -> bool:
-        """Return whether scales or zero points come with each chunk of a tile.
+        """Return whether scales or offsets come with each chunk of a tile.
 
         Otherwise those of all columns come with the first chunk.
 
@@ -385,12 +384,12 @@ class StreamLayout:
 
     @property
     def has_scales_of_tiles(self) -> bool:
-        """Whether some scales or zero points of a tile come with its first chunk."""
+        """Whether some scales or offsets of a tile come with its first chunk."""
         held = (n for n, (_, name) in enumerate(self.products.grouped) if name is not None)
         return not all(map(self.comes_with_chunks, held))
 
     def scale_slots(self, number: int) -> int:
-        """Return for how many tiles or chunks scales or zero points are held."""
+        """Return for how many tiles or chunks scales or offsets are held."""
         return self._scale_slots(number, self.span_chunks)
 
     def _scale_slots(self, number: int, span_chunks: int) -> int:
@@ -399,7 +398,7 @@ class StreamLayout:
         return self.stages // (self.chunks % span_chunks or span_chunks) + _MORE_SLOTS
 
     def scale_bytes(self, number: int, columns: int = 0) -> int:
-        """Return the bytes of the scales or zero points of a tile.
+        """Return the bytes of the scales or offsets of a tile.
 
         Args:
             number: Their number in `Products.grouped`.
@@ -419,23 +418,23 @@ class StreamLayout:
         return ((self.scale_rows(name) - 1) * found.row_stride(name) + groups) * dtype.itemsize
 
     def is_cut(self, number: int) -> bool:
-        """Return whether a copy of scales or zero points is no multiple of 16 bytes."""
+        """Return whether a copy of scales or offsets is no multiple of 16 bytes."""
         columns = self.products.group if self.comes_with_chunks(number) else 0
         return self.scale_bytes(number, columns) % VECTOR_BYTES != 0
 
     def scale_rows(self, name: str) -> int:
-        """Return how many rows of scales or zero points there are for the rows of a tile."""
+        """Return how many rows of scales or offsets there are for the rows of a tile."""
         return self.tile_rows if self.products.is_of_rows(name) else 1
 
     def scale_slot_bytes(self, number: int) -> int:
-        """Return the bytes of shared memory that hold scales or zero points of a tile."""
+        """Return the bytes of shared memory that hold scales or offsets of a tile."""
         size = self.scale_bytes(number)
         # copies begin and end at multiples of 16 bytes
         return size if self.products.taken is None or not size else -(-(size + 15) // 16) * 16
 
     @property
     def num_unit_sums(self) -> int:
-        """How many sums of the columns of a unit are held: those that zero points multiply."""
+        """How many sums of the columns of a unit are held: those that offsets multiply."""
         return -(-self.span // self.unit) * self.batch if self.products.has_offsets else 0
 
     @property

@@ -556,7 +556,7 @@ class ProductWriter(FactorWriter):
         """Return the scale or the zero point of a unit in a row.
 
         Args:
-            number: The number of the scales or zero points in `Products.grouped`.
+            number: The number of the scales or offsets in `Products.grouped`.
             row: The text of the row among the tile's rows of the product.
         """
         layout, found = self.layout, self.found

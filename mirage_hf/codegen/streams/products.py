@@ -270,13 +270,17 @@ class Products:
     def rows_of_each(self) -> int:
         """The most rows of each product that a tile has."""
         if self.is_column_major:
-            return (_ROWS_IN_WORDS if self.has_rows_in_words else _ROWS_OF_WORDS)[0]
+            return self._rows_of_words[0]
         return ROWS // len(self.products)
 
     @property
     def least_rows(self) -> int:
         """The fewest rows of each product that a tile has if words are column-major."""
-        return (_ROWS_IN_WORDS if self.has_rows_in_words else _ROWS_OF_WORDS)[-1]
+        return self._rows_of_words[-1]
+
+    @property
+    def _rows_of_words(self) -> tuple[int, ...]:
+        return _ROWS_IN_WORDS if self.has_rows_in_words else _ROWS_OF_WORDS
 
     @cached_property
     def dtype(self) -> torch.dtype:
