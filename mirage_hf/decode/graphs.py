@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mirage_hf.decode.stock_masks import masks_as_in_calls
 from mirage_hf.garbage import no_garbage_collection
 
 #: Runs on the side stream before a capture. Libraries that initialise themselves lazily (cuBLAS,
@@ -83,7 +84,7 @@ def capture(
                 # the capture, where torch.cuda.graph gives free memory back to the driver. Another
                 # thread may then be about to launch a product with its workspace.
                 torch._C._cuda_clearCublasWorkspaces()
-                with NumbersFilledIn():
+                with NumbersFilledIn(), masks_as_in_calls():
                     run()
                 torch._C._cuda_clearCublasWorkspaces()
         finally:
