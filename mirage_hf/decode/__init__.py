@@ -11,7 +11,8 @@ The files, in the order in which a call of `generate` meets them:
   the memory of a call.
 - `prefill`, `prefill_checks`, `prefill_runs`, `prompts`, `summed_products`, `model_memory`: Run
   the prompt.
-- `step`, `step_inputs`, `graphs`: Run a step: the model's own forward, called or captured.
+- `step`, `step_inputs`, `graphs`, `stock_masks`: Run a step: the model's own forward, called or
+  captured.
 - `step_program`: Run a step as one chain of kernels, if every layer matched.
 - `tracing`: Otherwise trace steps, before the first call. The next three lines are about these.
 - `step_forms`, `recorded_inputs`, `step_recording`: Record the torch ops of a step.

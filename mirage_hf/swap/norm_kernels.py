@@ -21,7 +21,6 @@ from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.norm_forward import (
-    MOST_NORM_ROWS,
     NORM_ROWS,
     NormBinding,
     NormKernels,
@@ -32,8 +31,8 @@ from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
 _log = logging.getLogger("mirage_hf")
 
 #: The dims of inputs before the last one, for which kernels must be faster: those of 128 tokens,
-#: of 32 heads of 128 tokens, and of as many rows as kernels take.
-_TIMED = ((1, 128), (1, 128, 32), (1, MOST_NORM_ROWS))
+#: of 32 heads of 128 tokens, and of as many rows as a launch takes. More rows take more memory.
+_TIMED = ((1, 128), (1, 128, 32), (1, max(NORM_ROWS)))
 
 
 def bind_norms(model: nn.Module, ledger: Ledger, finder: KernelFinder) -> list[str]:

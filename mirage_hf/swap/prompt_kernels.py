@@ -287,14 +287,8 @@ def compared(
         given: The inputs.
     """
     try:
-        mine, theirs = (run(*given) for run in (ours, stock))
-        if mine.dtype is not theirs.dtype:
-            _log.info("%s: kernels give %s, stock gives %s", what, mine.dtype, theirs.dtype)
-            return None
-        mine, theirs = mine.float(), theirs.float()
-        difference = ((mine - theirs).norm() / theirs.norm().clamp_min(1e-9)).item()
-        if not difference <= _CLOSE:  # NaN is not close
-            _log.info("%s: kernels differ from stock by %.2g", what, difference)
+        if why := _difference(*(run(*given) for run in (ours, stock))):
+            _log.info("%s: %s", what, why)
             return None
         ours_us, stock_us = (_us_called(run, given) for run in (ours, stock))
         if ours_us < _HOPELESS * stock_us:
@@ -304,6 +298,16 @@ def compared(
         return None
     _log.info("%s: %.1f µs by kernels, %.1f without", what, ours_us, stock_us)
     return ours_us, stock_us
+
+
+def _difference(ours: Tensor, stock: Tensor) -> str:
+    """Return how far our result is from stock's, or "" if they are close."""
+    if ours.dtype is not stock.dtype:
+        return f"kernels give {ours.dtype}, stock gives {stock.dtype}"
+    ours, stock = ours.float(), stock.float()
+    difference = ((ours - stock).norm() / stock.norm().clamp_min(1e-9)).item()
+    # NaN is not close
+    return "" if difference <= _CLOSE else f"kernels differ from stock by {difference:.2g}"
 
 
 def _us_captured(runs: Sequence[Forward], given: Sequence[Tensor]) -> list[float]:

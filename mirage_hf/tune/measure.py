@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -163,6 +164,25 @@ class Captured:
         return samples[2:]
 
 
+class _Streams(threading.local):
+    """The stream on which a thread captures, by device.
+
+    cuBLAS keeps 32 MB for each stream that it has run on, so there is only one.
+    """
+
+    def __init__(self) -> None:
+        self.by_device: dict[int, torch.cuda.Stream] = {}
+
+
+_streams = _Streams()
+
+
+def _stream(device: int) -> torch.cuda.Stream:
+    if device not in _streams.by_device:
+        _streams.by_device[device] = torch.cuda.Stream(device)
+    return _streams.by_device[device]
+
+
 def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0) -> Captured:
     """Capture calls of `run` on each of `sets` in turn.
 
@@ -174,7 +194,7 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     """
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run(sets[0])

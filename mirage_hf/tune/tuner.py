@@ -305,6 +305,7 @@ def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:
         first = known.setdefault(alike[n % len(sets)], results)
         if not all(map(torch.equal, results, first)):
             return False
+        del results  # before the next call makes others
     return True
 
 
