@@ -29,6 +29,8 @@ from mirage_hf.swap.live_model import locked, release_cached_memory
 from mirage_hf.swap.norm_kernels import bind_norms
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.swap.prompt_kernels import bind_plain_experts, find_prompt_kernels
+from mirage_hf.swap.rotation_kernels import bind_rotations, find_rotation_kernels
+from mirage_hf.swap.undos import put_back_all
 from mirage_hf.zoo.store import zoo_path
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -159,10 +161,14 @@ def optimize(
             if patterns is None:
                 optimization.traces_halves = True
                 bind_plain_experts(model, optimization.ledger)
+            rotations = bind_rotations(model, optimization.ledger) if patterns is None else 0
             traced = _trace(inner, traces, optimization, finder, rows, drafts, note)
-            of_norms: list[str] = []
-            if _prompts_run_forward(optimization, traced):
-                of_norms = bind_norms(model, optimization.ledger, finder)
+            of_rows: list[str] = []
+            if _prompts_run_forward(optimization, traced, rotations):
+                of_rows += bind_norms(model, optimization.ledger, finder)
+                of_rows += find_rotation_kernels(model, finder)
+            else:
+                put_back_all(optimization.ledger.undos)
         optimization.warn_of_unstored(kernels)
         try:
             handle, report = optimization.swap(kernels, verify=verify)
@@ -170,7 +176,7 @@ def optimize(
                 optimization.undo()
                 optimization.nothing_done(on_unsupported, report)
                 return model
-            for text in (*find_prompt_kernels(model, finder), *of_norms):
+            for text in (*find_prompt_kernels(model, finder), *of_rows):
                 handle.add_note(text)
             attach(model, handle)
             _install_decoding(model, handle, optimization, decode, max_cache_len, traced)
@@ -210,13 +216,15 @@ def _trace(
     return traced
 
 
-def _prompts_run_forward(optimization: Optimization, traced: decoding.TracedSteps | None) -> bool:
+def _prompts_run_forward(
+    optimization: Optimization, traced: decoding.TracedSteps | None, rotations: int
+) -> bool:
     """Return whether prompts run HF's forward because kernels cannot run them whole.
 
     That is so for traced steps, experts, and weights in codes. The last two have entries in the
-    ledger.
+    ledger, besides those of modules that rotate q and k.
     """
-    return traced is not None or bool(optimization.ledger.undos)
+    return traced is not None or len(optimization.ledger.undos) > rotations
 
 
 def _step_shapes(

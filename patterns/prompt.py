@@ -62,8 +62,8 @@ def build_rotation(
 ) -> KernelGraph:
     """Return the program of q and k, normalised and rotated.
 
-    They are views of one row of packed projections for each token. If projections are packed by
-    heads, each head of keys has one head of queries.
+    They are views of one row of packed projections for each token, or lie apart. If projections are
+    packed by heads, each head of keys has one head of queries.
 
     Args:
         rows: The number of tokens. Each has its own row of cos and sin.
@@ -77,12 +77,14 @@ def build_rotation(
         rope: One of `attention.ROPES`.
         rotary: How many elements of a head RoPE rotates, the first ones. None: all.
         rope_dtype: The dtype of cos and sin. None: `dtype`.
-        packing: One of `attention.PACKINGS`.
+        packing: One of `attention.PACKINGS`, or "" if q and k lie apart.
     """
     g, d, heads = new_kernel_graph(), head_dim, kv_heads * group
-    packed, step = (heads + 2 * kv_heads) * d, d if packing == "parts" else 3 * d
-    q = g.new_input((rows, heads, d), dtype, (packed, step, 1), name="q")
-    k = g.new_input((rows, kv_heads, d), dtype, (packed, step, 1), name="k")
+    packed, step = (heads + 2 * kv_heads) * d, 3 * d if packing == "heads" else d
+    q, k = (
+        g.new_input((rows, n, d), dtype, (packed if packing else n * d, step, 1), name=name)
+        for name, n in (("q", heads), ("k", kv_heads))
+    )
     table = (rows, 1, rotary or d)
     if rope:
         cos, sin = (g.new_input(table, rope_dtype or dtype, name=n) for n in ("cos", "sin"))

@@ -16,22 +16,16 @@ from torch import Tensor, nn
 
 from mirage_hf.formats.containers import stock_forward
 from mirage_hf.layers.row_chunks import RowChunks
-from mirage_hf.match.plain import ALIGNMENT, own_attributes
+from mirage_hf.match.plain import own_attributes
 from mirage_hf.swap.own_forward import Binding, is_plain_call
-
-#: The numbers of rows that kernels are made for. Fewer rows run stock's forward. More numbers would
-#: save launches, and make `optimize` slower.
-NORM_ROWS = (64, 256, 1024, 4096)
-
-#: More rows run stock's forward. Up to this number, kernels take at most four launches.
-MOST_NORM_ROWS = 4 * max(NORM_ROWS)
+from mirage_hf.swap.row_kernels import is_readable, takes_rows
 
 
 class NormKernels:
     """The kernels of all norms that have equal blocks.
 
     Attributes:
-        chunks: They run the program, with chunks of NORM_ROWS rows.
+        chunks: They run the program, with chunks of KERNEL_ROWS rows.
         width: The elements of a row.
         dtype: The dtype of rows and parameters.
         has_bias: Whether they add a bias.
@@ -55,7 +49,7 @@ class NormKernels:
             and p.dtype is self.dtype
             and p.shape == (self.width,)
             and p.is_contiguous()
-            and self._can_read(p)
+            and is_readable(p, self.chunks.device)
             for p in found
         )
         return found if fit else None
@@ -71,13 +65,10 @@ class NormKernels:
             and x.dtype is self.dtype
             and x.dim() > 1
             and x.shape[-1] == self.width
-            and min(NORM_ROWS) * self.width <= x.numel() <= MOST_NORM_ROWS * self.width
+            and takes_rows(x.numel() // self.width)
             and all(outer >= inner for outer, inner in pairwise(x.stride()))
-            and self._can_read(x)
+            and is_readable(x, self.chunks.device)
         )
-
-    def _can_read(self, x: Tensor) -> bool:
-        return x.device == self.chunks.device and x.data_ptr() % ALIGNMENT == 0
 
     def __call__(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return what a norm with these parameters makes of an input."""

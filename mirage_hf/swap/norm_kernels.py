@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
-from mirage_hf.errors import Rejected, described
+from mirage_hf.errors import Rejected
 from mirage_hf.formats.containers import stock_forward
-from mirage_hf.layers.row_chunks import RowChunks, prepare_chunk_sizes
 from mirage_hf.match import plain
 from mirage_hf.match.norms import norm_sizes
 from mirage_hf.match.probe import Probes
@@ -20,19 +17,14 @@ from mirage_hf.patterns.prompt import PROMPT_NORM
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.ledger import Ledger
-from mirage_hf.swap.norm_forward import (
-    NORM_ROWS,
-    NormBinding,
-    NormKernels,
-)
+from mirage_hf.swap.norm_forward import NormBinding, NormKernels
 from mirage_hf.swap.own_forward import bind_forward
 from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
-
-_log = logging.getLogger("mirage_hf")
+from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
 
 #: The dims of inputs before the last one, for which kernels must be faster: those of 128 tokens,
 #: of 32 heads of 128 tokens, and of as many rows as a launch takes. More rows take more memory.
-_TIMED = ((1, 128), (1, 128, 32), (1, max(NORM_ROWS)))
+_TIMED = ((1, 128), (1, 128, 32), (1, max(KERNEL_ROWS)))
 
 
 def bind_norms(model: nn.Module, ledger: Ledger, finder: KernelFinder) -> list[str]:
@@ -94,37 +86,13 @@ def _kernels_of(
         examples: A norm of each block.
         finder: Finds kernels.
     """
-    resolve = partial(finder.resolve, pattern=PROMPT_NORM.name)
-    chunks = {
-        block: RowChunks(block, norm._parameters["weight"].device, resolve)  # type: ignore[union-attr]
-        for block, norm in examples.items()
-    }
-    programs = [block.program(rows) for block in chunks for rows in NORM_ROWS]
-    with finder.searching((program, {"pattern": PROMPT_NORM.name}) for program in programs):
-        _prepare([*chunks.values()])
+    devices = {block: norm._parameters["weight"].device for block, norm in examples.items()}  # type: ignore[union-attr]
+    chunks = chunks_of_kernels(devices, finder)
     return {
         block: kernels
         for block, norm in examples.items()
-        if _runs_kernels(chunks[block]) and _are_better(kernels := NormKernels(chunks[block]), norm)
+        if block in chunks and _are_better(kernels := NormKernels(chunks[block]), norm)
     }
-
-
-def _prepare(kinds: Sequence[RowChunks]) -> None:
-    """Make the kernels of some kinds of norms, all at once. A kind that fails stays without."""
-    try:
-        prepare_chunk_sizes(kinds, NORM_ROWS)
-    except Exception as error:  # whatever failed, stock runs as before
-        if len(kinds) > 1:
-            for kind in kinds:
-                _prepare([kind])
-        else:
-            _log.info("norms: no kernels: %s", described(error))
-
-
-def _runs_kernels(chunks: RowChunks) -> bool:
-    """Return whether kernels run all chunks, and not the library."""
-    made = chunks.made
-    return made.keys() >= {*NORM_ROWS} and all(chunk.kernel.runs_kernel for chunk in made.values())
 
 
 def _are_better(kernels: NormKernels, norm: nn.Module) -> bool:

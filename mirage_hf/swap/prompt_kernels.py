@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,9 @@ _CLOSE = 0.02
 #: With a bad schedule they may take a hundred times as long.
 _HOPELESS = 3
 
-#: Computes what a module does.
-Forward = Callable[..., Tensor]
+#: What a module or a function computes.
+Results: TypeAlias = Tensor | tuple[Tensor, ...]
+Forward = Callable[..., Results]
 
 
 def bind_plain_experts(model: nn.Module, ledger: Ledger) -> None:
@@ -300,8 +301,14 @@ def compared(
     return ours_us, stock_us
 
 
-def _difference(ours: Tensor, stock: Tensor) -> str:
-    """Return how far our result is from stock's, or "" if they are close."""
+def _difference(ours: Results, stock: Results) -> str:
+    """Return how our results differ from stock's, or "" if they are close."""
+    ours, stock = ((x,) if isinstance(x, Tensor) else x for x in (ours, stock))
+    return next((why for x, y in zip(ours, stock, strict=True) if (why := _distance(x, y))), "")
+
+
+def _distance(ours: Tensor, stock: Tensor) -> str:
+    """Return how our result differs from stock's, or "" if it is close."""
     if ours.dtype is not stock.dtype:
         return f"kernels give {ours.dtype}, stock gives {stock.dtype}"
     ours, stock = ours.float(), stock.float()
@@ -335,5 +342,5 @@ def _us_called(run: Forward, given: Sequence[Tensor]) -> float:
     return min(samples)
 
 
-def _called_on(run: Forward, given: Sequence[Tensor]) -> Tensor:
+def _called_on(run: Forward, given: Sequence[Tensor]) -> Results:
     return run(*given)

@@ -10,7 +10,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,15 +26,14 @@ from mirage_hf import api
 from mirage_hf.decode.model_fingerprint import take_fingerprint
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.errors import SearchError
-from mirage_hf.layers.row_chunks import RowChunks
 from mirage_hf.pipeline.resolver import KernelFinder
-from mirage_hf.swap import prompt_kernels
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.norm_forward import NormBinding, NormKernels
 from mirage_hf.swap.norm_kernels import bind_norms
 from mirage_hf.swap.own_forward import FORWARD_KEY
 from scripts.coded_models import with_codes
 from tests.helpers.generate_features import fake_captures
+from tests.helpers.kernels_on_cpu import OnACpu, count_rows, finder_on_cpu, set_times
 from tests.swap.test_prompt_kernels import CONFIGS, model_of
 
 WIDTH = 64
@@ -48,15 +46,6 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 CLOSE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-class OnACpu(KernelFinder):
-    """Finds kernels on a CPU as if it were a GPU."""
-
-    gpu = torch.device("cpu")  # type: ignore[assignment]
-
-    def searching(self, wanted: Any) -> Any:
-        return contextlib.nullcontext()
-
-
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
@@ -66,29 +55,13 @@ def no_grad() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Let kernels be faster than stock. A test may change the times."""
-    us = {"ours": 1.0, "stock": 2.0}
-
-    def time(run: Any, *_: Any, **__: Any) -> Any:
-        (forward,) = run.args
-        return SimpleNamespace(us=us["ours" if isinstance(forward.func, NormKernels) else "stock"])
-
-    monkeypatch.setattr(prompt_kernels, "time_run", time)
-    monkeypatch.setattr(prompt_kernels, "_us_called", lambda *_: 1.0)
-    return us
+    return set_times(monkeypatch, lambda run: isinstance(getattr(run, "func", None), NormKernels))
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the rows of each call of kernels."""
-    seen: list[int] = []
-    run = RowChunks.with_overlap
-
-    def counted(self: RowChunks, inputs: Sequence[Tensor]) -> list[Tensor]:
-        seen.append(len(inputs[0]))
-        return run(self, inputs)
-
-    monkeypatch.setattr(RowChunks, "with_overlap", counted)
-    return seen
+    return count_rows(monkeypatch)
 
 
 def norm_of(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -399,12 +372,8 @@ def test_without_a_gpu_nothing_is_bound() -> None:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `optimize` bind norms on a CPU."""
     monkeypatch.setattr(
-        api, "bind_norms", lambda model, ledger, _: bind_norms(model, ledger, _finder())
+        api, "bind_norms", lambda model, ledger, _: bind_norms(model, ledger, finder_on_cpu())
     )
-
-
-def _finder() -> OnACpu:
-    return OnACpu(torch.device("cpu"), tune="never")
 
 
 def llama() -> Any:

@@ -1,0 +1,170 @@
+"""Find kernels that rotate q and k of a model, and use them in prompts where they are faster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from mirage_hf.errors import described
+from mirage_hf.graph.execute import run_kernel_graph
+from mirage_hf.match.probe import TOLERANCE
+from mirage_hf.patterns.attention import ROPES
+from mirage_hf.patterns.prompt import PROMPT_ROTATION
+from mirage_hf.patterns.schema import PatternBlock
+from mirage_hf.pipeline.resolver import KernelFinder
+from mirage_hf.swap.ledger import Ledger
+from mirage_hf.swap.own_forward import FORWARD_KEY, bind_forward
+from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
+from mirage_hf.swap.rotation_forward import (
+    Rotate,
+    RotationBinding,
+    RotationKernels,
+    RotationSizes,
+    table_rows,
+)
+from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
+
+_log = logging.getLogger("mirage_hf")
+
+#: The tokens for which kernels must be faster.
+_TIMED = (128, max(KERNEL_ROWS))
+
+#: The tokens on which a function is compared with programs.
+_PROBED = 5
+
+#: What kernels depend on: the function of the model's file, and its sizes.
+_Kind = tuple[Rotate, RotationSizes]
+
+
+def bind_rotations(model: nn.Module, ledger: Ledger) -> int:
+    """Let attention note what it calls the function with that rotates q and k.
+
+    Args:
+        model: The model.
+        ledger: Takes what undoes it.
+
+    Returns:
+        How many modules were bound.
+    """
+    count = 0
+    for module in model.modules():
+        binding = None if "forward" in module.__dict__ else RotationBinding.of(module)
+        if binding is not None:
+            ledger.undos.append(bind_forward(module, binding))
+            count += 1
+    return count
+
+
+def find_rotation_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
+    """Give attention kernels that rotate q and k, where these are faster.
+
+    It must have run since it was bound. Without a GPU nothing is done.
+
+    Args:
+        model: The model. Its prompts run its own forward.
+        finder: Finds kernels, as in `find_prompt_kernels`.
+
+    Returns:
+        Notes for the report.
+    """
+    bindings = [m.__dict__.get(FORWARD_KEY) for m in model.modules()]
+    called = [b for b in bindings if isinstance(b, RotationBinding) and b.called_with is not None]
+    device = next((p.device for p in model.parameters()), None)
+    if finder.gpu is None or device is None or not called:
+        return []
+    kinds = dict.fromkeys((b.function, b.called_with) for b in called)
+    kernels = _kernels_of(kinds, device, finder_for_prompts(finder))  # type: ignore[arg-type]
+    for binding in called:
+        binding.kernels = kernels.get((binding.function, binding.called_with))  # type: ignore[arg-type]
+    return [f"prompts: {len(kernels)} of {len(kinds)} kinds of RoPE run by kernels"]
+
+
+def _kernels_of(
+    kinds: Iterable[_Kind], device: torch.device, finder: KernelFinder
+) -> dict[_Kind, RotationKernels]:
+    """Return the kernels that give stock's results in less time."""
+    blocks = {kind: found for kind in kinds if (found := _block_of(*kind)) is not None}
+    chunks = chunks_of_kernels({block: device for block, _ in blocks.values()}, finder)
+    better = {}
+    for (function, sizes), (block, order) in blocks.items():
+        if block in chunks:
+            few = _random_inputs(sizes, _PROBED, device)
+            by_heads = all(x.is_contiguous() for x in function(*few))
+            kernels = RotationKernels(sizes, chunks[block], order, by_heads)
+            if _are_better(kernels, function):
+                better[function, sizes] = kernels
+    return better
+
+
+def _block_of(function: Rotate, sizes: RotationSizes) -> tuple[PatternBlock, str] | None:
+    """Return what a function computes for each token, and the `order` of `RotationKernels`.
+
+    None if no program computes it.
+    """
+    if sizes.dtype.itemsize != 2 or sizes.heads % sizes.kv_heads:
+        return None
+    plain = replace(sizes, dtype=torch.float32, table_dtype=torch.float32)
+    given = _random_inputs(plain, _PROBED, torch.device("cpu"))
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in given[:2]]
+    try:
+        stock = [x.transpose(1, 2).flatten(0, 1) for x in function(*given)]
+    except Exception as error:  # foreign code may raise anything
+        _log.info("RoPE: no kernels: %s", described(error))
+        return None
+    orders = [(rope, order) for rope in filter(None, ROPES) for order in ("once", rope)]
+    for rope, order in orders:
+        tables = [table_rows(x, 1, order) for x in given[2:]]
+        rotary = tables[0].shape[-1]
+        if rotary > sizes.head_dim:
+            continue
+        program = _rotation(plain, rope, rotary).program(_PROBED)
+        pairs = [*zip(run_kernel_graph(program, [*rows, *tables]), stock, strict=True)]
+        if all(x.shape == y.shape and (x - y).abs().max() < TOLERANCE for x, y in pairs):
+            return _rotation(sizes, rope, rotary), order
+    return None
+
+
+def _rotation(sizes: RotationSizes, rope: str, rotary: int) -> PatternBlock:
+    return PROMPT_ROTATION.block(
+        kv_heads=sizes.kv_heads,
+        group=sizes.heads // sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        norm="",
+        eps=0.0,
+        dtype=sizes.dtype,
+        rope=rope,
+        rotary=None if rotary == sizes.head_dim else rotary,
+        rope_dtype=None if sizes.table_dtype is sizes.dtype else sizes.table_dtype,
+        packing="",
+    )
+
+
+def _random_inputs(sizes: RotationSizes, tokens: int, device: torch.device) -> list[Tensor]:
+    """Return q, k, cos and sin as attention has them."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def random(*dims: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(dims, generator=draw, device=device).to(dtype)
+
+    heads = sizes.heads, sizes.kv_heads
+    q, k = (random(1, tokens, n, sizes.head_dim, dtype=sizes.dtype).transpose(1, 2) for n in heads)
+    cos, sin = (random(1, tokens, sizes.rotary, dtype=sizes.table_dtype) for _ in range(2))
+    return [q, k, cos, sin]
+
+
+def _are_better(kernels: RotationKernels, function: Rotate) -> bool:
+    """Return whether kernels give stock's results in less time, for few tokens and for many."""
+    for tokens in _TIMED:
+        given = _random_inputs(kernels.sizes, tokens, kernels.chunks.device)
+        what = f"RoPE of {tokens} tokens"
+        if not is_better(what, kernels, function, given):
+            return False
+        ours, stock = kernels(*given), function(*given)
+        if any(x.stride() != y.stride() for x, y in zip(ours, stock, strict=True)):
+            _log.info("%s: kernels' results lie otherwise in memory than stock's", what)
+            return False
+    return True
