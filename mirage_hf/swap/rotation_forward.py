@@ -75,7 +75,7 @@ def table_rows(x: Tensor, batch: int, order: str) -> Tensor:
         order: As in `RotationKernels`.
     """
     x = in_order(x, order)
-    return x.expand(batch, -1, -1).reshape(-1, 1, x.shape[-1])
+    return x.expand(batch, -1, -1).reshape(-1, 1, x.shape[-1]).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +100,12 @@ class RotationKernels:
 
         In memory, q and k must have the heads of a token side by side.
         """
-        q, k, cos, sin = given
+        q, k = given[:2]
         return (
             is_plain_call(q)
             and takes_rows(q.shape[0] * q.shape[2])
             and RotationSizes.of(*given) == self.sizes
             and all(x.transpose(1, 2).is_contiguous() for x in (q, k))
-            and cos.is_contiguous()
-            and sin.is_contiguous()
             and all(is_readable(x, self.chunks.device) for x in given)
         )
 

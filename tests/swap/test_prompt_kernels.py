@@ -29,6 +29,7 @@ from mirage_hf.swap.coded_forward import (
     decoding_program,
     product_program,
 )
+from mirage_hf.swap.experts_forward import ExpertsBinding
 from mirage_hf.swap.own_forward import FORWARD_KEY
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.row_blocks import RowBlocks
@@ -79,6 +80,11 @@ def model_of(name: str) -> Any:
     config = CONFIGS[name](**SIZES)
     torch.manual_seed(0)
     return Auto.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+def experts_of(model: nn.Module) -> Any:
+    """Return the first experts that are bound."""
+    return next(m for m in model.modules() if isinstance(vars(m).get(FORWARD_KEY), ExpertsBinding))
 
 
 @pytest.mark.parametrize("tune", ["auto", "full", "never"])
@@ -184,7 +190,7 @@ def test_prompts_of_mixtures_run_kernels_until_they_are_restored(
     for x, y in zip(ours, stock, strict=True):
         assert (x - y).abs().max() <= 2e-2 * y.abs().max()
     assert torch.equal(model.generate(prompts[0], max_new_tokens=8, do_sample=False), tokens)
-    experts = next(m for m in model.modules() if FORWARD_KEY in m.__dict__)
+    experts = experts_of(model)
     assert type(copy.deepcopy(experts)) in classes
     assert FORWARD_KEY not in copy.deepcopy(experts).__dict__
     mi.restore(model)
@@ -200,7 +206,7 @@ def test_calls_that_kernels_do_not_take_run_stock(calls: list[int]) -> None:
     model = model_of("traced")
     ids = torch.randint(0, 128, (1, 40))
     mi.optimize(model, backend="cpu", tune="never")
-    experts: Any = next(m for m in model.modules() if FORWARD_KEY in m.__dict__)
+    experts = experts_of(model)
     x, index = torch.randn(20, 64).bfloat16(), torch.randint(0, 16, (20, 2))
     _, dtype = experts.__dict__[FORWARD_KEY].called_with  # routers of some versions give float32
     other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16

@@ -94,6 +94,8 @@ def test_kernels_give_what_the_function_gives(name: str, dtype: torch.dtype) -> 
     assert kernels is not None
     for batch, tokens, tables in ((1, 64, 1), (1, 5000, 1), (3, 50, 1), (3, 50, 3)):
         given = inputs(sizes, batch, tokens, tables)
+        if batch == 1:  # as in gpt-oss
+            given[2:] = [x.mT.contiguous().mT for x in given[2:]]
         assert kernels.takes(*given)
         for ours, stock in zip(kernels(*given), function(*given), strict=True):
             assert (ours.dtype, ours.shape, ours.stride()) == (dtype, stock.shape, stock.stride())
@@ -169,7 +171,6 @@ def test_kernels_leave_other_calls_to_stock() -> None:
         "a dtype": [x.float() for x in given],
         "tables in another dtype": [q, k, cos.float(), sin.float()],
         "tables of another batch": [q, k, cos[:1].expand(3, -1, -1), sin[:1].expand(3, -1, -1)],
-        "tables that are views": [q, k, *(x.mT.contiguous().mT for x in (cos, sin))],
         "narrow tables": [q, k, cos[..., :8].contiguous(), sin[..., :8].contiguous()],
         "an address": [q, k, torch.empty(cos.numel() + 1).bfloat16()[1:].view_as(cos), sin],
     }
@@ -319,7 +320,8 @@ def test_prompts_of_mixtures_rotate_by_kernels(
             mi.optimize(model, backend="cpu", tune="never")
         assert len(bindings_of(model)) == finds * model.config.num_hidden_layers
         rows.clear()
-        assert (model(ids).logits - logits).abs().max() <= 3e-2 * logits.abs().max()
+        # rounding may let a token choose another expert
+        assert (model(ids).logits - logits).float().norm() <= 5e-2 * logits.float().norm()
         assert rows == [100] * len(bindings_of(model))
         assert all(torch.equal(model.generate(ids, **greedy), stock) for _ in range(3))
         report = model.mirage.report
@@ -378,5 +380,5 @@ def test_captured_prompts_rotate_by_kernels_and_are_as_stocks(
     assert all(binding.kernels is not None for binding in bindings_of(model))
     for _ in range(3):
         ours = model.generate(ids, **options).logits[0]
-        assert (ours - stock).abs().max() <= 3e-2 * stock.abs().max()
+        assert (ours - stock).float().norm() <= 5e-2 * stock.float().norm()
     assert model.generate.runner.prefills == {"captured": 2}

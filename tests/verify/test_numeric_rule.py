@@ -247,6 +247,17 @@ def test_outputs_that_are_many_bytes_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert len(check._eager_errors) == len(USUAL)
 
 
+def test_outputs_of_one_case_that_are_too_many_bytes_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = NumericCheck(doubled())
+    monkeypatch.setattr(numeric, "_KEPT_BYTES", 1)
+    for _ in range(2):
+        assert isinstance(check.judge(lambda inputs: [inputs[0] * 2]), Accepted)
+        assert not check._data
+    assert isinstance(check.judge(lambda inputs: [inputs[0] * 3]), Rejected)
+
+
 def test_errors_of_many_elements_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     reference = torch.randn(7, 11, generator=draw, dtype=torch.float64)
@@ -254,7 +265,12 @@ def test_errors_of_many_elements_are_those_of_all(monkeypatch: pytest.MonkeyPatc
     where = torch.rand(7, 11, generator=draw) < 0.5
     where.view(-1)[20:40] = False
     whole = measure(got, reference, where)
+    eager = got.masked_fill(reference > 1, math.inf)
+    compared = numeric._compared(eager, reference)
+    assert torch.equal(compared, reference <= 1)
     monkeypatch.setattr(numeric, "_AT_ONCE", 10)
+    assert torch.equal(numeric._compared(eager, reference), compared)
+    assert numeric._count(where) == int(where.sum())
     parts = measure(got, reference, where)
     assert (parts.max, parts.scale) == (whole.max, whole.scale)
     assert (parts.rms, parts.rms_scale) == pytest.approx((whole.rms, whole.rms_scale), rel=1e-12)
