@@ -427,7 +427,8 @@ def _exchanged(plan: KernelPlan) -> int:
             continue
         unformed = plan.layout.unformed_products
         shared = [op.out for op in s.body if op.over is not None and op.out not in unformed]
-        shared += [a.out for a in s.accumulators if not plan.is_reduced_after_loop(a)]
+        if plan.tiling.tile(s.loop) > 1:  # otherwise a step has nothing to add up
+            shared += [a.out for a in s.accumulators if not plan.is_reduced_after_loop(a)]
         largest = max([largest, *(elements[x] for x in shared if x not in dots)])
     return largest
 

@@ -11,6 +11,7 @@ from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.plan.stages import running_maxima
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.gpus import H200
 from mirage_hf.graph.block import Role
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.ops.dtypes import E2M1
@@ -49,6 +50,23 @@ def test_bytes_that_tensor_cores_multiply_need_many_warps():
     )
     estimates = [cost.estimate(plan_kernel(op, s)).us for s in (few, many)]
     assert estimates[1] < 0.9 * estimates[0]
+
+
+def test_a_sum_of_one_element_in_a_step_takes_no_shared_memory():
+    """A product of float8 for each block of 128 columns: one step of the loop has one of them.
+
+    So all 128 rows of a prompt fit into a tile, and codes are decoded once.
+    """
+    found = search(coded_programs.fp8_linear(128, 14336, 4096), SearchOptions(threads=1))[0]
+    ops = [place_kernels(r.ugraph)[0] for r in found if r.ugraph.num_kernels == 1]
+    op = next(op for op in ops if [a.name for a in op.block.named(Role.LOOP)] == ["k"])
+    tiles = {"k": 1, "m": 128, "n": 1, "o": 128, "r": 128}
+    schedule = Schedule(tiles, mma=True, num_warps=8, num_stages=4, prefetch_steps=2)
+    plan = plan_kernel(op, schedule)
+    assert footprint(plan).exchanged == 0
+    assert cost.estimate(plan).shared <= H200.shared_bytes
+    listed = [s for s in space.schedules(op) if s.mma]
+    assert listed[0].tiles["m"] == 128
 
 
 #: Lines of µGraphs of a linear in groups: scales multiply the sum of a group, or each code.
