@@ -17,8 +17,9 @@ from transformers import masking_utils
 
 @contextlib.contextmanager
 def masks_as_in_calls() -> Iterator[None]:
-    """Let this thread's forwards have the masks that they have without a capture.
+    """Let this thread's forwards without padding have the masks that they have without a capture.
 
+    A mask of padding would be read on the host, which a capture cannot do. So such masks are made.
     Only one thread may be in here at a time. Other threads' forwards are as they were.
     """
     stock = getattr(masking_utils, "is_tracing", None)
@@ -27,8 +28,9 @@ def masks_as_in_calls() -> Iterator[None]:
         return
     own_thread = threading.get_ident()
 
-    def is_tracing(*args: Any, **kwargs: Any) -> bool:
-        return threading.get_ident() != own_thread and stock(*args, **kwargs)
+    def is_tracing(tensor: Any = None) -> bool:
+        is_ours = tensor is None and threading.get_ident() == own_thread
+        return not is_ours and stock(tensor)
 
     masking_utils.is_tracing = is_tracing
     try:

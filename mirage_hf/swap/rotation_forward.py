@@ -38,6 +38,7 @@ class RotationSizes:
         rotary: The elements of a row of cos and sin.
         dtype: The dtype of q and k.
         table_dtype: The dtype of cos and sin.
+        device: The device of q and k.
     """
 
     heads: int
@@ -46,13 +47,19 @@ class RotationSizes:
     rotary: int
     dtype: torch.dtype
     table_dtype: torch.dtype
+    device: torch.device
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> RotationSizes | None:
-        """Return the sizes of q and k (b, heads, tokens, d) and tables (b, tokens, rotary).
+    def of(cls, *given: Any) -> RotationSizes | None:
+        """Return the sizes of q and k (b, heads, tokens, d), cos and sin (b, tokens, rotary).
 
-        None if the tensors have other dims.
+        None if these are no such tensors.
         """
+        if not all(isinstance(x, Tensor) for x in given):
+            return None
+        if [x.dim() for x in given] != [4, 4, 3, 3]:
+            return None
+        q, k, cos, sin = given
         (batch, heads, tokens, head_dim), kv_heads = q.shape, k.shape[1]
         rotary = cos.shape[-1]
         tables = ((batch, tokens, rotary), (1, tokens, rotary))
@@ -63,7 +70,9 @@ class RotationSizes:
             and k.dtype is q.dtype
             and sin.dtype is cos.dtype
         )
-        return cls(heads, kv_heads, head_dim, rotary, q.dtype, cos.dtype) if fits else None
+        if not fits:
+            return None
+        return cls(heads, kv_heads, head_dim, rotary, q.dtype, cos.dtype, q.device)
 
 
 def table_rows(x: Tensor, batch: int, order: str) -> Tensor:
@@ -95,18 +104,19 @@ class RotationKernels:
     order: str
     by_heads: bool
 
-    def takes(self, *given: Tensor) -> bool:
+    def takes(self, *given: Any) -> bool:
         """Return whether the kernels may run for q, k, cos and sin.
 
         In memory, q and k must have the heads of a token side by side.
         """
+        if RotationSizes.of(*given) != self.sizes:
+            return False
         q, k = given[:2]
         return (
             is_plain_call(q)
             and takes_rows(q.shape[0] * q.shape[2])
-            and RotationSizes.of(*given) == self.sizes
             and all(x.transpose(1, 2).is_contiguous() for x in (q, k))
-            and all(is_readable(x, self.chunks.device) for x in given)
+            and all(is_readable(x, self.sizes.device) for x in given)
         )
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,8 +171,7 @@ class RotationBinding(Binding):
     def _rotate(self, *args: Any, **kwargs: Any) -> Any:
         """Return q and k, rotated: by kernels if they were made for the call."""
         function = self.stock.__globals__[ROTATION]
-        is_known = len(args) == 4 and not kwargs and args[0].dim() == args[1].dim() == 4
-        if is_known and function is self.function:
+        if len(args) == 4 and not kwargs and function is self.function:
             if self.kernels is None:
                 self.called_with = RotationSizes.of(*args)
             elif self.kernels.takes(*args):

@@ -73,26 +73,24 @@ def find_rotation_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
     """
     bindings = [m.__dict__.get(FORWARD_KEY) for m in model.modules()]
     called = [b for b in bindings if isinstance(b, RotationBinding) and b.called_with is not None]
-    device = next((p.device for p in model.parameters()), None)
-    if finder.gpu is None or device is None or not called:
+    if finder.gpu is None or not called:
         return []
     kinds = dict.fromkeys((b.function, b.called_with) for b in called)
-    kernels = _kernels_of(kinds, device, finder_for_prompts(finder))  # type: ignore[arg-type]
+    kernels = _kernels_of(kinds, finder_for_prompts(finder))  # type: ignore[arg-type]
     for binding in called:
         binding.kernels = kernels.get((binding.function, binding.called_with))  # type: ignore[arg-type]
     return [f"prompts: {len(kernels)} of {len(kinds)} kinds of RoPE run by kernels"]
 
 
-def _kernels_of(
-    kinds: Iterable[_Kind], device: torch.device, finder: KernelFinder
-) -> dict[_Kind, RotationKernels]:
+def _kernels_of(kinds: Iterable[_Kind], finder: KernelFinder) -> dict[_Kind, RotationKernels]:
     """Return the kernels that give stock's results in less time."""
     blocks = {kind: found for kind in kinds if (found := _block_of(*kind)) is not None}
-    chunks = chunks_of_kernels({block: device for block, _ in blocks.values()}, finder)
+    devices = {block: sizes.device for (_, sizes), (block, _) in blocks.items()}
+    chunks = chunks_of_kernels(devices, finder)
     better = {}
     for (function, sizes), (block, order) in blocks.items():
-        if block in chunks:
-            few = _random_inputs(sizes, _PROBED, device)
+        if block in chunks and chunks[block].device == sizes.device:
+            few = _random_inputs(sizes, _PROBED)
             by_heads = all(x.is_contiguous() for x in function(*few))
             kernels = RotationKernels(sizes, chunks[block], order, by_heads)
             if _are_better(kernels, function):
@@ -107,8 +105,9 @@ def _block_of(function: Rotate, sizes: RotationSizes) -> tuple[PatternBlock, str
     """
     if sizes.dtype.itemsize != 2 or sizes.heads % sizes.kv_heads:
         return None
-    plain = replace(sizes, dtype=torch.float32, table_dtype=torch.float32)
-    given = _random_inputs(plain, _PROBED, torch.device("cpu"))
+    cpu, float32 = torch.device("cpu"), torch.float32
+    plain = replace(sizes, dtype=float32, table_dtype=float32, device=cpu)
+    given = _random_inputs(plain, _PROBED)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in given[:2]]
     try:
         stock = [x.transpose(1, 2).flatten(0, 1) for x in function(*given)]
@@ -143,12 +142,12 @@ def _rotation(sizes: RotationSizes, rope: str, rotary: int) -> PatternBlock:
     )
 
 
-def _random_inputs(sizes: RotationSizes, tokens: int, device: torch.device) -> list[Tensor]:
+def _random_inputs(sizes: RotationSizes, tokens: int) -> list[Tensor]:
     """Return q, k, cos and sin as attention has them."""
-    draw = torch.Generator(device).manual_seed(0)
+    draw = torch.Generator(sizes.device).manual_seed(0)
 
     def random(*dims: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(dims, generator=draw, device=device).to(dtype)
+        return torch.randn(dims, generator=draw, device=sizes.device).to(dtype)
 
     heads = sizes.heads, sizes.kv_heads
     q, k = (random(1, tokens, n, sizes.head_dim, dtype=sizes.dtype).transpose(1, 2) for n in heads)
@@ -159,7 +158,7 @@ def _random_inputs(sizes: RotationSizes, tokens: int, device: torch.device) -> l
 def _are_better(kernels: RotationKernels, function: Rotate) -> bool:
     """Return whether kernels give stock's results in less time, for few tokens and for many."""
     for tokens in _TIMED:
-        given = _random_inputs(kernels.sizes, tokens, kernels.chunks.device)
+        given = _random_inputs(kernels.sizes, tokens)
         what = f"RoPE of {tokens} tokens"
         if not is_better(what, kernels, function, given):
             return False

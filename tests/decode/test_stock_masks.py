@@ -13,11 +13,11 @@ pytestmark = pytest.mark.models
 CONFIG = LlamaConfig(hidden_size=64, num_attention_heads=4, attn_implementation="sdpa")
 
 
-def causal_mask() -> torch.Tensor | None:
+def causal_mask(padding: torch.Tensor | None = None) -> torch.Tensor | None:
     return masking_utils.create_causal_mask(
         config=CONFIG,
         inputs_embeds=torch.zeros(1, 8, 64),
-        attention_mask=None,
+        attention_mask=padding,
         past_key_values=None,
     )
 
@@ -33,6 +33,13 @@ def test_masks_are_left_out_as_without_a_capture(capturing):
     with masks_as_in_calls():
         assert causal_mask() is None
     assert causal_mask() is not None
+
+
+def test_masks_of_padding_are_not_read(capturing):
+    padding = torch.ones(1, 8, dtype=torch.long)
+    assert causal_mask(padding) is not None
+    with masks_as_in_calls():
+        assert causal_mask(padding) is not None
 
 
 def test_other_threads_see_what_they_saw(capturing):

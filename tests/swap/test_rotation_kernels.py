@@ -65,12 +65,15 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count_rows(monkeypatch)
 
 
+CPU = torch.device("cpu")
+
+
 def sizes_of(rotary: int = 16, dtype: torch.dtype = torch.bfloat16) -> RotationSizes:
-    return RotationSizes(4, 2, 16, rotary, dtype, dtype)
+    return RotationSizes(4, 2, 16, rotary, dtype, dtype, CPU)
 
 
 def kernels_of(function: Any, sizes: RotationSizes) -> RotationKernels | None:
-    found = rotation_kernels._kernels_of([(function, sizes)], torch.device("cpu"), finder_on_cpu())
+    found = rotation_kernels._kernels_of([(function, sizes)], finder_on_cpu())
     return found.get((function, sizes))
 
 
@@ -103,7 +106,7 @@ def test_kernels_give_what_the_function_gives(name: str, dtype: torch.dtype) -> 
 
 
 def test_float32_tables_rotate_in_float32() -> None:
-    sizes = RotationSizes(4, 2, 16, 16, torch.bfloat16, torch.float32)
+    sizes = RotationSizes(4, 2, 16, 16, torch.bfloat16, torch.float32, CPU)
     kernels = kernels_of(gpt_oss_like, sizes)
     assert kernels is not None
     given = inputs(sizes, 1, 100, 1)
@@ -143,7 +146,7 @@ def test_a_function_that_no_program_computes_has_no_kernels(function: Callable[.
         sizes_of(dtype=torch.float32),
         sizes_of(rotary=12),
         sizes_of(rotary=32),
-        RotationSizes(3, 2, 16, 16, torch.bfloat16, torch.bfloat16),
+        RotationSizes(3, 2, 16, 16, torch.bfloat16, torch.bfloat16, CPU),
     ],
     ids=["float32", "other tables", "longer tables", "heads"],
 )
@@ -171,6 +174,8 @@ def test_kernels_leave_other_calls_to_stock() -> None:
         "a dtype": [x.float() for x in given],
         "tables in another dtype": [q, k, cos.float(), sin.float()],
         "tables of another batch": [q, k, cos[:1].expand(3, -1, -1), sin[:1].expand(3, -1, -1)],
+        "no tensor": [q, k, cos, None],
+        "a number": [q, k, cos.sum(), sin.sum()],
         "narrow tables": [q, k, cos[..., :8].contiguous(), sin[..., :8].contiguous()],
         "an address": [q, k, torch.empty(cos.numel() + 1).bfloat16()[1:].view_as(cos), sin],
     }
