@@ -33,8 +33,8 @@ _log = logging.getLogger("mirage_hf")
 #: The tokens for which kernels must be faster.
 _TIMED = (128, max(KERNEL_ROWS))
 
-#: The tokens on which a function is compared with programs.
-_PROBED = 5
+#: The sequences and the tokens of each on which a function is compared with programs.
+_PROBED = 2, 5
 
 #: What kernels depend on: the function of the model's file, and its sizes.
 _Kind = tuple[Rotate, RotationSizes]
@@ -90,7 +90,7 @@ def _kernels_of(kinds: Iterable[_Kind], finder: KernelFinder) -> dict[_Kind, Rot
     better = {}
     for (function, sizes), (block, order) in blocks.items():
         if block in chunks and chunks[block].device == sizes.device:
-            few = _random_inputs(sizes, _PROBED)
+            few = _random_inputs(sizes, *_PROBED)
             by_heads = all(x.is_contiguous() for x in function(*few))
             kernels = RotationKernels(sizes, chunks[block], order, by_heads)
             if _are_better(kernels, function):
@@ -107,20 +107,21 @@ def _block_of(function: Rotate, sizes: RotationSizes) -> tuple[PatternBlock, str
         return None
     cpu, float32 = torch.device("cpu"), torch.float32
     plain = replace(sizes, dtype=float32, table_dtype=float32, device=cpu)
-    given = _random_inputs(plain, _PROBED)
+    given = _random_inputs(plain, *_PROBED)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in given[:2]]
     try:
         stock = [x.transpose(1, 2).flatten(0, 1) for x in function(*given)]
     except Exception as error:  # foreign code may raise anything
         _log.info("RoPE: no kernels: %s", described(error))
         return None
+    batch, tokens = _PROBED
     orders = [(rope, order) for rope in filter(None, ROPES) for order in ("once", rope)]
     for rope, order in orders:
-        tables = [table_rows(x, 1, order) for x in given[2:]]
+        tables = [table_rows(x, batch, order) for x in given[2:]]
         rotary = tables[0].shape[-1]
         if rotary > sizes.head_dim:
             continue
-        program = _rotation(plain, rope, rotary).program(_PROBED)
+        program = _rotation(plain, rope, rotary).program(batch * tokens)
         pairs = [*zip(run_kernel_graph(program, [*rows, *tables]), stock, strict=True)]
         if all(x.shape == y.shape and (x - y).abs().max() < TOLERANCE for x, y in pairs):
             return _rotation(sizes, rope, rotary), order
@@ -142,7 +143,7 @@ def _rotation(sizes: RotationSizes, rope: str, rotary: int) -> PatternBlock:
     )
 
 
-def _random_inputs(sizes: RotationSizes, tokens: int) -> list[Tensor]:
+def _random_inputs(sizes: RotationSizes, batch: int, tokens: int) -> list[Tensor]:
     """Return q, k, cos and sin as attention has them."""
     draw = torch.Generator(sizes.device).manual_seed(0)
 
@@ -150,15 +151,16 @@ def _random_inputs(sizes: RotationSizes, tokens: int) -> list[Tensor]:
         return torch.randn(dims, generator=draw, device=sizes.device).to(dtype)
 
     heads = sizes.heads, sizes.kv_heads
-    q, k = (random(1, tokens, n, sizes.head_dim, dtype=sizes.dtype).transpose(1, 2) for n in heads)
-    cos, sin = (random(1, tokens, sizes.rotary, dtype=sizes.table_dtype) for _ in range(2))
+    dims = (batch, tokens)
+    q, k = (random(*dims, n, sizes.head_dim, dtype=sizes.dtype).transpose(1, 2) for n in heads)
+    cos, sin = (random(*dims, sizes.rotary, dtype=sizes.table_dtype) for _ in range(2))
     return [q, k, cos, sin]
 
 
 def _are_better(kernels: RotationKernels, function: Rotate) -> bool:
     """Return whether kernels give stock's results in less time, for few tokens and for many."""
     for tokens in _TIMED:
-        given = _random_inputs(kernels.sizes, tokens)
+        given = _random_inputs(kernels.sizes, 1, tokens)
         what = f"RoPE of {tokens} tokens"
         if not is_better(what, kernels, function, given):
             return False
