@@ -9,10 +9,9 @@ The files, in the order in which a call of `generate` meets them:
 - `call_plan`, `prompt_plan`, `masks`, `selection`, `draft_planning`: Plan a call.
 - `session`, `cache_block`, `control`, `rings`, `cache_layers`, `cache_exchange`, `sources`: Keep
   the memory of a call.
-- `prefill`, `prefill_checks`, `prefill_runs`, `prompts`, `summed_products`, `model_memory`: Run
-  the prompt.
-- `step`, `step_inputs`, `graphs`, `stock_masks`: Run a step: the model's own forward, called or
-  captured.
+- `prefill`, `prefill_checks`, `prefill_runs`, `prompts`, `summed_products`, `stock_masks`,
+  `model_memory`: Run the prompt.
+- `step`, `step_inputs`, `graphs`: Run a step: the model's own forward, called or captured.
 - `step_program`: Run a step as one chain of kernels, if every layer matched.
 - `tracing`: Otherwise trace steps, before the first call. The next three lines are about these.
 - `step_forms`, `recorded_inputs`, `step_recording`: Record the torch ops of a step.

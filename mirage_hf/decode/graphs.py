@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mirage_hf.decode.stock_masks import masks_as_in_calls
 from mirage_hf.garbage import no_garbage_collection
 
 #: Runs on the side stream before a capture. Libraries that initialise themselves lazily (cuBLAS,
@@ -23,6 +22,11 @@ _one_capture = threading.Lock()
 def why_no_capture(device: torch.device) -> str | None:
     """Return why steps on this device are not captured, or None if they are."""
     return None if device.type == "cuda" else f"no graphs on {device.type}"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether this thread's stream on a device is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class NumbersFilledIn(TorchFunctionMode):
@@ -84,7 +88,7 @@ def capture(
                 # the capture, where torch.cuda.graph gives free memory back to the driver. Another
                 # thread may then be about to launch a product with its workspace.
                 torch._C._cuda_clearCublasWorkspaces()
-                with NumbersFilledIn(), masks_as_in_calls():
+                with NumbersFilledIn():
                     run()
                 torch._C._cuda_clearCublasWorkspaces()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.cache_exchange import read_cache
 from mirage_hf.decode.cache_layers import prefill_cache
 from mirage_hf.decode.call_plan import CallInputs
+from mirage_hf.decode.graphs import is_capturing
 from mirage_hf.decode.prompts import BucketedPrompts, PromptShape
 from mirage_hf.decode.routing import cache_name
+from mirage_hf.decode.stock_masks import masks_as_in_calls
 from mirage_hf.decode.summed_products import SummedProducts
 from mirage_hf.layers.model_kernels import ModelKernels
 from mirage_hf.layers.prefill import PromptInputs
@@ -142,15 +145,17 @@ def forward_run(
             positions = positions.expand(axes, -1, -1)
 
     def run() -> None:
-        outputs = model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=prefill_cache(block),
-            use_cache=True,
-            attention_mask=mask,
-            return_dict=True,
-            logits_to_keep=last,
-        )
+        masks = masks_as_in_calls() if is_capturing(block.device) else contextlib.nullcontext()
+        with masks:
+            outputs = model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=prefill_cache(block),
+                use_cache=True,
+                attention_mask=mask,
+                return_dict=True,
+                logits_to_keep=last,
+            )
         logits = outputs.logits[:, -1]
         if (logits.shape, logits.dtype) != (block.logits.shape, block.logits.dtype):
             raise RuntimeError(
