@@ -4,7 +4,7 @@ These are norms, the rotation of q and k, the gate of an MLP, and the residual p
 one token of a sequence, and all rows are treated alike.
 
 optimize() does not look for these blocks. layers/prefill.py asks for them, for layers whose blocks
-are matched.
+are matched. swap/ asks for norms and rotations, for models whose prompts run their own forward.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
 from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
 
 #: The dims of inputs before the last one, for which kernels must be faster: those of 128 tokens,
-#: of 32 heads of 128 tokens, and of as many rows as a launch takes. More rows take more memory.
-_TIMED = ((1, 128), (1, 128, 32), (1, max(KERNEL_ROWS)))
+#: of 32 heads of 128 tokens, and of rows that take two launches. More rows take more memory.
+_TIMED = ((1, 128), (1, 128, 32), (1, 2 * max(KERNEL_ROWS)))
 
 
 def bind_norms(model: nn.Module, ledger: Ledger, finder: KernelFinder) -> list[str]:

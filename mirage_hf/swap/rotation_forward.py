@@ -94,7 +94,7 @@ class RotationKernels:
     Attributes:
         sizes: The sizes that they were made for.
         chunks: They run the program.
-        order: The order in which the program reads the numbers of tables (see `in_order`).
+        order: The order of cos and sin as the program reads them (see `in_order`).
         by_heads: Whether stock's results have the tokens of a head side by side in memory. If not,
             they have the heads of a token so, as q and k.
     """

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mirage_hf.errors import described
+from mirage_hf.errors import Rejected
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.match.probe import TOLERANCE
+from mirage_hf.match.probe import TOLERANCE, Probes
 from mirage_hf.patterns.attention import ROPES
 from mirage_hf.patterns.prompt import PROMPT_ROTATION
 from mirage_hf.patterns.schema import PatternBlock
@@ -20,6 +21,7 @@ from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.own_forward import FORWARD_KEY, bind_forward
 from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
 from mirage_hf.swap.rotation_forward import (
+    ROTATION,
     Rotate,
     RotationBinding,
     RotationKernels,
@@ -30,14 +32,29 @@ from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
 
 _log = logging.getLogger("mirage_hf")
 
-#: The tokens for which kernels must be faster.
-_TIMED = (128, max(KERNEL_ROWS))
+#: The tokens for which kernels must be faster. The most take two launches.
+_TIMED = (128, 2 * max(KERNEL_ROWS))
 
 #: The sequences and the tokens of each on which a function is compared with programs.
 _PROBED = 2, 5
 
 #: What kernels depend on: the function of the model's file, and its sizes.
 _Kind = tuple[Rotate, RotationSizes]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a function computes for each token.
+
+    Attributes:
+        block: The program.
+        order: As in `RotationKernels`.
+        by_heads: Likewise.
+    """
+
+    block: PatternBlock
+    order: str
+    by_heads: bool
 
 
 def bind_rotations(model: nn.Module, ledger: Ledger) -> int:
@@ -72,48 +89,50 @@ def find_rotation_kernels(model: nn.Module, finder: KernelFinder) -> list[str]:
         Notes for the report.
     """
     bindings = [m.__dict__.get(FORWARD_KEY) for m in model.modules()]
-    called = [b for b in bindings if isinstance(b, RotationBinding) and b.called_with is not None]
-    if finder.gpu is None or not called:
+    kind_of = {
+        binding: (binding.function, sizes)
+        for binding in bindings
+        if isinstance(binding, RotationBinding) and (sizes := binding.called_with) is not None
+    }
+    if finder.gpu is None or not kind_of:
         return []
-    kinds = dict.fromkeys((b.function, b.called_with) for b in called)
-    kernels = _kernels_of(kinds, finder_for_prompts(finder))  # type: ignore[arg-type]
-    for binding in called:
-        binding.kernels = kernels.get((binding.function, binding.called_with))  # type: ignore[arg-type]
+    kinds = dict.fromkeys(kind_of.values())
+    kernels = _kernels_of(kinds, finder_for_prompts(finder))
+    for binding, kind in kind_of.items():
+        binding.kernels = kernels.get(kind)
     return [f"prompts: {len(kernels)} of {len(kinds)} kinds of RoPE run by kernels"]
 
 
 def _kernels_of(kinds: Iterable[_Kind], finder: KernelFinder) -> dict[_Kind, RotationKernels]:
     """Return the kernels that give stock's results in less time."""
-    blocks = {kind: found for kind in kinds if (found := _block_of(*kind)) is not None}
-    devices = {block: sizes.device for (_, sizes), (block, _) in blocks.items()}
+    probes, forms = Probes(), {}
+    for kind in kinds:
+        found = probes.once(kind, partial(_probe, *kind))
+        if isinstance(found, Rejected):
+            _log.info("RoPE: no kernels: %s", found.reason)
+        else:
+            forms[kind] = found
+    devices = {form.block: sizes.device for (_, sizes), form in forms.items()}
     chunks = chunks_of_kernels(devices, finder)
     better = {}
-    for (function, sizes), (block, order) in blocks.items():
-        if block in chunks and chunks[block].device == sizes.device:
-            few = _random_inputs(sizes, *_PROBED)
-            by_heads = all(x.is_contiguous() for x in function(*few))
-            kernels = RotationKernels(sizes, chunks[block], order, by_heads)
+    for (function, sizes), form in forms.items():
+        if form.block in chunks and chunks[form.block].device == sizes.device:
+            kernels = RotationKernels(sizes, chunks[form.block], form.order, form.by_heads)
             if _are_better(kernels, function):
                 better[function, sizes] = kernels
     return better
 
 
-def _block_of(function: Rotate, sizes: RotationSizes) -> tuple[PatternBlock, str] | None:
-    """Return what a function computes for each token, and the `order` of `RotationKernels`.
-
-    None if no program computes it.
-    """
+def _probe(function: Rotate, sizes: RotationSizes) -> _Form | Rejected:
+    """Return what a function computes for each token. It may raise anything."""
     if sizes.dtype.itemsize != 2 or sizes.heads % sizes.kv_heads:
-        return None
+        return Rejected("q is no 16-bit float, or heads of keys have different numbers of queries")
     cpu, float32 = torch.device("cpu"), torch.float32
     plain = replace(sizes, dtype=float32, table_dtype=float32, device=cpu)
     given = _random_inputs(plain, *_PROBED)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in given[:2]]
-    try:
-        stock = [x.transpose(1, 2).flatten(0, 1) for x in function(*given)]
-    except Exception as error:  # foreign code may raise anything
-        _log.info("RoPE: no kernels: %s", described(error))
-        return None
+    stock = [x.transpose(1, 2).flatten(0, 1) for x in function(*given)]
+    by_heads = all(x.is_contiguous() for x in function(*_random_inputs(sizes, *_PROBED)))
     batch, tokens = _PROBED
     orders = [(rope, order) for rope in filter(None, ROPES) for order in ("once", rope)]
     for rope, order in orders:
@@ -124,8 +143,8 @@ def _block_of(function: Rotate, sizes: RotationSizes) -> tuple[PatternBlock, str
         program = _rotation(plain, rope, rotary).program(batch * tokens)
         pairs = [*zip(run_kernel_graph(program, [*rows, *tables]), stock, strict=True)]
         if all(x.shape == y.shape and (x - y).abs().max() < TOLERANCE for x, y in pairs):
-            return _rotation(sizes, rope, rotary), order
-    return None
+            return _Form(_rotation(sizes, rope, rotary), order, by_heads)
+    return Rejected(f"{ROTATION} is no RoPE that a program computes")
 
 
 def _rotation(sizes: RotationSizes, rope: str, rotary: int) -> PatternBlock:

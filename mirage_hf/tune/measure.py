@@ -178,6 +178,7 @@ _streams = _Streams()
 
 
 def _stream(device: int) -> torch.cuda.Stream:
+    """Return the stream on which this thread captures on a device."""
     if device not in _streams.by_device:
         _streams.by_device[device] = torch.cuda.Stream(device)
     return _streams.by_device[device]

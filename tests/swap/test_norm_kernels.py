@@ -34,7 +34,7 @@ from mirage_hf.swap.own_forward import FORWARD_KEY
 from scripts.coded_models import with_codes
 from tests.helpers.generate_features import fake_captures
 from tests.helpers.kernels_on_cpu import OnACpu, count_rows, finder_on_cpu, set_times
-from tests.swap.test_prompt_kernels import CONFIGS, model_of
+from tests.swap.test_prompt_kernels import CONFIGS, first_logits, model_of
 
 WIDTH = 64
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -514,13 +514,9 @@ def test_captured_prompts_run_norms_by_kernels_and_are_as_stocks(
     monkeypatch.undo()  # of the times of kernels
     model = model_of("traced").cuda()
     ids = torch.randint(0, 128, (1, 200), device="cuda")
-    options = dict(
-        max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
-    stock = model.generate(ids, **options).logits[0]
+    (stock,) = first_logits(model, ids, 1)
     mi.optimize(model, tune="never")
     assert any(isinstance(vars(m).get(FORWARD_KEY), NormBinding) for m in norms_of(model))
-    for _ in range(3):
-        ours = model.generate(ids, **options).logits[0]
+    for ours in first_logits(model, ids, 3):
         assert (ours - stock).abs().max() <= 3e-2 * stock.abs().max()
     assert model.generate.runner.prefills == {"captured": 2}

@@ -82,6 +82,14 @@ def model_of(name: str) -> Any:
     return Auto.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
+def first_logits(model: Any, ids: Tensor, calls: int) -> list[Tensor]:
+    """Return the logits of the first new token in so many calls of generate."""
+    options = dict(
+        max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    return [model.generate(ids, **options).logits[0] for _ in range(calls)]
+
+
 def experts_of(model: nn.Module) -> Any:
     """Return the first experts that are bound."""
     return next(m for m in model.modules() if isinstance(vars(m).get(FORWARD_KEY), ExpertsBinding))

@@ -34,7 +34,7 @@ from mirage_hf.swap.rotation_kernels import bind_rotations, find_rotation_kernel
 from scripts.coded_models import with_codes
 from tests.helpers.generate_features import fake_captures
 from tests.helpers.kernels_on_cpu import count_rows, finder_on_cpu, set_times
-from tests.swap.test_prompt_kernels import model_of
+from tests.swap.test_prompt_kernels import first_logits, model_of
 
 pytestmark = pytest.mark.models
 
@@ -140,7 +140,20 @@ def fails(*_: Tensor) -> Any:
     raise RuntimeError("no")
 
 
-@pytest.mark.parametrize("function", [twice, swapped, first_tables, fails, phi.rotate_half])
+def fails_in_bfloat16(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    if q.dtype is torch.bfloat16:
+        raise RuntimeError("no")
+    return llama.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def three(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    return (*llama.apply_rotary_pos_emb(q, k, cos, sin), q)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [twice, swapped, first_tables, fails, fails_in_bfloat16, three, phi.rotate_half],
+)
 def test_a_function_that_no_program_computes_has_no_kernels(function: Callable[..., Any]) -> None:
     assert kernels_of(function, sizes_of()) is None
 
@@ -151,9 +164,10 @@ def test_a_function_that_no_program_computes_has_no_kernels(function: Callable[.
         sizes_of(dtype=torch.float32),
         sizes_of(rotary=12),
         sizes_of(rotary=32),
+        sizes_of(rotary=7),
         RotationSizes(3, 2, 16, 16, torch.bfloat16, torch.bfloat16, CPU),
     ],
-    ids=["float32", "other tables", "longer tables", "heads"],
+    ids=["float32", "other tables", "longer tables", "odd tables", "heads"],
 )
 def test_other_sizes_have_no_kernels(sizes: RotationSizes) -> None:
     assert kernels_of(llama.apply_rotary_pos_emb, sizes) is None
@@ -382,13 +396,9 @@ def test_captured_prompts_rotate_by_kernels_and_are_as_stocks(
     monkeypatch.undo()  # of the times of kernels
     model = model_of(name).cuda()
     ids = torch.randint(0, 128, (1, 200), device="cuda")
-    options = dict(
-        max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
-    stock = model.generate(ids, **options).logits[0]
+    (stock,) = first_logits(model, ids, 1)
     mi.optimize(model, tune="never")
     assert all(binding.kernels is not None for binding in bindings_of(model))
-    for _ in range(3):
-        ours = model.generate(ids, **options).logits[0]
+    for ours in first_logits(model, ids, 3):
         assert (ours - stock).float().norm() <= 5e-2 * stock.float().norm()
     assert model.generate.runner.prefills["captured"] == 2
