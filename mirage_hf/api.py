@@ -26,6 +26,7 @@ from mirage_hf.swap.coded_modules import bind_coded_modules
 from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import ModelBlocks, find_kernels
 from mirage_hf.swap.live_model import locked, release_cached_memory
+from mirage_hf.swap.loading_ahead import loading_ahead
 from mirage_hf.swap.norm_kernels import bind_norms
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.swap.prompt_kernels import bind_plain_experts, find_prompt_kernels
@@ -144,7 +145,11 @@ def optimize(
             if traces is not decoding.Traces.NONE:
                 optimization.add_traced((), decoding.WOULD_BE_TRACED)
             return optimization.dry_run_report()
-        with bar_unless(progress, "optimize") as note, _undone_if_it_fails(optimization):
+        with (
+            bar_unless(progress, "optimize") as note,
+            _undone_if_it_fails(optimization),
+            loading_ahead(model, device, backend),
+        ):
             blocks = ModelBlocks(optimization.wanted, shapes, device)
             made = find_kernels(
                 blocks,

@@ -133,6 +133,20 @@ def test_links_may_not_lead_out_of_a_folder(tmp_path):
         files.read_bytes(tmp_path / "zoo" / "circle", 9, tmp_path / "zoo")
 
 
+def test_a_path_is_inside_of_a_folder_if_its_links_are(tmp_path):
+    zoo = tmp_path / "zoo"
+    (zoo / "real").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "alias").symlink_to("zoo")
+    for name, target in (("in", "real"), ("out", "../elsewhere"), ("circle", "circle")):
+        (zoo / name).symlink_to(target)
+    inside = [zoo, zoo / "real" / "x", zoo / "in" / "x", tmp_path / "alias" / "real"]
+    outside = [tmp_path, zoo / "out" / "x", zoo / ".." / "elsewhere", zoo / "real" / ".." / ".."]
+    assert [files.is_inside(path, zoo) for path in inside] == [True] * 4
+    assert [files.is_inside(path, zoo) for path in outside] == [False] * 4
+    assert files.is_inside(zoo / "real" / "x", tmp_path / "alias")
+
+
 def test_an_endless_file_is_no_graph(monkeypatch):
     from mirage_hf.graph import json_reader
 

@@ -6,6 +6,7 @@ a second. Triton holds the GIL for a third of a compilation, so more than three 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -91,15 +92,36 @@ class HollowTorch(MetaPathFinder, Loader):
         """Leave the module empty."""
 
 
+def digest_triton() -> None:
+    """Let Triton digest its own files. It does so once in a process, and takes half a second."""
+    from triton.runtime import cache
+
+    with contextlib.suppress(AttributeError):  # other versions do it elsewhere
+        cache.triton_key()
+
+
+def build_launcher(kernel: Any) -> None:
+    """Let Triton build the C function that launches a kernel, and keep it in its cache on disk.
+
+    The C compiler takes 0.3 to 0.5 s for each new signature. Whoever launches the kernel would wait
+    for it. Where this fails, for example without a driver, they build it and get the error.
+    """
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
 def prepare() -> None:
-    """Import what `answer` needs."""
+    """Import what `answer` needs, and do what all forks would do."""
     import triton  # noqa: F401
 
     sys.meta_path.insert(0, HollowTorch())
+    digest_triton()
 
 
 def answer(asked: str) -> str:
-    """Compile what a line of JSON asks for, and return null or the error, as JSON."""
+    """Compile what a line of JSON asks for, launchers too. Return null or the error, as JSON."""
     from triton import knobs
 
     path, name, tasks, sm, knobs.cache.dir = json.loads(asked)
@@ -107,7 +129,7 @@ def answer(asked: str) -> str:
         with open(path, encoding="utf-8") as f:
             module = import_text(f.read(), path, name)
         for task in tasks:
-            compile_kernel(module, task, sm)
+            build_launcher(compile_kernel(module, task, sm))
     except Exception as e:
         return json.dumps(f"{type(e).__name__}: {str(e).strip() or 'no message'}")
     return "null"

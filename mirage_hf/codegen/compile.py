@@ -12,8 +12,9 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -253,50 +254,64 @@ def _refused(kernels: str, sm: int, why: str) -> errors.CodegenError:
 PROCESSES_FROM, FEW = 2, 8
 
 #: Most worker processes. Each takes 80 to 130 MB.
-MOST_PROCESSES = 12
+MOST_PROCESSES = 16
 
 
 def compiling(
-    programs: Sequence[GeneratedProgram], sm: int, threads: int | None = None
+    programs: Iterable[GeneratedProgram | Callable[[], GeneratedProgram]],
+    sm: int,
+    threads: int | None = None,
 ) -> Iterator[list[Compiled] | errors.CodegenError]:
     """Compile many programs in parallel and yield each result in order.
 
-    A program that does not compile yields its error. Once the caller stops iterating, no further
-    one is started.
+    A program that does not compile yields its error. As many programs as there are threads are
+    under way beyond the one that is yielded. Once the caller stops iterating, no further one is
+    started, and the results of those under way are dropped.
 
     Args:
-        programs: The programs.
+        programs: The programs, or functions that generate them, called shortly before the compiler.
         sm: The compute capability.
         threads: Threads to use; by default MIRAGE_HF_THREADS.
     """
     threads = threads or settings().threads
-    with contextlib.ExitStack() as stack:
-        processes: workers.Workers | None = None
-        if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
-            processes = stack.enter_context(workers.at_work(min(threads, MOST_PROCESSES)))
+    programs = deque(programs)
+    is_over = threading.Event()
+    processes: workers.Workers | None = None
+    at_work = contextlib.ExitStack()
+    if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
+        processes = at_work.enter_context(workers.at_work(min(threads, MOST_PROCESSES)))
 
-        def attempt(program: GeneratedProgram) -> list[Compiled] | errors.CodegenError:
-            try:
-                worker_error = (
-                    in_worker(processes, program, sm)
-                    if processes is not None and program.launches
-                    else None
-                )
-                compiled = ahead_of_time(program, sm)
-            except errors.CodegenError as e:
-                return e
-            if worker_error is not None:
-                _log.warning(
-                    "a worker could not compile a kernel that this process compiled: %s",
-                    worker_error,
-                )
-            return compiled
-
-        pool = ThreadPoolExecutor(threads)
+    def attempt(
+        given: GeneratedProgram | Callable[[], GeneratedProgram],
+    ) -> list[Compiled] | errors.CodegenError:
         try:
-            yield from pool.map(attempt, programs)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            program = given() if callable(given) else given
+            worker_error = (
+                in_worker(processes, program, sm)
+                if processes is not None and program.launches
+                else None
+            )
+            compiled = [] if is_over.is_set() else ahead_of_time(program, sm)
+        except errors.CodegenError as e:
+            return e
+        if worker_error is not None:
+            _log.warning(
+                "a worker could not compile a kernel that this process compiled: %s",
+                worker_error,
+            )
+        return compiled
+
+    pool = ThreadPoolExecutor(threads)
+    under_way: deque[Future[list[Compiled] | errors.CodegenError]] = deque()
+    try:
+        while programs or under_way:
+            while programs and len(under_way) <= threads:
+                under_way.append(pool.submit(attempt, programs.popleft()))
+            yield under_way.popleft().result()
+    finally:
+        is_over.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        at_work.close()
 
 
 def in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:

@@ -8,6 +8,7 @@ Those of the user's process would not be.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -37,6 +38,9 @@ def serve(control: socket.socket, module: Any) -> None:
         module: Its `answer` is what a worker does with a line.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the user's process may ignore it
+    # Garbage collection in a fork would write to all objects of this process, and so copy them.
+    gc.collect()
+    gc.freeze()
     ended: dict[int, int] = {}
     while True:
         request, files, _, _ = socket.recv_fds(control, MESSAGE.size, 1)

@@ -64,7 +64,7 @@ def schedule_candidates(
     early, streams = request.key.next_may_launch_early, may_stream(request)
     ranked = promising(verified.candidates, early, streams)
     best = first_scheduled(ranked[0], request.runs_generated, early, streams)
-    if best.is_fused and request.runs_generated and request.device is None:
+    if best.is_fused and takes_relatives(request):
         best = _like_a_relative(ranked, tuned(), request) or best
     if not best.is_fused:
         reason = "the numbers of every candidate were rejected for all of its schedules"
@@ -182,6 +182,11 @@ def _scheduled(candidate: Candidate) -> UGraph:
     if None in schedules:
         return candidate.ugraph
     return replace(candidate.ugraph, schedules=schedules)
+
+
+def takes_relatives(request: Request) -> bool:
+    """Return whether kernels get the schedules of tuned ones: nothing will be measured."""
+    return request.runs_generated and request.device is None and not request.all_candidates
 
 
 def may_stream(request: Request) -> bool:

@@ -9,7 +9,11 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import searching_ahead
 from mirage_hf.pipeline.checkpoint import CheckpointJournal
-from mirage_hf.pipeline.choose import measure_candidates, schedule_candidates
+from mirage_hf.pipeline.choose import (
+    measure_candidates,
+    schedule_candidates,
+    takes_relatives,
+)
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import Results, StoredEntry
@@ -56,7 +60,10 @@ def find_outcome(
         outcome = schedule_candidates(request, loaded, tuned)
         return NewOutcome(measure_candidates(outcome, progress))
     journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
-    verified = searching_ahead.take(request) if journal is None else None
+    verified = None
+    if journal is None:
+        meanwhile = tuned if takes_relatives(request) else lambda: ()
+        verified = searching_ahead.take(request, meanwhile)
     if verified is None and journal is None:
         verified = _reused(request, results)
     if verified is None:

@@ -100,14 +100,14 @@ class LayerResolver:
         new = [block for block in blocks if block not in self.found]
         for block in new:
             self._resolve(block)
+            if block.for_long_caches and not isinstance(self.found[block], Rejected):
+                # its search takes long, so this process begins it while workers start
+                self._resolve(block.for_long_caches)
         available = {
             block: kernel
             for block in blocks
             if not isinstance(kernel := self.found[block], Rejected)
         }
-        for block in new:
-            if block in available and block.for_long_caches is not None:
-                self._resolve(block.for_long_caches)
         if not new:
             return
         # The kernels that an earlier layer chose stay.

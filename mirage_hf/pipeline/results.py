@@ -226,7 +226,7 @@ def _tuned_in(folder: Path, written: int) -> TunedKernels | None:
         folder: The folder of the entry.
         written: When the entry was written, so that one that was replaced is read anew.
     """
-    entry = read_entry(folder)
+    entry = read_entry(folder, whole=False)
     if isinstance(entry, Rejected) or not entry.timings or not entry.schedules:
         return None
     if library_wins(entry) or any(s.cuda for s in entry.schedules):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -88,15 +88,25 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-def take(request: Request) -> VerifiedCandidates | None:
+def take(
+    request: Request, meanwhile: Callable[[], object] = lambda: None
+) -> VerifiedCandidates | None:
     """Return the candidates that a worker finds for a request.
+
+    Args:
+        request: The request.
+        meanwhile: Called if a worker is not done yet. It does what the caller needs afterwards.
 
     Returns:
         None if no worker was asked or is ready yet, or if it failed. Then the caller searches, and
         meets the error.
     """
     search = _begun.pop(_name(request), None)
-    if search is None or search.begins() or (answer := search.answer.result()) is None:
+    if search is None or search.begins():
+        return None
+    if not search.answer.done():
+        meanwhile()
+    if (answer := search.answer.result()) is None:
         return None
     space.remember_ranked(answer.ranked)
     return answer.verified

@@ -195,8 +195,17 @@ def _could_not_run(error: Exception) -> Rejected:
 
 @contextmanager
 def _checking(device_type: str) -> Iterator[None]:
+    """Compute without gradients, without autocast and without cuDNN's attention.
+
+    cuDNN plans each shape anew, which takes longer than all that is compared.
+    """
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
     with torch.no_grad(), torch.autocast(device_type, enabled=False):
-        yield
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(allowed)
 
 
 @contextmanager

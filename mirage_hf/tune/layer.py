@@ -36,7 +36,8 @@ MOST_SWEEPS = 3
 #: Least relative gain of the whole layer that counts as better.
 LEAST_GAIN = 0.002
 
-#: Measuring a choice stops at this many times the best layer's time.
+#: Measuring a choice stops at this many times the best layer's time. A candidate that took longer
+#: in one sweep is not tried in the next.
 SLOW = 1.02
 
 
@@ -90,8 +91,9 @@ class _Descent:
         self._time, self._counts = time, counts
         self.chosen = (0,) * len(counts)
         self.best = time(self.chosen, math.inf)
-        #: The time with each candidate, when it was last tried by itself.
-        self._us = [[math.inf] * count for count in counts]
+        #: The time with each candidate, when it was last tried by itself, over the best of then.
+        #: 0: it was not tried yet.
+        self._slowness = [[0.0] * count for count in counts]
 
     def run(self) -> None:
         """Change candidates until no change is better, or enough were tried."""
@@ -103,11 +105,19 @@ class _Descent:
                 break
 
     def sweep(self) -> bool:
-        """Try each candidate of each program. Return whether one was better."""
+        """Try each candidate of each program that may be the best.
+
+        Returns:
+            Whether one was better.
+        """
         before = self.chosen
         for n, count in enumerate(self._counts):
             for k in range(count):
-                self._us[n][k] = self.best.us if k == self.chosen[n] else self._try({n: k})
+                if k == self.chosen[n]:
+                    self._slowness[n][k] = 1.0
+                elif self._slowness[n][k] <= SLOW:
+                    best_us = self.best.us
+                    self._slowness[n][k] = self._try({n: k}) / best_us
         return self.chosen != before
 
     def sweep_pairs(self) -> bool:
@@ -116,7 +126,7 @@ class _Descent:
         The last program and the first are neighbours too, because layers repeat.
         """
         before, size = self.chosen, len(self._counts)
-        best = [sorted(range(len(us)), key=us.__getitem__)[:MOST_OF_PAIRS] for us in self._us]
+        best = [sorted(range(len(of)), key=of.__getitem__)[:MOST_OF_PAIRS] for of in self._slowness]
         for n in range(size if size > 2 else size - 1):
             other = (n + 1) % size
             for a, b in itertools.product(best[n], best[other]):

@@ -318,29 +318,38 @@ class Layer:
         for inputs in self._sets[1:]:
             for n, k in hot:
                 inputs[n][k] = first[n][k]
+        #: Sets of inputs, and the memory of those that are results of the program before.
+        self._sets_and_results = [
+            (s, [flat(x[at or 0]) for x, at in zip(s, self._at, strict=True)]) for s in self._sets
+        ]
 
     def time(self, runs: Sequence[Run], replays: int = 15, to_beat: float = math.inf) -> Timing:
         """Return microseconds of all programs together; `to_beat` as in `time_run`."""
 
-        def layer(inputs: Sequence[list[torch.Tensor]]) -> None:
-            for run, x, n in zip(runs, inputs, self._at, strict=True):
+        def layer(of_set: tuple[list[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+            for run, x, n, memory in zip(runs, of_set[0], self._at, of_set[1], strict=True):
                 at = (
                     x
                     if n is None or not flowed
-                    else [*x[:n], _flowed(flowed[-1], x[n]), *x[n + 1 :]]
+                    else [*x[:n], _flowed(flowed[-1], x[n], memory), *x[n + 1 :]]
                 )
                 flowed.append(run(at)[0])
 
         # Results are kept here, because a CUDA graph does not keep alive the tensors it reads.
         flowed: list[torch.Tensor] = []
-        return time_run(layer, self._sets, replays, to_beat)
+        return time_run(layer, self._sets_and_results, replays, to_beat)
 
 
-def _flowed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return an input like `x` that is ready only once `y` is. Integers give `x` itself."""
+def _flowed(y: torch.Tensor, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return an input like `x` that is ready only once `y` is. Integers give `x` itself.
+
+    Args:
+        y: A result.
+        x: The input that it stands for.
+        own: The memory of `x`, flat.
+    """
     if not y.is_floating_point():
         return x
-    own = flat(x)
     if y.dtype == x.dtype and y.numel() >= own.numel() and y.is_contiguous():
         return y.as_strided(x.shape, x.stride())
     _link(own.numel(), x.dtype, y.dtype)([own, y.as_strided((1,), (1,))], [own])

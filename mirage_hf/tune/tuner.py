@@ -182,17 +182,18 @@ class _Bench:
             known_us: The fastest other time.
         """
         tried: list[ScheduledCandidate] = []
-        generated: list[tuple[ScheduledCandidate, triton.GeneratedProgram]] = []
-        for c in sorted(candidates, key=lambda c: not c.is_library):
-            try:
-                generated.append((c, c.generate()))
-            except errors.CodegenError as e:
-                tried.append(c.rejected(str(e).splitlines()[0]))
+        order = sorted(candidates, key=lambda c: not c.is_library)
+        programs: dict[int, triton.GeneratedProgram] = {}
+
+        def written(n: int) -> triton.GeneratedProgram:
+            programs[n] = order[n].generate()
+            return programs[n]
+
         best_us, since_best = known_us, 0
-        outcomes = compiler.compiling([program for _, program in generated], self.sm)
-        for n, ((c, program), outcome) in enumerate(zip(generated, outcomes, strict=True)):
+        outcomes = compiler.compiling([partial(written, n) for n in range(len(order))], self.sm)
+        for n, (c, outcome) in enumerate(zip(order, outcomes, strict=True)):
             self.progress(n, len(candidates), "measuring")
-            done = undisturbed(partial(self.try_one, c, program, outcome, best_us))
+            done = undisturbed(partial(self.try_one, c, programs.get(n), outcome, best_us))
             tried.append(done)
             if done.is_library:
                 continue
@@ -208,7 +209,7 @@ class _Bench:
     def try_one(
         self,
         candidate: ScheduledCandidate,
-        program: triton.GeneratedProgram,
+        program: triton.GeneratedProgram | None,
         outcome: Any,
         fast_us: float,
     ) -> ScheduledCandidate:
@@ -216,12 +217,13 @@ class _Bench:
 
         Args:
             candidate: The candidate.
-            program: Its generated program.
+            program: Its generated program, None if it could not be written.
             outcome: What compiling the program gave: a CodegenError if it failed.
             fast_us: The fastest time so far.
         """
         if isinstance(outcome, errors.CodegenError):
             return candidate.rejected(str(outcome).splitlines()[0])
+        assert program is not None
         run = measure.run_of(program)
         try:
             if candidate.is_library:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,17 +46,23 @@ class _NotUsableError(Exception):
     """An entry that was read and must not be used. Its text becomes the reason."""
 
 
-def read_entry(folder: Path, links_inside: Path | None = None) -> Entry | Rejected:
+def read_entry(
+    folder: Path, links_inside: Path | None = None, *, whole: bool = True
+) -> Entry | Rejected:
     """Return the entry in `folder`, or why it cannot be used.
 
     Args:
         folder: The folder <zoo>/<pattern>/<shape>-<dtype>-<key>/<target>.
-        links_inside: The folder that links of files may not lead out of. None: the zoo.
+        links_inside: The folder that links may not lead out of. None: the zoo.
+        whole: Whether the kernel's text and the record of the search are read, too.
     """
     inside = links_inside or folder.parents[2]
     try:
+        if not files.is_inside(folder, inside):
+            raise _NotUsableError(f"{folder}: is a link that leads out of {inside}")
         data = _checked_data(folder, _read_text(folder / ENTRY, inside))
-        return _entry(folder, data, _checked_files(folder, data, inside))
+        names = (KERNEL, UGRAPH, SEARCH) if whole else (UGRAPH,)
+        return _entry(folder, data, _checked_files(folder, data, inside, names))
     except _NotUsableError as e:
         reason = str(e)
     except Exception as e:  # whatever hostile data leads to
@@ -102,10 +108,12 @@ def _is_search(search: Any) -> bool:
     return isinstance(refused, list) and all(isinstance(w, str) for w in (*words, *refused))
 
 
-def _checked_files(folder: Path, data: Mapping[str, Any], inside: Path) -> dict[str, str]:
-    """Return the text of every other file, after checking its digest."""
+def _checked_files(
+    folder: Path, data: Mapping[str, Any], inside: Path, names: Sequence[str]
+) -> dict[str, str]:
+    """Return the texts of other files, after checking their digests."""
     texts = {}
-    for name in (KERNEL, UGRAPH, SEARCH):
+    for name in names:
         if name == SEARCH and SEARCH not in data["sha256"]:
             continue
         texts[name] = _read_text(folder / name, inside)
@@ -142,7 +150,7 @@ def _entry(folder: Path, data: Mapping[str, Any], texts: Mapping[str, str]) -> E
         key,
         data["pattern"],
         ugraph,
-        texts[KERNEL],
+        texts.get(KERNEL, ""),
         tuple(Schedule.from_dict(s) for s in data["schedules"]),
         _timings(data["timings"]),
         _number("error_bound", data["error_bound"], 1.0),

@@ -6,6 +6,7 @@ This process finds them in the cache. Errors and deaths of workers are handled.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -14,14 +15,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton as compiler_of_kernels
+from triton.backends.compiler import GPUTarget
 
+from mirage_hf.codegen import ahead, fork_server, triton, workers
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import fork_server, triton, workers
 from mirage_hf.codegen.generated_program import GeneratedProgram
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
@@ -140,6 +145,116 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
     assert (
         len(list(compiler.compiling(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3
     )  # too few
+
+
+def test_programs_are_written_and_compiled_shortly_before_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller that stops neither waits for what is under way, nor lets anything else begin."""
+    begun: list[int] = []
+    may_end = threading.Event()
+
+    def written(n: int) -> GeneratedProgram:
+        begun.append(n)
+        return GeneratedProgram(f"# {n}", ())
+
+    def compiled(program: GeneratedProgram, sm: int) -> list[Any]:
+        if program.source != "# 0":
+            may_end.wait(60)
+        return [program.source]
+
+    monkeypatch.setattr(compiler, "ahead_of_time", compiled)
+    found = compiler.compiling([partial(written, n) for n in range(20)], 90, threads=2)
+    assert next(found) == ["# 0"]
+    found.close()  # would not return if it waited
+    assert len(begun) <= 4 and not may_end.is_set()
+    may_end.set()
+    time.sleep(0.1)
+    assert len(begun) <= 4
+
+
+def test_a_program_that_cannot_be_written_gives_its_error() -> None:
+    def refuse() -> GeneratedProgram:
+        raise CodegenError("its tile is too large")
+
+    first, second = compiler.compiling([refuse, program(19)], 90, threads=1)
+    assert isinstance(first, CodegenError) and isinstance(second, list)
+
+
+def test_workers_build_the_launchers_that_launches_will_look_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton names a launcher in its cache by a digest of its text."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    if not hasattr(driver, "make_launcher"):
+        pytest.skip("this Triton makes launchers in another way")
+    built: list[str] = []
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any):
+            assert metadata.num_warps
+            names = source.fn.arg_names
+            constants = {
+                (names.index(k),) if isinstance(k, str) else k: v
+                for k, v in source.constants.items()
+            }
+            built.append(driver.make_launcher(constants, dict(source.signature), None))
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    monkeypatch.setattr(driver, "CudaLauncher", Launcher)
+    p = program(20)
+    path, name, tasks, sm = asked(p)
+    line = json.dumps([path, name, tasks, sm, str(tmp_path)])
+    monkeypatch.setattr(compiler_of_kernels.knobs.cache, "dir", str(tmp_path))
+    assert ahead.answer(line) == "null"
+    module = compiler.load(p.source, p.digest)
+    (launch,) = p.launches
+    tensors = [torch.zeros(4096, dtype=torch.float16) for _ in launch.signature]
+    monkeypatch.setattr(compiler_of_kernels.runtime.driver, "_active", Driver())
+    kernel = getattr(module, launch.kernel).warmup(
+        *tensors,
+        overlaps=True,
+        grid=(1,),
+        **ahead.compile_options(launch.num_warps, launch.num_stages, sm),
+    )
+    ahead.build_launcher(kernel)
+    assert len(built) == 2 and built[0] == built[1]
+
+
+def test_a_kernel_without_a_launcher_is_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+
+    def refuse(source: Any, metadata: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(driver, "CudaLauncher", refuse)
+    ahead.build_launcher(SimpleNamespace(src=None, metadata=None))
+
+
+def test_forks_of_the_server_collect_none_of_its_objects(tmp_path: Path) -> None:
+    """Collecting would write to them, and so copy the server's memory."""
+    (tmp_path / "counting_frozen.py").write_text(
+        "import gc\n\n\ndef prepare():\n    pass\n\n\n"
+        "def answer(line):\n    return str(gc.get_freeze_count())\n"
+    )
+    sys.path.append(str(tmp_path))
+    pool = workers.Workers(1, "counting_frozen")
+    try:
+        assert int(pool.ask(lambda: "how many?") or 0) > 1000
+    finally:
+        pool.close()
+        sys.path.remove(str(tmp_path))
 
 
 def test_a_program_that_only_the_worker_refuses_is_compiled_here(

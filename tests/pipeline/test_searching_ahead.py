@@ -107,6 +107,24 @@ def test_a_search_that_no_worker_has_begun_is_done_here(monkeypatch: pytest.Monk
         pool.close()
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_the_caller_works_while_a_worker_still_searches(is_done: bool) -> None:
+    request = requests()[0]
+    search = searching_ahead._Search(searching_ahead._task(request))
+    assert search.begins()  # a worker
+    searching_ahead._begun[searching_ahead._name(request)] = search
+    worked = []
+
+    def work() -> None:
+        worked.append(True)
+        search.answer.set_result(None)
+
+    if is_done:
+        search.answer.set_result(None)
+    assert searching_ahead.take(request, work) is None
+    assert bool(worked) != is_done
+
+
 def test_a_search_that_another_thread_is_taking_stays_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

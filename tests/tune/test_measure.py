@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mirage_hf.codegen import compile as compiler
 from mirage_hf.errors import CodegenError, Rejected
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.tune import measure, tuner
@@ -126,12 +127,17 @@ def test_a_candidate_that_cannot_be_written_is_rejected_alone(monkeypatch):
             raise CodegenError("its tile is too large\nin two lines")
         return generate(self)
 
+    try_compiled = tuner._Bench.try_one
+
     def try_one(self, candidate, program, outcome, fast_us):
+        if program is None:
+            return try_compiled(self, candidate, program, outcome, fast_us)
+        assert program.source == generate(candidate).source
         return replace(candidate, status=MEASURED, timing=measure.timing([4.0], 1))
 
     monkeypatch.setattr(type(broken), "generate", written)
     monkeypatch.setattr(tuner._Bench, "try_one", try_one)
-    monkeypatch.setattr(tuner.compiler, "compiling", lambda programs, sm: iter(programs))
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
     found = bench_with(None, False).measure([good, broken, library], 0)
     assert {c.schedules: (c.status, c.reason) for c in found} == {
         broken.schedules: (REJECTED, "its tile is too large"),

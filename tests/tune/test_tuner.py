@@ -111,6 +111,21 @@ def test_two_kernels_are_changed_together_after_changes_of_one():
     assert search.chosen == (2, 2, 1) and search.best.us == 5.0
 
 
+def test_a_candidate_that_was_slow_is_not_tried_in_the_next_sweep():
+    """Number 1 of the second program gains. So all programs are gone through again."""
+    us = {(0, 0): 10.0, (0, 1): 9.0, (1, 0): 10.1, (2, 0): 12.0, (1, 1): 9.1, (2, 1): 1.0}
+    tried = []
+
+    def time(at, to_beat):
+        tried.append(tuple(at))
+        return measure.timing([us[tuple(at)]], 1)
+
+    search = layer._Descent(time, [3, 2])
+    while search.sweep():
+        pass
+    assert search.chosen == (0, 1) and (1, 1) in tried and (2, 1) not in tried
+
+
 def numbered_sets(count: int, indices: int) -> list[list[torch.Tensor]]:
     """Return sets of inputs with the same floats, and with so many different indices."""
     return [[torch.ones(2), torch.tensor([n % indices])] for n in range(count)]

@@ -319,6 +319,27 @@ def test_nothing_is_written_through_a_link_that_leads_out_of_the_zoo(zoo, tmp_pa
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_nothing_is_read_through_a_folder_that_leads_out_of_the_zoo(zoo, tmp_path, level):
+    folder = zoo.put(entry())
+    moved = folder if level == 0 else folder.parents[level - 1]
+    moved.rename(tmp_path / "elsewhere")
+    moved.symlink_to(tmp_path / "elsewhere")
+    found = zoo.get(entry().key)
+    assert isinstance(found, Rejected) and "leads out of" in found.reason
+
+
+def test_a_part_of_an_entry_needs_no_kernel_text(zoo):
+    e = entry()
+    folder = zoo.put(e)
+    (folder / KERNEL).write_text("# another\n")
+    assert isinstance(read_entry(folder), Rejected)
+    part = read_entry(folder, whole=False)
+    assert part == replace(e, kernel="", record=None)
+    (folder / UGRAPH).write_text("{}")
+    assert isinstance(read_entry(folder, whole=False), Rejected)
+
+
 def test_a_consistent_entry_under_the_wrong_key_is_refused(zoo):
     """Somebody may move a valid entry to the folder of another program."""
     three, four = entry(rows=3), entry(rows=4)

@@ -1,0 +1,69 @@
+"""Load libraries in a thread that first launches and checks would wait for, beside a search."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mirage_hf.codegen import ahead
+from mirage_hf.ops import table
+
+
+@contextlib.contextmanager
+def loading_ahead(model: nn.Module, device: torch.device, backend: str) -> Iterator[None]:
+    """Load what the first launches on a GPU need while the block runs. Wait for it at the end.
+
+    What fails here fails again where it is needed, and is told there.
+
+    Args:
+        model: The model.
+        device: Its device. Nothing is loaded for a CPU.
+        backend: "triton" or "cpu".
+    """
+    if device.type != "cuda":
+        yield
+        return
+    dtypes = {p.dtype for p in model.parameters()} & set(table.COMPUTE_DTYPES)
+    tasks: list[Callable[[], None]] = [partial(_attend, device, {*dtypes, torch.float32})]
+    if backend == "triton":
+        tasks.append(_prepare_triton)
+    threads = [threading.Thread(target=_attempt, args=(task,), daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
+
+
+def _attempt(task: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        task()
+
+
+def _attend(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Call torch's attention as checks do, with a mask and without.
+
+    The first call loads cuDNN or other libraries, and takes up to two seconds.
+    """
+    with torch.no_grad(), torch.cuda.device(device):
+        for dtype in dtypes:
+            x = torch.zeros(1, 2, 16, 64, dtype=dtype, device=device)
+            mask = torch.zeros(1, 1, 16, 16, dtype=dtype, device=device)
+            F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def _prepare_triton() -> None:
+    """Let Triton digest its files, and build its module that loads kernels."""
+    from triton.runtime import driver
+
+    driver.active.get_current_device()
+    ahead.digest_triton()

@@ -1,0 +1,56 @@
+"""Libraries that load in threads while kernels are searched."""
+
+import threading
+
+import pytest
+import torch
+
+from mirage_hf.swap import check, loading_ahead
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_a_gpu_loads_while_the_block_runs(backend, monkeypatch):
+    """An error is left to whoever needs what could not be loaded."""
+    loaded, may_load = [], threading.Event()
+
+    def attend(device, dtypes):
+        may_load.wait(60)
+        loaded.append((device.type, dtypes))
+        raise RuntimeError("no cuDNN")
+
+    monkeypatch.setattr(loading_ahead, "_attend", attend)
+    monkeypatch.setattr(loading_ahead, "_prepare_triton", lambda: loaded.append("triton"))
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.register_parameter(
+        "codes", torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    )
+    with loading_ahead.loading_ahead(model, torch.device("cuda"), backend):
+        assert not any(isinstance(each, tuple) for each in loaded)
+        may_load.set()
+    assert ("cuda", {torch.bfloat16, torch.float32}) in loaded
+    assert ("triton" in loaded) == (backend == "triton")
+
+
+def test_a_cpu_loads_nothing():
+    before = threading.active_count()
+    with loading_ahead.loading_ahead(torch.nn.Linear(2, 2), torch.device("cpu"), "cpu"):
+        assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+def test_attention_and_triton_load_without_an_error():
+    loading_ahead._attend(torch.device("cuda"), {torch.bfloat16, torch.float32})
+    loading_ahead._prepare_triton()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_checks_run_without_cudnn_and_leave_its_switch_as_it_was(allowed):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        with pytest.raises(ValueError), check._checking("cpu"):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise ValueError
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
