@@ -51,31 +51,42 @@ class CubinLauncher:
 
     def __init__(self, source: str, compiled: Callable[..., None]):
         self.source, self.compiled = source, compiled
-        self._ready: dict[Any, LoadedCubin | None] = {}
+        self._ready: dict[Any, LoadedCubin] = {}
+        #: Names of kernels and numbers of devices for which there is no cubin.
+        self._without: set[tuple[str, int | None]] = set()
 
     def __call__(
         self, kernel: Any, grid: int, tensors: Sequence[Tensor], num_warps: int, num_stages: int
     ) -> None:
         """Launch a kernel on the current stream. The arguments are those of `launching.launch`."""
         device = tensors[0].device.index
-        pointers = [x.data_ptr() for x in tensors]
-        if device is None or any([p & 15 for p in pointers]):
-            self.compiled(kernel, grid, tensors, num_warps, num_stages)
-            return
-        is_dependent = torch.cuda.is_current_stream_capturing()
-        key = kernel.__name__, device, num_warps, num_stages, tuple([x.dtype for x in tensors])
-        if key not in self._ready:
-            self._ready[key] = loaded(self.source, *key)
-        cubin = self._ready[key]
+        cubin = None
+        if device is not None and (kernel.__name__, device) not in self._without:
+            pointers = [x.data_ptr() for x in tensors]
+            if not any([p & 15 for p in pointers]):
+                cubin = self._cubin(kernel.__name__, device, num_warps, num_stages, tensors)
         if cubin is not None:
+            is_dependent = torch.cuda.is_current_stream_capturing()
             stream = torch._C._cuda_getCurrentRawStream(device)
             try:
                 cubin.launch(grid, stream, pointers, is_dependent=is_dependent)
                 return
             except CubinError as e:
                 _log_once(str(e))
-                self._ready[key] = None
+                self._without.add((kernel.__name__, device))
         self.compiled(kernel, grid, tensors, num_warps, num_stages)
+
+    def _cubin(
+        self, name: str, device: int, num_warps: int, num_stages: int, tensors: Sequence[Tensor]
+    ) -> LoadedCubin | None:
+        """Return the cubin of a kernel. If there is none, later calls need not ask."""
+        key = name, device, num_warps, num_stages, tuple([x.dtype for x in tensors])
+        cubin = self._ready.get(key) or loaded(self.source, *key)
+        if cubin is None:
+            self._without.add((name, device))
+        else:
+            self._ready[key] = cubin
+        return cubin
 
 
 def loaded(

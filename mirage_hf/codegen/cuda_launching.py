@@ -6,6 +6,7 @@ its headers are needed.
 """
 
 import ctypes
+import functools
 import hashlib
 import inspect
 import os
@@ -222,6 +223,7 @@ _FUNCTIONS = (
 )
 
 
+@functools.cache
 def text() -> str:
     """Return the text of the functions that a generated file carries."""
     state = (

@@ -6,6 +6,7 @@ package.
 """
 
 import copy
+import functools
 import inspect
 import threading
 
@@ -152,6 +153,7 @@ def lasting_zeros(count, device):
         return thread.submit(zeros).result()
 
 
+@functools.cache
 def text(with_counters: bool) -> str:
     """Return the text of the functions that a generated file carries."""
     functions = (launch, counters, lasting_zeros) if with_counters else (launch,)

@@ -11,6 +11,7 @@ import keyword
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -155,18 +156,23 @@ def _library_function(oracle: Callable[..., torch.Tensor]) -> str:
     return ""
 
 
+@cache
+def _source(function: Callable[..., Any]) -> str:
+    return inspect.getsource(function)
+
+
 def functions(graph: KernelGraph) -> list[str]:
     """Return the source of this package's oracles that `expression` calls for a graph."""
     found = {}
     if any(coded.is_packed(x.dtype) for op in _library_ops(graph) for x in _tensors(op)):
         for function in (coded.uint4_codes, coded.int4_codes):
-            found[function.__name__] = inspect.getsource(function)
+            found[function.__name__] = _source(function)
     for op in graph.ops:
         if op.name == CUSTOMIZED or op.name in _INFIX or _form(op):
             continue
         oracle = table.lookup(op.name).oracle
         if inspect.isfunction(oracle) and not _library_function(oracle):
-            text = inspect.getsource(oracle).replace("errors.InputError", "ValueError")
+            text = _source(oracle).replace("errors.InputError", "ValueError")
             found[oracle.__name__] = text.replace(
                 f"def {oracle.__name__}", f"def {oracle.__name__.lstrip('_')}"
             )

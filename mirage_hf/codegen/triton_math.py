@@ -614,13 +614,16 @@ def power(x, y):
 }
 
 
+#: A name that is called, given to a function, or annotated.
+_MENTIONED = re.compile(r"(?<![\w.])(\w+)[(),:]")
+
+
 def helpers_of(text: str) -> tuple[str, ...]:
     """Return the names of the helpers that a text needs, in the order of `HELPERS`."""
     needed: set[str] = set()
     texts = [text]
     while texts:
-        read = texts.pop()
-        found = {h for h in HELPERS if re.search(rf"(?<![\w.]){h}[(),:]", read)} - needed
+        found = set(_MENTIONED.findall(texts.pop())) & HELPERS.keys() - needed
         needed |= found
         texts += [HELPERS[h] for h in found]
     return tuple(h for h in HELPERS if h in needed)

@@ -238,6 +238,15 @@ def test_a_kernel_that_differs_in_anything_is_compiled(gpu, program, changed):
     assert len(gpu.compiled) == 2 and not gpu.driver.launches and not gpu.driver.images
 
 
+def test_a_cubin_that_is_not_there_is_looked_for_once(gpu, program, monkeypatch):
+    asked, loaded = [], cubin_launch.loaded
+    monkeypatch.setattr(
+        cubin_launch, "loaded", lambda *given: asked.append(given) or loaded(*given)
+    )
+    launch_first(program, gpu, digest="0" * 64)
+    assert len(asked) == 1 and len(gpu.compiled) == 2
+
+
 def test_another_gpu_compiles_and_the_reason_is_told_once(gpu, program, caplog):
     gpu.capability = (8, 0)
     with caplog.at_level(logging.DEBUG, "mirage_hf"):
