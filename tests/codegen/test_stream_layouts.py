@@ -24,27 +24,29 @@ from tests.helpers.streamed_graphs import (
     random_row_hand,
     random_shift_hand,
 )
+from tests.helpers.thorough import THOROUGH
 
 #: Random layouts are compiled so many at a time.
 AT_ONCE = 12
-SLOW_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.slow) for n in (2, 3, 4))
+MORE_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.thorough) for n in (3, 4))
 
 #: How many random layouts with column-major codes or scales are compiled at a time.
 COLUMNS_AT_ONCE = 16
-SLOW_COLUMNS = [pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]
+MORE_COLUMNS = [pytest.param(n, marks=pytest.mark.thorough) for n in range(3, 8)]
 #: What draws such layouts. The words of the second one hold codes of eight rows. The third one has
 #: shifts, and codes in any order.
 COLUMN_HANDS = (random_column_hand, random_row_hand, random_shift_hand)
 
 
 def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
-    """Compare the results of kernels, in some orders of threads, with those of float64."""
+    """Compare the results of kernels with those of float64, in an order of threads or in two."""
     source = "\n".join(k.source for k in kernels)
     for n, k in enumerate(kernels):
         source += f"\nstatic_assert(sizeof(kernel_{n}::Shared) == {k.shared});"
     for n, (hand, kernel) in enumerate(zip(hands, kernels, strict=True)):
         want = hand.exact()
-        for order in (1, 2 + n):
+        orders = (1, 2 + n)  # from the last thread to the first, and random
+        for order in orders if THOROUGH else [orders[n % 2]]:
             got = hand.run(kernel, f"kernel_{n}", order, folder, source)
             assert not isinstance(got, str), f"{hand}: {got}"
             assert hand.error(got, want) <= 1, f"{hand}, order {order}"
@@ -68,7 +70,7 @@ def drawn(first: int) -> tuple[list[Hand], list[CudaKernel]]:
     return hands, kernels
 
 
-@pytest.mark.parametrize("first", [0, AT_ONCE, *SLOW_STARTS])
+@pytest.mark.parametrize("first", [0, AT_ONCE, 2 * AT_ONCE, *MORE_STARTS])
 def test_random_layouts_give_the_results_of_float64(first, tmp_path, monkeypatch):
     # one chunk is under way until the ring is full, or some, or all
     monkeypatch.setattr(layout, "_FIRST_BYTES", (1, 8 << 10, 48 << 10)[first // AT_ONCE % 3])
@@ -81,7 +83,7 @@ def drawn_columns(draw: Callable[[int], Hand], first: int = 0) -> list[Hand]:
 
 
 @pytest.mark.parametrize("draw", COLUMN_HANDS)
-@pytest.mark.parametrize("number", [0, *SLOW_COLUMNS])
+@pytest.mark.parametrize("number", [0, 1, 2, *MORE_COLUMNS])
 def test_random_layouts_of_columns_give_the_results_of_float64(draw, number, tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "_FIRST_BYTES", (1, 8 << 10, 48 << 10)[number % 3])
     hands = drawn_columns(draw, number * COLUMNS_AT_ONCE)

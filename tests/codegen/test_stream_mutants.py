@@ -12,6 +12,7 @@ from mirage_hf.codegen.streams import layout
 from mirage_hf.codegen.streams.layout import stream_layout
 from tests.helpers.cuda_on_cpu import CXX, ORDERS
 from tests.helpers.stream_mutants import KERNELS, MUTANTS, SPAN_CHUNKS, Mutant
+from tests.helpers.thorough import count
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, such as g++")
 
@@ -72,7 +73,7 @@ def outcome(kernel: str, name: str, order: int, folder) -> str:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_without_a_mistake_are_right_in_each_order(kernel, tmp_path):
-    for order in range(8):
+    for order in range(count(8, 4)):
         assert outcome(kernel, "kernel", order, tmp_path) == "right"
 
 

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler, s
 #: Random layouts are compiled so many at a time.
 AT_ONCE = 12
 SEEDS = range(2 * AT_ONCE)
-SLOW_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.slow) for n in (2, 3, 4))
+MORE_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.thorough) for n in (2, 3, 4))
 
 
 def check(experts: list[Experts], folder: Path) -> None:
@@ -41,7 +41,7 @@ def check(experts: list[Experts], folder: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("first", [0, AT_ONCE, *SLOW_STARTS])
+@pytest.mark.parametrize("first", [0, AT_ONCE, *MORE_STARTS])
 def test_random_experts_give_the_results_of_float64(first, tmp_path):
     check([random_experts(seed) for seed in range(first, first + AT_ONCE)], tmp_path)
 

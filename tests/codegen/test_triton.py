@@ -125,18 +125,22 @@ def test_a_maximum_propagates_nan(interpreted):
 # -- compilation without a GPU --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_compiles_ahead_of_time(name):
+@pytest.mark.parametrize(
+    "name, sm",  # test_overlap.py does this for sm_90
+    [
+        pytest.param(name, sm, marks=[pytest.mark.thorough] if (n + m) % 2 else [])
+        for n, name in enumerate(CASES)
+        for m, sm in enumerate((80, 100))
+    ],
+)
+def test_compiles_ahead_of_time(name, sm):
     case = CASES[name]
     program = triton.generate(case.ugraph, case.schedules)
-    for sm in (80, 100):  # test_overlap.py does this for sm_90
-        for kernel in compiler.ahead_of_time(program, sm):
-            assert (
-                kernel.asm["cubin"]
-                and f".target sm_{sm}" in kernel.ptx
-                and kernel.shared <= 227 * 1024
-            )
-            assert not fused_with_other_threads(kernel.ptx)
+    for kernel in compiler.ahead_of_time(program, sm):
+        assert (
+            kernel.asm["cubin"] and f".target sm_{sm}" in kernel.ptx and kernel.shared <= 227 * 1024
+        )
+        assert not fused_with_other_threads(kernel.ptx)
 
 
 def fused_with_other_threads(ptx: str) -> list[str]:

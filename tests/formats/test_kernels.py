@@ -197,8 +197,14 @@ def block_ops(coding: Coding, rows: int):
             yield ranked.ugraph, ops[0]
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name, rows",
+    [
+        pytest.param(name, rows, marks=[pytest.mark.thorough] if (n + m) % 2 else [])
+        for n, name in enumerate(NAMES)
+        for m, rows in enumerate((1, 16))
+    ],
+)
 def test_kernels_compile_for_a_gpu(name, rows):
     coding = codings(1024, 1024, 128, 128, torch.bfloat16)[name]
     for ugraph, op in block_ops(coding, rows):
