@@ -32,6 +32,11 @@ class _Search:
         self._is_taken = threading.Lock()
         self.answer: Future[SearchAnswer | None] = Future()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the search was done for other sizes."""
+        return self._task.known is not None
+
     def begins(self) -> bool:
         """Return True to the first who asks, who then does the search."""
         return self._is_taken.acquire(blocking=False)
@@ -99,12 +104,16 @@ def take(
 
     Returns:
         None if no worker was asked or is ready yet, or if it failed. Then the caller searches, and
-        meets the error.
+        meets the error. None also if a worker is still at work with a search that was done for
+        other sizes. To prove and check its results takes less than a second, and a worker's first
+        one may take longer.
     """
     search = _begun.pop(_name(request), None)
     if search is None or search.begins():
         return None
     if not search.answer.done():
+        if search.is_known:
+            return None
         meanwhile()
     if (answer := search.answer.result()) is None:
         return None

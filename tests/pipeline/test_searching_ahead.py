@@ -21,7 +21,9 @@ from mirage_hf.graph.block import Role
 from mirage_hf.pipeline import find_outcome, resolver, searching_ahead
 from mirage_hf.pipeline.choose import schedule_candidates
 from mirage_hf.pipeline.request import Request
+from mirage_hf.pipeline.reuse import search_to_keep
 from mirage_hf.pipeline.search_and_verify import search_and_verify
+from mirage_hf.pipeline.search_worker import SearchAnswer
 from mirage_hf.tune import space
 from tests.helpers import programs
 
@@ -123,6 +125,22 @@ def test_the_caller_works_while_a_worker_still_searches(is_done: bool) -> None:
         search.answer.set_result(None)
     assert searching_ahead.take(request, work) is None
     assert bool(worked) != is_done
+
+
+def test_a_search_that_is_known_is_not_waited_for() -> None:
+    """To do it here takes less than a second."""
+    request = requests()[0]
+    verified = search_and_verify(request.program, request.options, keep=request.keep)
+    known = search_to_keep(schedule_candidates(request, verified, lambda: ()))
+    assert known is not None
+    answer = SearchAnswer(verified, {})
+    for is_done in (False, True):
+        search = searching_ahead._Search(replace(searching_ahead._task(request), known=known))
+        assert search.begins()  # a worker
+        if is_done:
+            search.answer.set_result(answer)
+        searching_ahead._begun[searching_ahead._name(request)] = search
+        assert searching_ahead.take(request) is (verified if is_done else None)
 
 
 def test_a_search_that_another_thread_is_taking_stays_its_own(
