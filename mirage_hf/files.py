@@ -29,20 +29,19 @@ def packaged_zoo() -> Path:
     return installed if installed.is_dir() else package.parent / "kernel_zoo"
 
 
-def read_bytes(path: Path, most: int, links_inside: Path | None = None) -> bytes:
+def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
     """Return the content of a regular file.
 
     Args:
         path: The file.
         most: The most bytes that it may have.
-        links_inside: The folder that the file may not lead out of, if it is a link. Links among its
-            folders are not looked at (see `is_inside`). None: it may lead anywhere.
+        inside: The folder that the file must lie in after all links are followed. None: anywhere.
 
     Raises:
         OSError: The file is of another kind, too large, outside of the folder, or cannot be read.
     """
-    if links_inside is not None and path.is_symlink() and not is_inside(path, links_inside):
-        raise OSError(errno.EPERM, f"it is a link that leads out of {links_inside}", str(path))
+    if inside is not None and not _is_inside(path, inside):
+        raise OSError(errno.EPERM, f"it is a link that leads out of {inside}", str(path))
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening some devices changes them
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | _NO_WAIT)
@@ -55,7 +54,7 @@ def read_bytes(path: Path, most: int, links_inside: Path | None = None) -> bytes
     return content
 
 
-def is_inside(path: Path, folder: Path) -> bool:
+def _is_inside(path: Path, folder: Path) -> bool:
     """Return whether a path lies in a folder after all links are followed."""
     if path.is_relative_to(folder) and ".." not in path.parts:
         below = itertools.takewhile(lambda p: p != folder, (path, *path.parents))

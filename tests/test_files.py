@@ -142,9 +142,9 @@ def test_a_path_is_inside_of_a_folder_if_its_links_are(tmp_path):
         (zoo / name).symlink_to(target)
     inside = [zoo, zoo / "real" / "x", zoo / "in" / "x", tmp_path / "alias" / "real"]
     outside = [tmp_path, zoo / "out" / "x", zoo / ".." / "elsewhere", zoo / "real" / ".." / ".."]
-    assert [files.is_inside(path, zoo) for path in inside] == [True] * 4
-    assert [files.is_inside(path, zoo) for path in outside] == [False] * 4
-    assert files.is_inside(zoo / "real" / "x", tmp_path / "alias")
+    assert [files._is_inside(path, zoo) for path in inside] == [True] * 4
+    assert [files._is_inside(path, zoo) for path in outside] == [False] * 4
+    assert files._is_inside(zoo / "real" / "x", tmp_path / "alias")
 
 
 def test_an_endless_file_is_no_graph(monkeypatch):

@@ -92,8 +92,8 @@ class HollowTorch(MetaPathFinder, Loader):
         """Leave the module empty."""
 
 
-def digest_triton() -> None:
-    """Let Triton digest its own files. It does so once in a process, and takes half a second."""
+def hash_triton() -> None:
+    """Let Triton hash its own files. It does so once in a process, and takes half a second."""
     from triton.runtime import cache
 
     with contextlib.suppress(AttributeError):  # other versions do it elsewhere
@@ -103,8 +103,8 @@ def digest_triton() -> None:
 def build_launcher(kernel: Any) -> None:
     """Let Triton build the C function that launches a kernel, and keep it in its cache on disk.
 
-    The C compiler takes 0.3 to 0.5 s for each new signature. Whoever launches the kernel would wait
-    for it. Where this fails, for example without a driver, they build it and get the error.
+    The C compiler takes 0.3 to 0.5 s for each new signature, and the first launch would wait for
+    it. If this fails, for example without a driver, the launch builds it and raises the error.
     """
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaLauncher
@@ -117,7 +117,7 @@ def prepare() -> None:
     import triton  # noqa: F401
 
     sys.meta_path.insert(0, HollowTorch())
-    digest_triton()
+    hash_triton()
 
 
 def answer(asked: str) -> str:

@@ -264,9 +264,9 @@ def compiling(
 ) -> Iterator[list[Compiled] | errors.CodegenError]:
     """Compile many programs in parallel and yield each result in order.
 
-    A program that does not compile yields its error. As many programs as there are threads are
-    under way beyond the one that is yielded. Once the caller stops iterating, no further one is
-    started, and the results of those under way are dropped.
+    A program that does not compile yields its error. Beyond the one that is yielded, as many
+    programs are under way as there are threads, or workers if these are fewer. Once the caller
+    stops iterating, no further one is started, and the results of those under way are dropped.
 
     Args:
         programs: The programs, or functions that generate them, called shortly before the compiler.
@@ -279,7 +279,8 @@ def compiling(
     processes: workers.Workers | None = None
     at_work = contextlib.ExitStack()
     if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
-        processes = at_work.enter_context(workers.at_work(min(threads, MOST_PROCESSES)))
+        threads = min(threads, MOST_PROCESSES)
+        processes = at_work.enter_context(workers.at_work(threads))
 
     def attempt(
         given: GeneratedProgram | Callable[[], GeneratedProgram],
@@ -288,10 +289,12 @@ def compiling(
             program = given() if callable(given) else given
             worker_error = (
                 in_worker(processes, program, sm)
-                if processes is not None and program.launches
+                if processes is not None and program.launches and not is_over.is_set()
                 else None
             )
-            compiled = [] if is_over.is_set() else ahead_of_time(program, sm)
+            if is_over.is_set():
+                return []
+            compiled = ahead_of_time(program, sm)
         except errors.CodegenError as e:
             return e
         if worker_error is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirage_hf import cudnn_attention
 from mirage_hf.decode.model_obstacles import (
     global_obstacle,
     layers_out_of_place,
@@ -289,6 +290,6 @@ def _global_switches() -> tuple[Any, ...]:
         cuda.flash_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        cudnn_attention.is_allowed(),  # another thread may check kernels
         torch.are_deterministic_algorithms_enabled(),
     )

@@ -101,7 +101,7 @@ class LayerResolver:
         for block in new:
             self._resolve(block)
             if block.for_long_caches and not isinstance(self.found[block], Rejected):
-                # its search takes long, so this process begins it while workers start
+                # Its search takes long. So this process begins it, if no worker is ready yet.
                 self._resolve(block.for_long_caches)
         available = {
             block: kernel

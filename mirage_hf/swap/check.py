@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mirage_hf.cudnn_attention import without_cudnn
 from mirage_hf.errors import Rejected, described
 from mirage_hf.layers.compose import any_norm
 from mirage_hf.layers.model_kernels import LayerKernels, ModelKernels
@@ -195,17 +196,8 @@ def _could_not_run(error: Exception) -> Rejected:
 
 @contextmanager
 def _checking(device_type: str) -> Iterator[None]:
-    """Compute without gradients, without autocast and without cuDNN's attention.
-
-    cuDNN plans each shape anew, which takes longer than all that is compared.
-    """
-    allowed = torch.backends.cuda.cudnn_sdp_enabled()
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(allowed)
+    with torch.no_grad(), torch.autocast(device_type, enabled=False), without_cudnn():
+        yield
 
 
 @contextmanager

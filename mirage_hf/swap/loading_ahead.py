@@ -49,9 +49,10 @@ def _attempt(task: Callable[[], None]) -> None:
 
 
 def _attend(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Call torch's attention as checks do, with a mask and without.
+    """Call torch's attention, with a mask and without.
 
-    The first call loads cuDNN or other libraries, and takes up to two seconds.
+    The first call loads cuDNN and other libraries, which takes up to two seconds. Otherwise the
+    first prompt would wait for it.
     """
     with torch.no_grad(), torch.cuda.device(device):
         for dtype in dtypes:
@@ -62,8 +63,8 @@ def _attend(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
 
 
 def _prepare_triton() -> None:
-    """Let Triton digest its files, and build its module that loads kernels."""
+    """Let Triton hash its files, and build its module that loads kernels."""
     from triton.runtime import driver
 
     driver.active.get_current_device()
-    ahead.digest_triton()
+    ahead.hash_triton()

@@ -37,7 +37,7 @@ MOST_SWEEPS = 3
 LEAST_GAIN = 0.002
 
 #: Measuring a choice stops at this many times the best layer's time. A candidate that took longer
-#: in one sweep is not tried in the next.
+#: is not tried by itself again until a pair was changed.
 SLOW = 1.02
 
 
@@ -91,7 +91,7 @@ class _Descent:
         self._time, self._counts = time, counts
         self.chosen = (0,) * len(counts)
         self.best = time(self.chosen, math.inf)
-        #: The time with each candidate, when it was last tried by itself, over the best of then.
+        #: The time with each candidate, divided by the best time when it was last tried by itself.
         #: 0: it was not tried yet.
         self._slowness = [[0.0] * count for count in counts]
 
@@ -103,6 +103,7 @@ class _Descent:
                     break
             if not self.sweep_pairs():
                 break
+            self._slowness = [[0.0] * count for count in self._counts]
 
     def sweep(self) -> bool:
         """Try each candidate of each program that may be the best.

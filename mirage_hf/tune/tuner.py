@@ -195,7 +195,7 @@ class _Bench:
             self.progress(n, len(candidates), "measuring")
             done = undisturbed(partial(self.try_one, c, programs.get(n), outcome, best_us))
             tried.append(done)
-            if done.is_library:
+            if done.is_library or n not in programs:
                 continue
             if done.status == MEASURED and done.us < best_us * (1 - LEAST_GAIN):
                 best_us, since_best = done.us, 0

@@ -54,12 +54,11 @@ def read_entry(
     Args:
         folder: The folder <zoo>/<pattern>/<shape>-<dtype>-<key>/<target>.
         links_inside: The folder that links may not lead out of. None: the zoo.
-        whole: Whether the kernel's text and the record of the search are read, too.
+        whole: Whether the kernel's text and the record of the search are read, too. If not, the
+            entry has an empty text and no record. It cannot be stored or run.
     """
     inside = links_inside or folder.parents[2]
     try:
-        if not files.is_inside(folder, inside):
-            raise _NotUsableError(f"{folder}: is a link that leads out of {inside}")
         data = _checked_data(folder, _read_text(folder / ENTRY, inside))
         names = (KERNEL, UGRAPH, SEARCH) if whole else (UGRAPH,)
         return _entry(folder, data, _checked_files(folder, data, inside, names))

@@ -71,7 +71,7 @@ def test_results_are_as_close_to_float64_as_torch(name, tmp_path):
     if THOROUGH:
         verdicts = [check.judge(run) for run in in_orders]
     else:
-        turns = itertools.cycle(in_orders)  # the inputs take turns
+        turns = itertools.cycle(in_orders)  # each call takes the other order
         verdicts = [check.judge(lambda inputs: next(turns)(inputs))]
     assert not any(isinstance(verdict, Rejected) for verdict in verdicts), verdicts
 

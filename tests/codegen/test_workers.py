@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 
 from mirage_hf.codegen import ahead, fork_server, triton, workers
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen.generated_program import GeneratedProgram
+from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import CodegenError
 from tests.helpers import kernel_cases
@@ -147,30 +147,55 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
     )  # too few
 
 
+def written(begun: list[int], n: int, launches: tuple[Launch, ...] = ()) -> GeneratedProgram:
+    begun.append(n)
+    return GeneratedProgram(f"# {n}", launches)
+
+
 def test_programs_are_written_and_compiled_shortly_before_they_are_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A caller that stops neither waits for what is under way, nor lets anything else begin."""
     begun: list[int] = []
-    may_end = threading.Event()
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [program.source])
+    found = compiler.compiling([partial(written, begun, n) for n in range(20)], 90, threads=2)
+    assert next(found) == ["# 0"]
+    time.sleep(0.2)
+    assert len(begun) == 3
+    assert list(found) == [[f"# {n}"] for n in range(1, 20)] and sorted(begun) == [*range(20)]
 
-    def written(n: int) -> GeneratedProgram:
-        begun.append(n)
-        return GeneratedProgram(f"# {n}", ())
 
-    def compiled(program: GeneratedProgram, sm: int) -> list[Any]:
-        if program.source != "# 0":
-            may_end.wait(60)
+def test_a_caller_that_stops_does_not_wait_for_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[int] = []
+    may_end, ended = threading.Event(), threading.Semaphore(0)
+
+    def in_worker(processes: Any, program: GeneratedProgram, sm: int) -> str | None:
+        if program.source == "# 0":
+            return None
+        assert may_end.wait(60), "the caller waited"
+        ended.release()
+        return "refused"
+
+    compiled: list[str] = []
+
+    def compile_here(program: GeneratedProgram, sm: int) -> list[Any]:
+        compiled.append(program.source)
         return [program.source]
 
-    monkeypatch.setattr(compiler, "ahead_of_time", compiled)
-    found = compiler.compiling([partial(written, n) for n in range(20)], 90, threads=2)
+    launch = program(21).launches
+    monkeypatch.setattr(compiler, "FEW", 1)
+    monkeypatch.setattr(compiler, "in_worker", in_worker)
+    monkeypatch.setattr(compiler, "ahead_of_time", compile_here)
+    makers = [partial(written, begun, n, launch) for n in range(20)]
+    found = compiler.compiling(makers, 90, threads=2)
     assert next(found) == ["# 0"]
-    found.close()  # would not return if it waited
-    assert len(begun) <= 4 and not may_end.is_set()
+    found.close()
     may_end.set()
+    for _ in range(len(begun) - 1):
+        assert ended.acquire(timeout=60)
     time.sleep(0.1)
-    assert len(begun) <= 4
+    assert len(begun) <= 3 and compiled == ["# 0"] and not caplog.records
 
 
 def test_a_program_that_cannot_be_written_gives_its_error() -> None:

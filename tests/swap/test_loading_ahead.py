@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from mirage_hf.swap import check, loading_ahead
+from mirage_hf.swap import loading_ahead
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
@@ -31,26 +31,13 @@ def test_a_gpu_loads_while_the_block_runs(backend, monkeypatch):
     assert ("triton" in loaded) == (backend == "triton")
 
 
-def test_a_cpu_loads_nothing():
-    before = threading.active_count()
+def test_a_cpu_loads_nothing(monkeypatch):
+    monkeypatch.setattr(loading_ahead.threading, "Thread", None)
     with loading_ahead.loading_ahead(torch.nn.Linear(2, 2), torch.device("cpu"), "cpu"):
-        assert threading.active_count() == before
+        pass
 
 
 @pytest.mark.gpu
 def test_attention_and_triton_load_without_an_error():
     loading_ahead._attend(torch.device("cuda"), {torch.bfloat16, torch.float32})
     loading_ahead._prepare_triton()
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_checks_run_without_cudnn_and_leave_its_switch_as_it_was(allowed):
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(allowed)
-    try:
-        with pytest.raises(ValueError), check._checking("cpu"):
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-            raise ValueError
-        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -111,7 +111,7 @@ def test_a_round_ends_after_candidates_without_a_gain(
         return replace(candidate, status=MEASURED, timing=measure.timing([us], 1))
 
     monkeypatch.setattr(tuner._Bench, "try_one", try_one)
-    monkeypatch.setattr(tuner.compiler, "compiling", lambda programs, sm: iter(programs))
+    monkeypatch.setattr(compiler, "compiling", lambda makers, sm: (make() for make in makers))
     library = [c for c in ranked if c.is_library]
     found = bench_with(None, False).measure([*searched, *library], patience, known_us)
     assert [c.is_library for c in found] == [True] + [False] * tried
