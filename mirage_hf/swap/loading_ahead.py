@@ -1,4 +1,4 @@
-"""Load libraries in a thread that first launches and checks would wait for, beside a search."""
+"""Load the libraries that first launches and the first prompt need, in threads beside a search."""
 
 from __future__ import annotations
 
