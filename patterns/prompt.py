@@ -3,8 +3,8 @@
 These are norms, the rotation of q and k, the gate of an MLP, and the residual plus a norm. A row is
 one token of a sequence, and all rows are treated alike.
 
-optimize() does not look for these blocks. layers/prefill.py asks for them, for layers whose blocks
-are matched. swap/ asks for norms and rotations, for models whose prompts run their own forward.
+No module of a model is matched with these blocks. layers/prefill.py asks for them if all blocks of
+a layer are matched. swap/ asks for norms and rotations if prompts run the model's own forward.
 """
 
 from __future__ import annotations

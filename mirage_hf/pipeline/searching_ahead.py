@@ -105,8 +105,8 @@ def take(
     Returns:
         None if no worker was asked or is ready yet, or if it failed. Then the caller searches, and
         meets the error. None also if a worker is still at work with a search that was done for
-        other sizes. To prove and check its results takes less than a second, and a worker's first
-        one may take longer.
+        other sizes. To prove and check its results takes about a second here, and a worker's first
+        search may take longer.
     """
     search = _begun.pop(_name(request), None)
     if search is None or search.begins():

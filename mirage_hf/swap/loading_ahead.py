@@ -19,7 +19,7 @@ from mirage_hf.ops import table
 def loading_ahead(model: nn.Module, device: torch.device, backend: str) -> Iterator[None]:
     """Load what the first launches on a GPU need while the block runs. Wait for it at the end.
 
-    What fails here fails again where it is needed, and is told there.
+    Errors are ignored here. The launch or the prompt that needs a library raises its error again.
 
     Args:
         model: The model.

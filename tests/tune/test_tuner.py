@@ -126,6 +126,18 @@ def test_a_candidate_that_was_slow_is_not_tried_in_the_next_sweep():
     assert search.chosen == (0, 1) and (1, 1) in tried and (2, 1) not in tried
 
 
+def test_a_candidate_that_was_slow_is_tried_again_after_a_pair_was_changed():
+    """The third program's other candidate is fast only beside the others' other candidates."""
+    us = {(0, 0, 0): 10.0, (1, 1, 0): 8.0, (1, 1, 1): 7.0}
+
+    def time(at, to_beat):
+        return measure.timing([us.get(tuple(at), 11.0)], 1)
+
+    search = layer._Descent(time, [2, 2, 2])
+    search.run()
+    assert search.chosen == (1, 1, 1)
+
+
 def numbered_sets(count: int, indices: int) -> list[list[torch.Tensor]]:
     """Return sets of inputs with the same floats, and with so many different indices."""
     return [[torch.ones(2), torch.tensor([n % indices])] for n in range(count)]
