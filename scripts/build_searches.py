@@ -20,14 +20,17 @@ import torch
 
 from mirage_hf.decode.explaining import meta_model, planned_step
 from mirage_hf.errors import MirageError
-from mirage_hf.patterns.attention import ATTENTION, for_long_caches
+from mirage_hf.layers.prefill import layer_prefill
+from mirage_hf.match.matches import Matches
+from mirage_hf.patterns.attention import ATTENTION, ROPES, for_long_caches
+from mirage_hf.patterns.prompt import PROMPT_NORM, PROMPT_ROTATION
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline.layer_choice import make_outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.resolver import kernel_request
 from mirage_hf.pipeline.reuse import search_to_keep
 from mirage_hf.zoo import known_search
-from scripts.build_zoo import ROOT, block_to_make, blocks_of
+from scripts.build_zoo import ROOT, block_to_make, blocks_of, matched
 from scripts.configs import MODELS, OTHERS, config_of, names
 
 #: A search that is packaged should miss nothing, so it may take this long.
@@ -35,6 +38,9 @@ SECONDS = 300.0
 
 #: Kernels are generated for this target, and not run.
 TARGET = "sm_90"
+
+#: Prompts of so many tokens are searched for. They serve chunks of 64 to 4096 tokens.
+PROMPTS = (128, 2048)
 
 
 def requests_of(name: str, rows: int) -> Iterator[Request]:
@@ -45,11 +51,14 @@ def requests_of(name: str, rows: int) -> Iterator[Request]:
         rows: The number of sequences.
     """
     if name in MODELS:
-        layers = blocks_of(name, "bfloat16", torch.device("cpu"), 0)
-        for block in dict.fromkeys(itertools.chain.from_iterable(layers)):
+        found = matched(name, "bfloat16", torch.device("cpu"), 0)
+        for block in dict.fromkeys(itertools.chain.from_iterable(blocks_of(found))):
             yield _block_request(block, rows)
             if block.pattern.searched_at is not None:
                 yield _block_request(for_long_caches(block), rows)
+        for block in _prompt_blocks(found):
+            for tokens in PROMPTS:
+                yield _block_request(block, rows * tokens)
         return
     plan = planned_step(meta_model(config_of(name), torch.bfloat16), rows)
     for one in plan.attentions:
@@ -59,6 +68,42 @@ def requests_of(name: str, rows: int) -> Iterator[Request]:
     graphs = [program.graph for program in plan.programs.values()]
     for graph in [*graphs, *(region.graph for region in plan.regions_to_run())]:
         yield kernel_request(graph, target=TARGET, pattern="traced")
+
+
+def _prompt_blocks(found: Matches) -> list[PatternBlock]:
+    """Return the blocks of prompts that run by kernels."""
+    layers = (m for m in found.modules if m.kind == "layer")
+    prefills = (layer_prefill(m.operands, m.parts, m.layer_layout) for m in layers)
+    blocks = (prefill.blocks.values() for prefill in prefills if prefill is not None)
+    return list(dict.fromkeys(itertools.chain.from_iterable(blocks)))
+
+
+def prompt_requests() -> Iterator[Request]:
+    """Yield a request for each norm and rotation of prompts that run the model's own forward.
+
+    A search serves a quarter to four times its sizes, so a few sizes serve all models.
+    """
+    for tokens, dtype in itertools.product(PROMPTS, (None, torch.float32)):
+        for rope, rotary in itertools.product(filter(None, ROPES), (None, 64)):
+            block = PROMPT_ROTATION.block(
+                kv_heads=8,
+                group=4,
+                head_dim=128,
+                norm="",
+                eps=0.0,
+                dtype=torch.bfloat16,
+                rope=rope,
+                rotary=rotary,
+                rope_dtype=dtype,
+                packing="",
+            )
+            yield _block_request(block, tokens)
+    for tokens, k, (offset, centred) in itertools.product(
+        PROMPTS, (128, 2048), ((0.0, False), (1.0, False), (0.0, True))
+    ):
+        sizes = {"eps": 1e-6, "offset": offset, "centred": centred, "norm_bias": centred}
+        block = PROMPT_NORM.block(k=k, dtype=torch.bfloat16, **sizes)
+        yield _block_request(block, tokens)
 
 
 def _block_request(block: PatternBlock, rows: int) -> Request:
@@ -94,6 +139,9 @@ def main() -> None:
         for request in requests:
             if line := add(request, args.out):
                 print(f"{name}, batch {rows}: {line}", flush=True)
+    for request in prompt_requests():
+        if line := add(request, args.out):
+            print(f"prompts: {line}", flush=True)
 
 
 def add(request: Request, zoo: Path) -> str:

@@ -28,6 +28,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.layers.part import StepShape, block_at
 from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
+from mirage_hf.match.matches import Matches
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
@@ -42,8 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[list[PatternBlock]]:
-    """Return the distinct blocks of a model's layer, in order, and its head.
+def matched(name: str, dtype: str, device: torch.device, lora: int) -> Matches:
+    """Return what `optimize()` matches in a model of one layer.
 
     Args:
         name: A model of scripts/configs.py.
@@ -59,6 +60,11 @@ def blocks_of(name: str, dtype: str, device: torch.device, lora: int) -> list[li
         print(f"{name}: {no.name} is no {no.pattern}: {no.reason}", flush=True)
     if isinstance(found.causal, Rejected):
         print(f"{name}: has no steps of its own: {found.causal.reason}", flush=True)
+    return found
+
+
+def blocks_of(found: Matches) -> list[list[PatternBlock]]:
+    """Return the distinct blocks of a model's layer, in order, and its head."""
     heads = [] if isinstance(found.causal, Rejected) else [[found.causal.head.block]]
     return [list(dict.fromkeys(part.block for m in found.modules for part in m.parts)), *heads]
 
@@ -191,7 +197,7 @@ def main() -> None:
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
         windowed = has_windows(config_of(name))
         shapes = [StepShape(batch, n, windowed and n > 1) for batch, n in sizes]
-        for layer in blocks_of(name, dtype, device, args.lora):
+        for layer in blocks_of(matched(name, dtype, device, args.lora)):
             for shape in shapes:
                 at = [block_at(block, shape) for block in layer]
                 blocks = [b for b in at if not isinstance(b, Rejected) and b not in seen]

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify.field_proof import prove
-from mirage_hf.verify.numeric import judge_on_cpu
+from mirage_hf.verify.numeric import NumericChecks, judge_by_torch
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import multi_kernel_ugraphs, mutants, programs, ugraphs
 
@@ -72,7 +71,7 @@ class Tally:
                 self.originals_rejected.append(f"{name}, seed {seed}: {verdict.reason}")
 
     def mutant(
-        self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: dict[object, Any]
+        self, name: str, m: mutants.Mutant, judge: mutants.Judge, checks: NumericChecks
     ) -> None:
         """Judge and prove one mutant."""
         what = judge(m.ugraph)
@@ -86,7 +85,7 @@ class Tally:
             self.accepted_wrongly += [label] if proven else []
         elif what == "range only":
             passed = proven and all(
-                isinstance(judge_on_cpu(m.ugraph, checks, cores), Accepted)
+                isinstance(judge_by_torch(m.ugraph, checks, cores), Accepted)
                 for cores in (False, True)
             )
             self.range_accepted += [label] if passed else []
@@ -130,7 +129,7 @@ def mutate(
     for name, u in start:
         tally.original(name, u, seeds)
     judges = {name: mutants.Judge(u.program) for name, u in start}
-    checks: dict[str, dict[object, Any]] = {name: {} for name, _ in start}
+    checks = {name: NumericChecks() for name, _ in start}
     current = [(name, name, u) for name, u in start]
     for _ in range(rounds):
         made = [(name, label, m) for name, label, u in current for m in mutants.mutants(u)]

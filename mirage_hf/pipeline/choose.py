@@ -18,7 +18,7 @@ from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.tune import relatives, schedule_cost, space
 from mirage_hf.tune.cuda_schedules import cuda_schedules
-from mirage_hf.tune.relatives import TunedKernels
+from mirage_hf.tune.relatives import Tuned
 from mirage_hf.tune.stream_schedules import LEAST_SM
 from mirage_hf.tune.tuner import tune
 from mirage_hf.verify.accept import Candidate, kind_of
@@ -33,7 +33,7 @@ _MOST_SCHEDULED = 64
 
 
 def schedule_candidates(
-    request: Request, verified: VerifiedCandidates, tuned: Callable[[], Sequence[TunedKernels]]
+    request: Request, verified: VerifiedCandidates, tuned: Callable[[], Sequence[Tuned]]
 ) -> Outcome:
     """Return the outcome of a search without measuring: candidates with schedules, best first.
 
@@ -222,7 +222,7 @@ def first_scheduled(
 
 
 def _like_a_relative(
-    candidates: Sequence[Candidate], tuned: Sequence[TunedKernels], request: Request
+    candidates: Sequence[Candidate], tuned: Sequence[Tuned], request: Request
 ) -> UGraph | None:
     """Return a candidate with the schedules of the nearest tuned kernels of the same structure.
 
@@ -238,8 +238,9 @@ def _like_a_relative(
         schedules = [s for s in first if s is not None]
         if len(schedules) == len(ops):
             best_us = min(best_us, relatives.estimated_us(ops, schedules, gpu))
-        for apart, relative in relatives.relatives(ops, tuned):
-            refitted = relatives.refitted(ops, relative, gpu)
+        for apart, stored in relatives.relatives(ops, tuned):
+            relative = stored.read()
+            refitted = None if relative is None else relatives.refitted(ops, relative, gpu)
             if refitted is not None and all(s.mma in kinds for s in refitted):
                 us = relatives.estimated_us(ops, refitted, gpu)
                 found.append((apart, us, replace(candidate.ugraph, schedules=refitted)))

@@ -109,6 +109,7 @@ def _reused(request: Request, results: Results) -> VerifiedCandidates | None:
         keep=request.keep,
         seed=request.seed,
         next_may_launch_early=request.key.next_may_launch_early,
+        gpu=request.runs_on,
     )
 
 

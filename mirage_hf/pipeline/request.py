@@ -56,6 +56,7 @@ class Request:
         restriction: Allowed numbers of blocks, threads and loop trips.
         device: The GPU that candidates are measured on. None: the cost model ranks them.
         effort: How much is measured.
+        runs_on: The GPU that the kernels will run on, if it is known.
         runs_generated: True if generated kernels will run. Their schedules must then have accepted
             rounding. False on a CPU, which runs no schedule.
         all_candidates: True if every accepted µGraph is wanted, as in `superoptimize()`. False if
@@ -75,6 +76,7 @@ class Request:
     restriction: LaunchRestriction | None = None
     device: torch.device | None = None
     effort: Effort = EVERY_GRAPH
+    runs_on: torch.device | None = None
     runs_generated: bool = True
     all_candidates: bool = False
     known: KnownSearch | None = None

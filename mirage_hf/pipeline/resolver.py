@@ -147,7 +147,7 @@ def kernel_request(
         like: A program that differs in the sizes of some dims.
         next_may_launch_early: See `placement.place_kernels`.
         tune: "auto" or "full" measure, "never" trusts the cost model.
-        device: The GPU to measure on, if there is one.
+        device: The GPU that the kernel will run on, if there is one.
         effort: How much is measured. None: as `tune` says.
         max_kernels: The number of kernels of one µGraph.
     """
@@ -166,6 +166,7 @@ def kernel_request(
         keep=keep if runs_generated else 1,  # a CPU runs the first candidate
         device=device if tune != "never" else None,
         effort=effort or (FULL if tune == "full" else QUICK),
+        runs_on=device,
         runs_generated=runs_generated,
     )
 

@@ -7,30 +7,24 @@ for, and `trust` accepts its kernel.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from mirage_hf import errors
-from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import CodegenError, Rejected
-from mirage_hf.pipeline import trust, versions
-from mirage_hf.pipeline.outcome import Outcome, library_wins
+from mirage_hf.pipeline import trust, tuned_kernels, versions
+from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.reuse import search_to_keep
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.search.search_journal import SearchJournal
-from mirage_hf.tune.relatives import TunedKernels
-from mirage_hf.tune.schedule_cost import estimated_us
+from mirage_hf.tune.relatives import Tuned
 from mirage_hf.zoo import known_search
-from mirage_hf.zoo.entry import ENTRY, Entry
-from mirage_hf.zoo.entry_reader import read_entry
+from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.known_search import KnownSearch
 from mirage_hf.zoo.search_record import SearchRecord
 from mirage_hf.zoo.store import NotStored, Store, ZooPath, packaged_store, user_store
@@ -62,7 +56,7 @@ class Results(Protocol):
     def store(self, outcome: Outcome) -> Rejected | None:
         """Store an outcome. Return why it could not be stored, or None."""
 
-    def tuned(self, target: str) -> Sequence[TunedKernels]:
+    def tuned(self, target: str) -> Sequence[Tuned]:
         """Return the kernels that were measured on a target and are faster than the library."""
 
     def known_search(self, request: Request) -> KnownSearch | None:
@@ -83,7 +77,7 @@ class NoResults:
         """Do nothing."""
         return None
 
-    def tuned(self, target: str) -> Sequence[TunedKernels]:
+    def tuned(self, target: str) -> Sequence[Tuned]:
         """Return nothing."""
         return ()
 
@@ -167,18 +161,13 @@ class ZooResults:
         except CodegenError as e:
             return Rejected(f"no code can be generated for it: {e}")
 
-    def tuned(self, target: str) -> Sequence[TunedKernels]:
+    def tuned(self, target: str) -> Sequence[Tuned]:
         """Return the kernels of the packaged zoo and the user's cache, measured on a target.
 
         Only their schedules are taken, for µGraphs that this process proves.
         """
-        found = []
-        for store in self.zoos.stores:
-            is_own = store.is_trusted or store.writable
-            for folder in store.folders_of(target) if is_own else ():
-                with contextlib.suppress(OSError):  # another process may replace it
-                    found.append(_tuned_in(folder, (folder / ENTRY).stat().st_mtime_ns))
-        return [t for t in found if t is not None]
+        own = [store for store in self.zoos.stores if store.is_trusted or store.writable]
+        return [kernels for store in own for kernels in tuned_kernels.of_store(store, target)]
 
     def known_search(self, request: Request) -> KnownSearch | None:
         """Return a search of the packaged zoo or the user's cache, made for other sizes.
@@ -216,28 +205,6 @@ class ZooResults:
             return folder
         trust.remember(entry)
         return None
-
-
-@lru_cache(maxsize=4096)
-def _tuned_in(folder: Path, written: int) -> TunedKernels | None:
-    """Return the kernels of an entry, or None if it cannot be used or was never measured.
-
-    Args:
-        folder: The folder of the entry.
-        written: When the entry was written, so that one that was replaced is read anew.
-    """
-    entry = read_entry(folder, whole=False)
-    if isinstance(entry, Rejected) or not entry.timings or not entry.schedules:
-        return None
-    if library_wins(entry) or any(s.cuda for s in entry.schedules):
-        return None
-    try:
-        ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
-        for op, schedule in zip(ops, entry.schedules, strict=True):
-            estimated_us(op, schedule)
-    except Exception:  # whatever an edited schedule leads to
-        return None
-    return TunedKernels(ops, entry.schedules)
 
 
 def _is_for_one_kernel(request: Request) -> bool:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.errors import GraphError, Rejected
 from mirage_hf.graph import symbolic
@@ -22,7 +24,7 @@ from mirage_hf.search.search_report import Counters, RejectedCandidate, SearchRe
 from mirage_hf.tune import space
 from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.verify.accept import Candidate, kind_of
-from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.verify.numeric import NumericChecks
 from mirage_hf.zoo.known_search import MOST_KERNELS, KnownSearch
 from mirage_hf.zoo.structure import structure_of
 
@@ -38,6 +40,7 @@ def reused(
     keep: int,
     seed: int,
     next_may_launch_early: bool,
+    gpu: torch.device | None = None,
 ) -> VerifiedCandidates | None:
     """Return the candidates of a search for other sizes that may run, best estimate first.
 
@@ -50,6 +53,7 @@ def reused(
         keep: How many candidates to prove.
         seed: The seed of the proofs' random inputs.
         next_may_launch_early: See `placement.place_kernels`.
+        gpu: The GPU that checks the rounding of large programs. None: the CPU does.
 
     Returns:
         None if no candidate passes.
@@ -59,7 +63,7 @@ def reused(
     ugraphs, smaller = (_usable(known, each) for each in (program, small))
     candidates: list[Candidate] = []
     rejected: list[RejectedCandidate] = []
-    checks: dict[object, NumericCheck] = {}
+    checks = NumericChecks(gpu)
     for number in _by_estimate(ugraphs, next_may_launch_early):
         if len(candidates) == keep:
             break

@@ -35,7 +35,7 @@ from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
 from mirage_hf.tune.tuner import check_compiled
 from mirage_hf.verify.accept import Candidate, examine
 from mirage_hf.verify.narrow import narrowed
-from mirage_hf.verify.numeric import NumericCheck
+from mirage_hf.verify.numeric import NumericChecks
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.search_record import SearchRecord
 from mirage_hf.zoo.store import Store
@@ -175,7 +175,7 @@ def _nvrtc() -> str:
 
 def _prove(entry: Entry, device: torch.device | None) -> float | Rejected:
     """Return the error bound of a new proof, or why the entry must not run."""
-    candidate = examined_ugraph(entry.ugraph, 0, {})
+    candidate = examined_ugraph(entry.ugraph, 0, NumericChecks())
     if isinstance(candidate, Rejected):
         return Rejected(f"its µGraph was not proven again ({candidate.reason})")
     for schedule in entry.schedules:
@@ -205,7 +205,7 @@ def examined(record: SearchRecord, request: Request, where: str) -> VerifiedCand
     """
     candidates: list[Candidate] = []
     notes = list(record.report.notes)
-    checks: dict[object, NumericCheck] = {}
+    checks = NumericChecks()
     for number, ugraph in enumerate(record.for_program(request.program).ugraphs):
         candidate = examined_ugraph(ugraph, request.seed, checks)
         if isinstance(candidate, Candidate):
@@ -226,9 +226,7 @@ def examined(record: SearchRecord, request: Request, where: str) -> VerifiedCand
     return VerifiedCandidates(tuple(candidates), report)
 
 
-def examined_ugraph(
-    ugraph: UGraph, seed: int, checks: dict[object, NumericCheck]
-) -> Candidate | Rejected:
+def examined_ugraph(ugraph: UGraph, seed: int, checks: NumericChecks) -> Candidate | Rejected:
     """Prove and check a µGraph that anyone may have written.
 
     Args:

@@ -8,11 +8,13 @@ projection of one model is a relative of another's, and a traced program of a pa
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 from mirage_hf import errors
 from mirage_hf.codegen.placement import PlacedOp
@@ -47,6 +49,32 @@ MOSTLY_FULL, MUCH_BETTER = 1.25, 0.9
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What decides whether two ops are relatives, and how near.
+
+    Attributes:
+        structure: What an op has in common with its relatives, as a digest.
+        sizes: The sizes of its axes.
+        vectors: How many of its inputs are no matrices.
+    """
+
+    structure: str
+    sizes: tuple[int, ...]
+    vectors: int
+
+
+class Tuned(Protocol):
+    """The kernels of a µGraph that was tuned. They may still have to be read."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shape of each op."""
+
+    def read(self) -> TunedKernels | None:
+        """Return the kernels, or None if they cannot be read."""
+
+
+@dataclass(frozen=True)
 class TunedKernels:
     """The kernels of a µGraph that was tuned, with their schedules."""
 
@@ -54,17 +82,31 @@ class TunedKernels:
     schedules: tuple[Schedule, ...]
 
     @cached_property
-    def structures(self) -> tuple[str, ...]:
-        """The structure of each op."""
-        return tuple(map(structure, self.ops))
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shape of each op."""
+        return tuple(map(shape_of, self.ops))
+
+    def read(self) -> TunedKernels:
+        """Return itself."""
+        return self
+
+
+AnyTuned = TypeVar("AnyTuned", bound=Tuned)
+
+
+def shape_of(op: PlacedOp) -> Shape:
+    """Return the shape of an op."""
+    block = _block(op)
+    vectors = sum(not _is_matrix(i) for i in block.inputs)
+    return Shape(structure(op), tuple(a.size for a in block.axes), vectors)
 
 
 def structure(op: PlacedOp) -> str:
-    """Return what an op has in common with its relatives."""
+    """Return a digest of what an op has in common with its relatives."""
     block = _block(op)
     number = {a.name: n for n, a in enumerate(block.axes)}
     roles = tuple(
-        (a.role, number.get(str(a.split_axis)), block.axis_split_by(a.name) is not None)
+        (a.role.value, number.get(str(a.split_axis)), block.axis_split_by(a.name) is not None)
         for a in block.axes
     )
 
@@ -82,7 +124,8 @@ def structure(op: PlacedOp) -> str:
     )
     shifts = sum(a.shift is not None for s in block.stages for a in s.accumulators)
     outputs = tuple(sorted(numbers(o.axes)) for o in block.outputs)
-    return repr((roles, matrices, sums, shifts, outputs, bool(op.appends)))
+    text = repr((roles, matrices, sums, shifts, outputs, bool(op.appends)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _block(op: PlacedOp) -> BlockGraph:
@@ -109,28 +152,25 @@ def _layout(op: PlacedOp, i: BlockInput) -> tuple[float, tuple[int, ...]]:
     return element_bytes(t.dtype), contiguous
 
 
-def distance(op: PlacedOp, other: PlacedOp) -> float:
-    """Return how far the sizes of two ops of one structure are apart, in doublings."""
-    block, others = _block(op), _block(other)
+def distance(op: PlacedOp, other: Shape) -> float:
+    """Return how far an op is from another one of its structure, in doublings of sizes."""
+    block = _block(op)
     largest = max(block.inputs, key=lambda i: math.prod(_operand(op, i).dims))
     apart = 0.0
-    for a, b in zip(block.axes, others.axes, strict=True):
+    for a, size in zip(block.axes, other.sizes, strict=True):
         count = 1.0 if a.name in largest.carried else ROWS_COUNT
         if block.axis_split_by(a.name) is None:
-            apart += count * abs(math.log2(a.size / b.size))
-    vectors = [sum(not _is_matrix(i) for i in x.inputs) for x in (block, others)]
-    return apart + VECTORS_COUNT * abs(vectors[0] - vectors[1])
+            apart += count * abs(math.log2(a.size / size))
+    return apart + VECTORS_COUNT * abs(shape_of(op).vectors - other.vectors)
 
 
-def relatives(
-    ops: Sequence[PlacedOp], tuned: Sequence[TunedKernels]
-) -> list[tuple[float, TunedKernels]]:
+def relatives(ops: Sequence[PlacedOp], tuned: Sequence[AnyTuned]) -> list[tuple[float, AnyTuned]]:
     """Return the tuned kernels of the same structures with their distance, nearest first."""
-    structures = tuple(map(structure, ops))
+    structures = [structure(op) for op in ops]
     found = []
     for each in tuned:
-        if each.structures == structures:
-            apart = sum(map(distance, ops, each.ops))
+        if [shape.structure for shape in each.shapes] == structures:
+            apart = sum(map(distance, ops, each.shapes))
             if apart <= FARTHEST:
                 found.append((apart, each))
     return sorted(found, key=lambda pair: pair[0])

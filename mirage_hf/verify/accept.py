@@ -20,7 +20,7 @@ from mirage_hf.search.search_report import RejectedCandidate
 from mirage_hf.verify.divisors import new_divisor
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.interface import interface_differs
-from mirage_hf.verify.numeric import NumericCheck, judge_on_cpu
+from mirage_hf.verify.numeric import NumericChecks, judge_by_torch
 from mirage_hf.verify.verdict import Accepted, Verdict
 
 #: Candidates that are kept for each kind of arithmetic, to be measured.
@@ -126,7 +126,7 @@ def accept(
     start = time.perf_counter()
     selection = _Selection(keep)
     rejected: list[RejectedCandidate] = []
-    checks: dict[object, NumericCheck] = {}
+    checks = NumericChecks()
     first_seconds, late = -1.0, 0
     for number, r in enumerate(ranked):
         room = selection.room_for(r.ugraph)
@@ -210,18 +210,16 @@ def _why_refused(ugraph: UGraph) -> Rejected | None:
 
 
 def _check_rounding(
-    ugraph: UGraph, proof: Accepted, cost_us: float, checks: dict[object, NumericCheck]
+    ugraph: UGraph, proof: Accepted, cost_us: float, checks: NumericChecks
 ) -> Candidate | Rejected:
     """Return a proven µGraph as a candidate, or the reason if neither arithmetic may run it."""
-    scalar, tensor_cores = (judge_on_cpu(ugraph, checks, mma) for mma in _ARITHMETIC)
+    scalar, tensor_cores = (judge_by_torch(ugraph, checks, mma) for mma in _ARITHMETIC)
     if isinstance(scalar, Rejected) and isinstance(tensor_cores, Rejected):
         return scalar
     return Candidate(ugraph, cost_us, proof.bound, scalar, tensor_cores)
 
 
-def _other_grouping(
-    ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
-) -> list[Candidate]:
+def _other_grouping(ranked: RankedUGraph, checks: NumericChecks, seed: int) -> list[Candidate]:
     """Return another grouping of the µGraph that tensor cores may run, if there is one.
 
     It serves a µGraph whose factors leave their range when they are rounded.
@@ -229,15 +227,13 @@ def _other_grouping(
     return _for_tensor_cores(regrouped(ranked.ugraph), ranked, checks, seed)
 
 
-def _with_scaled_codes(
-    ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
-) -> list[Candidate]:
+def _with_scaled_codes(ranked: RankedUGraph, checks: NumericChecks, seed: int) -> list[Candidate]:
     """Return the µGraph with scales in the factors that tensor cores multiply, if there is one."""
     return _for_tensor_cores(with_scaled_codes(ranked.ugraph), ranked, checks, seed)
 
 
 def _for_tensor_cores(
-    other: UGraph | None, ranked: RankedUGraph, checks: dict[object, NumericCheck], seed: int
+    other: UGraph | None, ranked: RankedUGraph, checks: NumericChecks, seed: int
 ) -> list[Candidate]:
     """Return another form of a µGraph as a candidate if it is proven and tensor cores may run it.
 
@@ -259,7 +255,7 @@ def _for_tensor_cores(
 
 
 def examine(
-    ugraph: UGraph, *, seed: int = 0, checks: dict[object, NumericCheck] | None = None
+    ugraph: UGraph, *, seed: int = 0, checks: NumericChecks | None = None
 ) -> Candidate | Rejected:
     """Prove that a µGraph computes its program, and check its divisors and its rounding.
 
@@ -275,7 +271,7 @@ def examine(
         return proof
     if not ugraph.is_fused:
         return Candidate(ugraph, 0.0, proof.bound, proof, proof)
-    return _check_rounding(ugraph, proof, 0.0, {} if checks is None else checks)
+    return _check_rounding(ugraph, proof, 0.0, NumericChecks() if checks is None else checks)
 
 
 def verify(program: KernelGraph, kernels: KernelGraph) -> Verdict:

@@ -69,6 +69,10 @@ _DRAWN_BYTES = 1 << 27
 #: Bytes of constants that a check keeps in float32.
 _KEPT_FLOATS = 1 << 28
 
+#: Checks of programs with a tensor of at least so many elements run on a GPU if there is one. Those
+#: of small tensors take longer there, because each op is a launch.
+_LARGE = 1 << 22
+
 #: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
 #: mostly wait for each other (docs/decisions/010-tuning.md).
 _THREADS = 1
@@ -442,19 +446,45 @@ def run_kernels(
     return [values[t.index] for t in kernels.outputs]
 
 
-def judge_on_cpu(ugraph: UGraph, checks: dict[object, NumericCheck], tensor_cores: bool) -> Verdict:
+class NumericChecks:
+    """The numeric checks of some programs. µGraphs of one program share one."""
+
+    def __init__(self, gpu: torch.device | None = None):
+        """Make no check yet.
+
+        Args:
+            gpu: The GPU that runs checks of large programs. None: all run on the CPU.
+        """
+        self.gpu = gpu
+        #: The checks, by the text of their program.
+        self.made: dict[str, NumericCheck] = {}
+
+    def of(self, program: KernelGraph) -> NumericCheck:
+        """Return the check of a program."""
+        key = str(program)
+        if key not in self.made:
+            self.made[key] = NumericCheck(program, self._device_for(program))
+        return self.made[key]
+
+    def _device_for(self, program: KernelGraph) -> torch.device:
+        largest = max(math.prod(t.dims) for t in program.inputs)
+        # float32 must not be rounded to TF32
+        is_exact = torch.get_float32_matmul_precision() == "highest"
+        if self.gpu is None or largest < _LARGE or not is_exact:
+            return torch.device("cpu")
+        return self.gpu
+
+
+def judge_by_torch(ugraph: UGraph, checks: NumericChecks, tensor_cores: bool) -> Verdict:
     """Check a candidate as its kernels would compute it on a GPU (see `run_kernels`).
 
     Args:
         ugraph: The candidate. Its grid axes are cut short.
-        checks: The checks made so far, by program. Candidates of one program share a check.
+        checks: The checks made so far.
         tensor_cores: Whether factors of contractions are rounded.
     """
     small = narrowed(ugraph) or ugraph
-    key = str(small.program)
-    if key not in checks:
-        checks[key] = NumericCheck(small.program)
-    check = checks[key]
+    check = checks.of(small.program)
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return run_kernels(small.kernels, inputs, tensor_cores, check.constants)

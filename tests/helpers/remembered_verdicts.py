@@ -15,7 +15,7 @@ from mirage_hf.graph import json_format
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.verify import accept
 from mirage_hf.verify.field_proof import prove
-from mirage_hf.verify.numeric import judge_on_cpu
+from mirage_hf.verify.numeric import judge_by_torch
 from mirage_hf.verify.verdict import Verdict
 
 _verdicts: dict[tuple[Any, ...], Verdict] = {}
@@ -43,8 +43,8 @@ def remember(patch: pytest.MonkeyPatch) -> None:
     def remembered_check(ugraph: UGraph, checks: Any, tensor_cores: bool) -> Verdict:
         key = ("check", *_key(ugraph), tensor_cores)
         if key not in _verdicts:
-            _verdicts[key] = judge_on_cpu(ugraph, checks, tensor_cores)
+            _verdicts[key] = judge_by_torch(ugraph, checks, tensor_cores)
         return _verdicts[key]
 
     patch.setattr(accept, "prove", remembered_proof)
-    patch.setattr(accept, "judge_on_cpu", remembered_check)
+    patch.setattr(accept, "judge_by_torch", remembered_check)

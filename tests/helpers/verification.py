@@ -42,5 +42,5 @@ def rewired(ugraph: UGraph, outputs=None, **changes) -> UGraph:
 
 def verdicts(ugraph):
     """Judge the numbers of a µGraph in scalar arithmetic and with tensor cores."""
-    checks = {}
-    return tuple(numeric.judge_on_cpu(ugraph, checks, mma) for mma in (False, True))
+    checks = numeric.NumericChecks()
+    return tuple(numeric.judge_by_torch(ugraph, checks, mma) for mma in (False, True))

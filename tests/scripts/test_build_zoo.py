@@ -47,7 +47,8 @@ def test_a_zoo_gets_no_result_whose_candidates_failed(monkeypatch, tmp_path):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_zoo_has_the_blocks_of_adapters_too(rank):
     pytest.importorskip("peft")
-    layer, head = build_zoo.blocks_of("smoke", "bfloat16", torch.device("cpu"), rank)
+    found = build_zoo.matched("smoke", "bfloat16", torch.device("cpu"), rank)
+    layer, head = build_zoo.blocks_of(found)
     sizes = [dict(block.sizes) for block in layer]
     assert [block.pattern.name for block in head] == ["rms_norm_linear"] and "lora" not in dict(
         head[0].sizes

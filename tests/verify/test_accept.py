@@ -74,7 +74,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         "regrouped": lambda ugraph: ugraph.other,
         "sums_groups_of_codes": lambda ugraph: ugraph.sums_groups,
         "with_scaled_codes": lambda ugraph: ugraph.scaled,
-        "judge_on_cpu": lambda ugraph, checks, mma: ugraph.tensor_cores if mma else ugraph.scalar,
+        "judge_by_torch": lambda ugraph, checks, mma: ugraph.tensor_cores if mma else ugraph.scalar,
     }
     for name, answer in answers.items():
         real = getattr(accepting, name)
@@ -271,7 +271,7 @@ def test_the_library_path_rounds_as_the_program_does() -> None:
 def test_references_of_numeric_checks_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        accepting, "judge_on_cpu", lambda u, checks, mma: seen.append(checks) or YES
+        accepting, "judge_by_torch", lambda u, checks, mma: seen.append(checks) or YES
     )
     shared: dict[object, Any] = {}
     examine(fused(), checks=shared)

@@ -75,9 +75,9 @@ def test_the_larger_of_each_error_keeps_the_scales() -> None:
 # -- one case -------------------------------------------------------------------------------------
 
 
-def doubled(dtype: str = "float32", outputs: int = 1) -> Any:
+def doubled(dtype: str = "float32", outputs: int = 1, elements: int = 2) -> Any:
     g = mi.new_kernel_graph()
-    x = g.new_input((1, 2), dtype)
+    x = g.new_input((1, elements), dtype)
     g.mark_output(*(g.mul(x, 2.0) for _ in range(outputs)))
     return g
 
@@ -481,13 +481,13 @@ def test_partial_results_are_stored_in_their_own_dtype() -> None:
 
 
 def test_candidates_of_one_program_share_a_reference() -> None:
-    checks: dict[object, NumericCheck] = {}
+    checks = numeric.NumericChecks()
     flash = multi_kernel_ugraphs.flash(keys=24)
     split = multi_kernel_ugraphs.split_attention(keys=24)
     for u, count in ((flash, 1), (split, 1), (multi_kernel_ugraphs.split_k(), 2)):
         for tensor_cores in (False, True):
-            assert isinstance(numeric.judge_on_cpu(u, checks, tensor_cores), Accepted)
-        assert len(checks) == count
+            assert isinstance(numeric.judge_by_torch(u, checks, tensor_cores), Accepted)
+        assert len(checks.made) == count
 
 
 def test_candidates_are_judged_at_narrow_sizes_if_there_are_any(
@@ -498,9 +498,9 @@ def test_candidates_are_judged_at_narrow_sizes_if_there_are_any(
     u = ugraphs.rms_norm_linear(n=400)
     for stub in (narrowed, lambda ugraph: None):
         monkeypatch.setattr(numeric, "narrowed", stub)
-        checks: dict[object, NumericCheck] = {}
-        assert isinstance(numeric.judge_on_cpu(u, checks, False), Accepted)
-        seen += [check.program.inputs[2].dims for check in checks.values()]
+        checks = numeric.NumericChecks()
+        assert isinstance(numeric.judge_by_torch(u, checks, False), Accepted)
+        seen += [check.program.inputs[2].dims for check in checks.made.values()]
     assert seen == [(64, 32), (64, 400)]
 
 
@@ -513,5 +513,17 @@ def test_tensor_cores_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     u = ugraphs.rms_norm_linear()
     for tensor_cores in (False, True):
         asked.clear()
-        numeric.judge_on_cpu(u, {}, tensor_cores)
+        numeric.judge_by_torch(u, numeric.NumericChecks(), tensor_cores)
         assert set(asked) == {tensor_cores}
+
+
+def test_large_programs_are_checked_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a tensor of 4 Mi elements are, unless float32 products may be rounded to TF32."""
+    monkeypatch.setattr(numeric, "NumericCheck", lambda program, device: device)
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    small, large = (doubled(elements=n) for n in (100, 1 << 22))
+    on_both, on_cpu = numeric.NumericChecks(gpu), numeric.NumericChecks()
+    assert [on_both.of(g) for g in (small, large)] == [cpu, gpu]
+    assert on_cpu.of(large) == cpu
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert numeric.NumericChecks(gpu).of(large) == cpu

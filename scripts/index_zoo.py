@@ -1,0 +1,38 @@
+"""Write the index of the packaged zoo's tuned kernels, `kernel_zoo/tuned.json`.
+
+    python -m scripts.index_zoo
+
+Run it after entries were added, replaced or measured again. Kernels that nobody tuned take their
+schedules from tuned ones of the same structure, and find them in this index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from mirage_hf.pipeline.tuned_kernels import INDEX, index_of
+
+ROOT = Path(__file__).resolve().parent.parent / "kernel_zoo"
+
+
+def text_of(root: Path) -> str:
+    """Return the text of a zoo's index: a line for each entry."""
+    targets = []
+    for target, folders in index_of(root).items():
+        lines = [f"    {json.dumps(folder)}: {json.dumps(ops)}" for folder, ops in folders.items()]
+        targets.append(f"  {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(targets) + "\n}\n"
+
+
+def main() -> None:
+    """Write the index."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--zoo", type=Path, default=ROOT, help="the folder of the zoo")
+    root = parser.parse_args().zoo
+    (root / INDEX).write_text(text_of(root), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
