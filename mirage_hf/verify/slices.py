@@ -8,7 +8,7 @@ alone, so a few columns at a time give the same numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ from mirage_hf.verify.size_relations import PROGRAM, Key, ResizeError, TensorDim
 #: Programs are cut if one of their tensors has more bytes than this in float64.
 SLICE_BYTES = 1 << 26
 #: Eager runs in slices if, besides, the result of an op has more bytes than this in its own dtype.
-EAGER_BYTES = 1 << 28
+EAGER_BYTES = 1 << 27
 
 #: Imitates rounding errors, as in `run_kernel_graph`.
 WithError = Callable[[KernelOp, Tensor], Tensor]
@@ -84,12 +84,12 @@ class SlicedRun:
         for start in range(0, axis.size, axis.step):
             length = min(axis.step, axis.size - start)
             cut = [
-                x if d is None else _narrowed(t, x, d, start, length)
-                for t, x, d in zip(self.program.inputs, inputs, axis.inputs, strict=True)
+                x if at is None else _narrowed(t, x, at.dim, start * at.each, length * at.each)
+                for t, x, at in zip(self.program.inputs, inputs, axis.inputs, strict=True)
             ]
             results = run(self._part(axis, length), cut)
-            for y, result, d in zip(outputs, results, axis.outputs, strict=True):
-                y.narrow(d, start, length).copy_(result)
+            for y, result, at in zip(outputs, results, axis.outputs, strict=True):
+                y.narrow(at.dim, start * at.each, length * at.each).copy_(result)
         return outputs
 
     def _part(self, axis: _Axis, length: int) -> KernelGraph:
@@ -99,24 +99,39 @@ class SlicedRun:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where a tensor has an axis.
+
+    Attributes:
+        dim: The dim along it.
+        each: How many of the dim's elements belong to one of the axis.
+    """
+
+    dim: int
+    each: int
+
+
+@dataclass(frozen=True)
 class _Axis:
     """An axis of a program that each output has once, and that no op reduces, splits or joins.
 
+    It may be the first of the axes that a dim consists of, such as the blocks of a weight's rows.
+
     Attributes:
         classes: The dims of the program, by axis.
-        key: The axis.
+        each: For the axis itself 1. For a dim that it is the first part of, the size of the rest.
         size: Its size.
         step: How much of it a slice has.
-        inputs: For each input its dim along the axis, or None.
-        outputs: For each output its dim along the axis.
+        inputs: Where each input has the axis, or None.
+        outputs: Where each output has it.
     """
 
     classes: SizeClasses
-    key: Key
+    each: Mapping[Key, int]
     size: int
     step: int
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[_Place | None, ...]
+    outputs: tuple[_Place, ...]
 
     def part(self, length: int) -> KernelGraph:
         """Return the program with a shorter axis. Its inputs keep their strides.
@@ -124,7 +139,7 @@ class _Axis:
         Raises:
             MirageError, ResizeError: The program cannot have this size.
         """
-        sizes = self.classes.roots() | {self.key: length}
+        sizes = self.classes.roots() | {key: length * n for key, n in self.each.items()}
         return resized(self.classes, PROGRAM, sizes, keep_strides=True)
 
 
@@ -134,13 +149,11 @@ def _axis_to_cut(program: KernelGraph) -> _Axis | None:
         classes = SizeClasses(program, program)
     except ResizeError:
         return None
-    excluded = {classes.find(key) for key in keys_to_keep(classes)}
-    for rule in classes.rules:
-        excluded |= {classes.find(key) for key in (rule.total, *rule.parts)}
+    kept = {classes.find(key) for key in keys_to_keep(classes)}
     count = math.ceil(_largest(program) / SLICE_BYTES)
-    free = [(n, key) for key, n in classes.roots().items() if n > 1 and key not in excluded]
-    for size, key in sorted(free, key=lambda pair: -pair[0]):
-        axis = _axis(classes, key, size, math.ceil(size / count))
+    for each in sorted(_free(classes, kept), key=lambda each: -_size(classes, each)):
+        size = _size(classes, each)
+        axis = _axis(classes, each, size, math.ceil(size / count))
         if axis is None or axis.step >= size:
             continue
         try:
@@ -151,28 +164,53 @@ def _axis_to_cut(program: KernelGraph) -> _Axis | None:
     return None
 
 
-def _axis(classes: SizeClasses, key: Key, size: int, step: int) -> _Axis | None:
+def _free(classes: SizeClasses, kept: Collection[Key]) -> Iterator[Mapping[Key, int]]:
+    """Yield the axes of which no result depends on another, each as `_Axis.each`."""
+    rules = {
+        (r.kind, classes.find(r.total), tuple(classes.find(key) for key in r.parts))
+        for r in classes.rules
+    }
+    bound = {key for _, total, parts in rules for key in (total, *parts)}
+    for key, size in classes.roots().items():
+        if size > 1 and key not in kept and key not in bound:
+            yield {key: 1}
+    for kind, total, (first, *rest) in rules:
+        alone = sum(first in (t, *p) or total in (t, *p) for _, t, p in rules) == 1
+        if (
+            kind == "product"
+            and alone
+            and classes.roots()[first] > 1
+            and not {first, total} & {*kept}
+        ):
+            yield {first: 1, total: math.prod(classes.roots()[key] for key in rest)}
+
+
+def _size(classes: SizeClasses, each: Mapping[Key, int]) -> int:
+    return classes.roots()[next(key for key, n in each.items() if n == 1)]
+
+
+def _axis(classes: SizeClasses, each: Mapping[Key, int], size: int, step: int) -> _Axis | None:
     """Return an axis if each output has it once, and no tensor has it twice."""
     program = classes.program
 
-    def dims(t: DTensor) -> list[int]:
-        found = range(len(t.dims))
-        return [d for d in found if classes.find(TensorDim(PROGRAM, t.index, d)) == key]
+    def places(t: DTensor) -> list[_Place]:
+        keys = [classes.find(TensorDim(PROGRAM, t.index, d)) for d in range(len(t.dims))]
+        return [_Place(d, each[key]) for d, key in enumerate(keys) if key in each]
 
     made = [t for op in program.ops for t in op.outputs]
-    if any(len(dims(t)) > 1 for t in (*program.inputs, *made)):
+    if any(len(places(t)) > 1 for t in (*program.inputs, *made)):
         return None
-    outputs = [dims(t) for t in program.outputs]
+    outputs = [places(t) for t in program.outputs]
     if not all(outputs):
         return None
-    inputs = [next(iter(dims(t)), None) for t in program.inputs]
-    if any(_shares_words(t, d) for t, d in zip(program.inputs, inputs, strict=True)):
+    inputs = [next(iter(places(t)), None) for t in program.inputs]
+    if any(_shares_words(t, at) for t, at in zip(program.inputs, inputs, strict=True)):
         step = math.ceil(step / CODES_PER_WORD) * CODES_PER_WORD
-    return _Axis(classes, key, size, step, tuple(inputs), tuple(d for (d,) in outputs))
+    return _Axis(classes, each, size, step, tuple(inputs), tuple(at for (at,) in outputs))
 
 
-def _shares_words(t: DTensor, dim: int | None) -> bool:
-    return is_packed(t.dtype) and dim in word_dims(t.dims, t.strides)
+def _shares_words(t: DTensor, at: _Place | None) -> bool:
+    return is_packed(t.dtype) and at is not None and at.dim in word_dims(t.dims, t.strides)
 
 
 def _narrowed(t: DTensor, x: Tensor, dim: int, start: int, length: int) -> Tensor:
