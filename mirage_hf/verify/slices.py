@@ -144,24 +144,26 @@ class _Axis:
 
 
 def _axis_to_cut(program: KernelGraph) -> _Axis | None:
-    """Return the longest axis that a program can be cut along, or None."""
+    """Return the axis along which slices have the smallest tensors, or None if none can be cut."""
     try:
         classes = SizeClasses(program, program)
     except ResizeError:
         return None
     kept = {classes.find(key) for key in keys_to_keep(classes)}
     count = math.ceil(_largest(program) / SLICE_BYTES)
+    best, least = None, _largest(program)
     for each in sorted(_free(classes, kept), key=lambda each: -_size(classes, each)):
         size = _size(classes, each)
         axis = _axis(classes, each, size, math.ceil(size / count))
         if axis is None or axis.step >= size:
             continue
         try:
-            axis.part(axis.step)
+            largest = _largest(axis.part(axis.step))
         except (ResizeError, errors.MirageError):
             continue
-        return axis
-    return None
+        if largest < least:
+            best, least = axis, largest
+    return best
 
 
 def _free(classes: SizeClasses, kept: Collection[Key]) -> Iterator[Mapping[Key, int]]:
