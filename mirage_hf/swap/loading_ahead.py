@@ -17,8 +17,10 @@ from mirage_hf.ops import table
 
 @contextlib.contextmanager
 def loading_ahead(model: nn.Module, device: torch.device, backend: str) -> Iterator[None]:
-    """Load what the first launches on a GPU need while the block runs. Wait for it at the end.
+    """Load what the first launches on a GPU need while the block runs.
 
+    The end of the block waits for what launches on the GPU, because nothing may do so beside the
+    capture of a CUDA graph. Triton's preparation goes on, because packaged kernels do not need it.
     Errors are ignored here. The launch or the prompt that needs a library raises its error again.
 
     Args:
@@ -30,17 +32,19 @@ def loading_ahead(model: nn.Module, device: torch.device, backend: str) -> Itera
         yield
         return
     dtypes = {p.dtype for p in model.parameters()} & set(table.COMPUTE_DTYPES)
-    tasks: list[Callable[[], None]] = [partial(_attend, device, {*dtypes, torch.float32})]
+    attending = _started(partial(_attend, device, {*dtypes, torch.float32}))
     if backend == "triton":
-        tasks.append(_prepare_triton)
-    threads = [threading.Thread(target=_attempt, args=(task,), daemon=True) for task in tasks]
-    for thread in threads:
-        thread.start()
+        _started(_prepare_triton)
     try:
         yield
     finally:
-        for thread in threads:
-            thread.join()
+        attending.join()
+
+
+def _started(task: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=_attempt, args=(task,), daemon=True)
+    thread.start()
+    return thread
 
 
 def _attempt(task: Callable[[], None]) -> None:

@@ -10,8 +10,8 @@ from mirage_hf.swap import loading_ahead
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_gpu_loads_while_the_block_runs(backend, monkeypatch):
-    """An error is left to whoever needs what could not be loaded."""
-    loaded, may_load = [], threading.Event()
+    """An error is left to whoever needs what could not be loaded. Nothing waits for Triton."""
+    loaded, may_load, is_over, prepared = [], *(threading.Event() for _ in range(3))
 
     def attend(device, dtypes):
         may_load.wait(60)
@@ -19,16 +19,21 @@ def test_a_gpu_loads_while_the_block_runs(backend, monkeypatch):
         raise RuntimeError("no cuDNN")
 
     monkeypatch.setattr(loading_ahead, "_attend", attend)
-    monkeypatch.setattr(loading_ahead, "_prepare_triton", lambda: loaded.append("triton"))
+    def prepare():
+        is_over.wait(60)
+        prepared.set()
+
+    monkeypatch.setattr(loading_ahead, "_prepare_triton", prepare)
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     model.register_parameter(
         "codes", torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
     )
     with loading_ahead.loading_ahead(model, torch.device("cuda"), backend):
-        assert not any(isinstance(each, tuple) for each in loaded)
+        assert not loaded
         may_load.set()
-    assert ("cuda", {torch.bfloat16, torch.float32}) in loaded
-    assert ("triton" in loaded) == (backend == "triton")
+    assert loaded == [("cuda", {torch.bfloat16, torch.float32})] and not prepared.is_set()
+    is_over.set()
+    assert prepared.wait(60 if backend == "triton" else 0) == (backend == "triton")
 
 
 def test_a_cpu_loads_nothing(monkeypatch):
