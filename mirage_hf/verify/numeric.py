@@ -17,7 +17,6 @@ large in outputs of few elements is compared again, over several draws of the sa
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.linalg import vector_norm
 
+from mirage_hf.cpu_threads import one_thread
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import strided
 from mirage_hf.graph.algebra import TorchAlgebra
@@ -72,10 +72,6 @@ _KEPT_FLOATS = 1 << 28
 #: Checks of programs with a tensor of at least so many elements run on a GPU if there is one. Those
 #: of small tensors take longer there, because each op is a launch.
 _LARGE = 1 << 22
-
-#: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
-#: mostly wait for each other (docs/decisions/010-tuning.md).
-_THREADS = 1
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -489,16 +485,5 @@ def judge_by_torch(ugraph: UGraph, checks: NumericChecks, tensor_cores: bool) ->
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return run_kernels(small.kernels, inputs, tensor_cores, check.constants)
 
-    with _few_threads():
+    with one_thread():
         return check.judge(run)
-
-
-@contextlib.contextmanager
-def _few_threads() -> Iterator[None]:
-    """Let this thread's torch ops on a CPU run on few threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, _THREADS))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -19,6 +19,7 @@ def test_a_gpu_loads_while_the_block_runs(backend, monkeypatch):
         raise RuntimeError("no cuDNN")
 
     monkeypatch.setattr(loading_ahead, "_attend", attend)
+
     def prepare():
         is_over.wait(60)
         prepared.set()
