@@ -16,6 +16,7 @@ from mirage_hf import decode as decoding
 from mirage_hf.cpu_threads import one_thread
 from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError
+from mirage_hf.garbage import sparing_old_objects
 from mirage_hf.layers.part import StepShape
 from mirage_hf.match.eligible import check_model, chosen_backend, generating, single_device
 from mirage_hf.match.matcher import match
@@ -131,7 +132,7 @@ def optimize(
         tuning = TuningOfModel(device=device, backend=backend, zoo=zoo, verify=verify)
     zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
     threads = one_thread() if device.type == "cuda" else nullcontext()
-    with locked(model), on_the_cpu(), threads:
+    with locked(model), on_the_cpu(), threads, sparing_old_objects():
         if not dry_run:
             _restore_stock(model)
         inner = generating(model)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mirage_hf.decode import graphs
-from mirage_hf.garbage import no_garbage_collection
+from mirage_hf.garbage import no_garbage_collection, sparing_old_objects
 from mirage_hf.tune import measure
 
 
@@ -100,3 +100,32 @@ def test_a_capture_survives_graphs_that_are_garbage(which: str) -> None:
     x.fill_(1)
     captured.graph.replay()
     assert x.tolist() == [2.0] * 8 and len(spare) == 2
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """The tests' own process may have frozen objects."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    (gc.freeze if was_frozen else gc.unfreeze)()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_objects_that_exist_are_spared_until_the_last_block_ends() -> None:
+    with sparing_old_objects():
+        count = gc.get_freeze_count()
+        assert count > 1000
+        with sparing_old_objects():
+            assert gc.get_freeze_count() == count
+        assert gc.get_freeze_count() == count
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_objects_that_the_caller_froze_stay_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with sparing_old_objects():
+        assert gc.get_freeze_count() == count
+    assert gc.get_freeze_count() == count
