@@ -20,6 +20,7 @@ import torch
 
 from mirage_hf.decode.explaining import meta_model, planned_step
 from mirage_hf.errors import MirageError
+from mirage_hf.formats import CodedWeight, Coding, coded_weight
 from mirage_hf.layers.prefill import layer_prefill
 from mirage_hf.match.matches import Matches
 from mirage_hf.patterns.attention import ATTENTION, ROPES, for_long_caches
@@ -29,15 +30,20 @@ from mirage_hf.pipeline.layer_choice import make_outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.resolver import kernel_request
 from mirage_hf.pipeline.reuse import search_to_keep
+from mirage_hf.swap.coded_forward import decoding_program, product_program
 from mirage_hf.zoo import known_search
 from scripts.build_zoo import ROOT, block_to_make, blocks_of, matched
-from scripts.configs import MODELS, OTHERS, config_of, names
+from scripts.coded_models import with_codes
+from scripts.configs import MODELS, OTHERS, config_of, names, random_model
 
 #: A search that is packaged should miss nothing, so it may take this long.
 SECONDS = 300.0
 
 #: Kernels are generated for this target, and not run.
 TARGET = "sm_90"
+
+#: Formats of linears that are searched for.
+OF_LINEARS = ("int4", "int4-zeros", "int8", "fp8", "nf4")
 
 #: Prompts of so many tokens are searched for. They serve chunks of 64 to 4096 tokens.
 PROMPTS = (128, 2048)
@@ -106,6 +112,26 @@ def prompt_requests() -> Iterator[Request]:
         yield _block_request(block, tokens)
 
 
+def coded_requests(kind: str) -> Iterator[Request]:
+    """Yield requests for what prompts need of linears in codes: to decode them, and to multiply.
+
+    The sizes of one model serve all models of usual sizes.
+
+    Args:
+        kind: A format of scripts/coded_models.py.
+    """
+    model = with_codes(random_model("llama-3.1-8b", "cpu", layers=1), kind)
+    codings: dict[Coding, None] = {}
+    for module in model.modules():
+        weight = coded_weight(module, torch.bfloat16)
+        if isinstance(weight, CodedWeight):
+            codings.setdefault(weight.coding)
+    for coding in codings:
+        yield kernel_request(decoding_program(coding), target=TARGET, pattern="decoding")
+        product = product_program(coding, torch.bfloat16, has_bias=False)
+        yield kernel_request(product, target=TARGET, pattern="linear")
+
+
 def _block_request(block: PatternBlock, rows: int) -> Request:
     wanted = block_to_make(block, rows)
     return kernel_request(
@@ -125,6 +151,7 @@ def main() -> None:
     everything = [name for name in names() if name != "smoke"]
     parser.add_argument("--configs", default=",".join(everything), help="with commas")
     parser.add_argument("--batch-sizes", default="1,4", help="with commas")
+    parser.add_argument("--weights", default=",".join(OF_LINEARS), help="formats, with commas")
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to add to")
     args = parser.parse_args()
     chosen = args.configs.split(",")
@@ -142,6 +169,10 @@ def main() -> None:
     for request in prompt_requests():
         if line := add(request, args.out):
             print(f"prompts: {line}", flush=True)
+    for kind in filter(None, args.weights.split(",")):
+        for request in coded_requests(kind):
+            if line := add(request, args.out):
+                print(f"{kind}: {line}", flush=True)
 
 
 def add(request: Request, zoo: Path) -> str:
