@@ -132,4 +132,4 @@ def lookup(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
     steps = torch.arange(1, len(values), dtype=x.dtype, device=x.device)
     known = torch.tensor(values, dtype=x.dtype, device=x.device)
-    return known[torch.bucketize(x.contiguous(), steps, right=True, out_int32=True)]
+    return known[torch.bucketize(x.contiguous(), steps, right=True)]
