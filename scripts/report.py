@@ -197,7 +197,7 @@ def _numbers_of_chain(row: dict[str, Any]) -> Iterator[Number]:
 
 def _numbers_of_first_use(row: dict[str, Any]) -> Iterator[Number]:
     place = row["model"], 1, str(row["prompt"]), row["way"]
-    for metric in ("optimize_s", "first_generate_s"):
+    for metric in ("optimize_s", "first_generate_s", "second_generate_s"):
         if metric in row:
             yield *place, metric, row[metric], NO_SPREAD
     timing = row["ms_per_token"]

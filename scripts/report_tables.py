@@ -278,17 +278,19 @@ def first_uses(results: Sequence[Result]) -> str:
             continue
         optimize = pick(results, *place, "optimize_s", result.source)
         first = pick(results, *place, "first_generate_s", result.source)
+        second = pick(results, *place, "second_generate_s", result.source)
         rows.append(
             [
                 MODELS.get(result.subject, result.subject),
                 WAYS[result.peer],
                 "–" if optimize is None else number(optimize),
                 number(first),
+                "–" if second is None else number(second),
                 number(result),
                 _run(result),
             ]
         )
-    header = ["model", "way", "`optimize()`, s", "first call, s", "later, ms a token", "run"]
+    header = ["model", "way", "`optimize()`, s", "first call, s", "second call, s", "later, ms a token", "run"]
     return table(header, sorted(rows, key=lambda row: row[0].lower()))
 
 
