@@ -29,7 +29,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph import strided
 from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.coded import unpacked
-from mirage_hf.graph.execute import run_library
+from mirage_hf.graph.execute import run_kernel_graph, run_library
 from mirage_hf.graph.execute_block import run_block_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
@@ -38,7 +38,7 @@ from mirage_hf.search.expand import expand
 from mirage_hf.verify.case_inputs import CaseInputs, with_garbage, with_scores
 from mirage_hf.verify.narrow import narrowed
 from mirage_hf.verify.numeric_cases import Case, cases
-from mirage_hf.verify.slices import SlicedRun
+from mirage_hf.verify.slices import Slice, SlicedRun
 from mirage_hf.verify.verdict import Accepted, Verdict
 
 #: A candidate's error may be this many times eager's.
@@ -133,6 +133,8 @@ def _count(where: torch.Tensor) -> int:
 
 def _together(parts: Sequence[tuple[Errors, int]]) -> Errors:
     """Return the errors of all elements from those of parts, each with its number of elements."""
+    if len(parts) == 1:
+        return parts[0][0]
     count = max(1, sum(n for _, n in parts))
     return Errors(
         max(e.max for e, _ in parts),
@@ -188,12 +190,20 @@ class _Comparison:
 
 @dataclass(frozen=True)
 class _CaseData:
-    """A case run by torch: its inputs, float64 and eager outputs, and where they are compared."""
+    """A case, or a slice of it, run by torch: float64 and eager outputs, and where they count."""
 
     inputs: list[torch.Tensor]
     reference: list[torch.Tensor]
     eager: list[torch.Tensor]
     where: list[torch.Tensor]
+
+    @staticmethod
+    def of(
+        inputs: list[torch.Tensor], eager: list[torch.Tensor], reference: list[torch.Tensor]
+    ) -> _CaseData:
+        """Return the data of inputs and outputs."""
+        where = [_compared(e, r) for e, r in zip(eager, reference, strict=True)]
+        return _CaseData(inputs, reference, eager, where)
 
     @property
     def nbytes(self) -> int:
@@ -237,9 +247,9 @@ class NumericCheck:
         for case, inputs in self.each():
             got = run(self._writable(inputs))
             for k in range(len(self.program.outputs)):
-                found = self._compare(case, k, got[k])
+                found = self._compare(case, k, got[k], inputs)
                 if isinstance(found, _Comparison) and not found.is_within:
-                    found = self._compare_again(case, k, run, found)
+                    found = self._compare_again(case, k, run, found, inputs)
                 if isinstance(found, Rejected):
                     return found
                 if found is not None and not found.is_within:
@@ -259,13 +269,18 @@ class NumericCheck:
                 continue
             fitted = self._fit(case) if case.scores or case.outside else case
             if fitted is not None:
-                yield fitted, self._run_torch(fitted).inputs
+                yield fitted, self._inputs_of(fitted)
         if any(op.name == "ratio" for op in self.program.ops):
             # A ratio is 0 where its divisor is. No draw of the proof has a divisor of 0.
             for k, t in enumerate(self.program.inputs):
                 if t.dtype.is_floating_point:
                     case = Case(f"zero {t.name}", zero=k)
-                    yield case, self._run_torch(case).inputs
+                    yield case, self._inputs_of(case)
+
+    def _inputs_of(self, case: Case) -> list[torch.Tensor]:
+        if self._runs.compares_slices:
+            return self._inputs.of(case)
+        return self._run_torch(case).inputs
 
     def _fit(self, case: Case) -> Case | None:
         if case not in self._fitted:
@@ -279,10 +294,20 @@ class NumericCheck:
             inputs = self._inputs.of(case)
             # A run in float64 copies what it may write. Eager does not.
             eager = self._runs.eager(self._writable(inputs))
-            reference = self._runs.wide(inputs)
-            where = [_compared(e, r) for e, r in zip(eager, reference, strict=True)]
-            self._data[case] = _CaseData(inputs, reference, eager, where)
+            self._data[case] = _CaseData.of(inputs, eager, self._runs.wide(inputs))
         return self._data[case]
+
+    def _parts(
+        self, case: Case, inputs: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Slice | None, _CaseData]]:
+        """Yield the slices of a case with large outputs, or None and the whole case."""
+        if not self._runs.compares_slices:
+            yield None, self._run_torch(case)
+            return
+        for part in self._runs.slices(inputs):
+            eager = run_kernel_graph(part.program, part.inputs, as_on_gpu=True)
+            wide = run_kernel_graph(part.program, part.inputs, torch.float64)
+            yield part, _CaseData.of(part.inputs, eager, wide)
 
     def _make_room(self) -> None:
         """Forget the oldest outputs if those of one more case would be too many bytes."""
@@ -297,33 +322,46 @@ class NumericCheck:
             for t, x in zip(self.program.inputs, inputs, strict=True)
         ]
 
-    def _compare(self, case: Case, k: int, got: torch.Tensor) -> _Comparison | Rejected | None:
+    def _compare(
+        self, case: Case, k: int, got: torch.Tensor, inputs: Sequence[torch.Tensor]
+    ) -> _Comparison | Rejected | None:
         """Compare an output with eager's. Return None if only infinities and NaN count."""
-        data = self._run_torch(case)
-        if not _is_finite(got, data.where[k]):
-            return Rejected(
-                f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager has "
-                "none"
-            )
+        ours: list[tuple[Errors, int]] = []
+        eager: list[tuple[Errors, int]] = []
+        for part, data in self._parts(case, inputs):
+            y, where = got if part is None else part.of(k, got), data.where[k]
+            if not _is_finite(y, where):
+                return Rejected(
+                    f"numbers: inf or NaN in output {k} on {case.name} inputs where torch eager "
+                    "has none"
+                )
+            if case.range_only:
+                continue
+            of_eager, count = self._eager(case, k, data, part is None), _count(where)
+            is_same = torch.equal(y, data.eager[k])
+            of_ours = of_eager if is_same else measure(y, data.reference[k], where)
+            ours.append((of_ours, count))
+            eager.append((of_eager, count))
         if case.range_only:
             return None
-        eager = self._eager(case, k)
-        if torch.equal(got, data.eager[k]):
-            ours = eager
-        else:
-            ours = measure(got, data.reference[k], data.where[k])
-        found = _Comparison(ours, eager, eager, _count(data.where[k]), got.dtype)
+        allowed, compared = _together(eager), sum(count for _, count in ours)
+        found = _Comparison(_together(ours), allowed, allowed, compared, got.dtype)
         if case.cancels and not found.is_within:
-            found = replace(found, allowed=eager.or_larger(self._sums(case)[k]))
+            found = replace(found, allowed=allowed.or_larger(self._sums(case, inputs)[k]))
         return found
 
     def _compare_again(
-        self, case: Case, k: int, run: Run, first: _Comparison
+        self,
+        case: Case,
+        k: int,
+        run: Run,
+        first: _Comparison,
+        inputs: Sequence[torch.Tensor],
     ) -> _Comparison | Rejected:
         """Compare an output that has few elements over several draws of a case."""
         if first.ours.rms > _FAR * first.allowed.rms:
             return first
-        drawn = sum(x.nbytes for x in self._run_torch(case).inputs)
+        drawn = sum(x.nbytes for x in inputs)
         draws = min(_DRAWS, _DRAWN_BYTES // drawn, math.ceil(_ENOUGH / first.count))
         found = [first]
         for number in range(draws - 1):
@@ -331,30 +369,31 @@ class NumericCheck:
                 seed = self._inputs.seed + number + 1
                 self._other_draws.append(NumericCheck(self.program, self._inputs.device, seed))
             other = self._other_draws[number]
-            got = run(self._writable(other._run_torch(case).inputs))
-            one = other._compare(case, k, got[k])
+            given = other._inputs_of(case)
+            got = run(self._writable(given))
+            one = other._compare(case, k, got[k], given)
             if isinstance(one, Rejected):
                 return one
             if one is not None:
                 found.append(one)
         return _Comparison.over_draws(found)
 
-    def _eager(self, case: Case, k: int) -> Errors:
-        if (case, k) not in self._eager_errors:
-            data = self._run_torch(case)
-            errors = measure(data.eager[k], data.reference[k], data.where[k])
+    def _eager(self, case: Case, k: int, data: _CaseData, is_whole: bool) -> Errors:
+        """Return eager's errors. Those of a whole case are computed once."""
+        known = self._eager_errors.get((case, k)) if is_whole else None
+        errors = known or measure(data.eager[k], data.reference[k], data.where[k])
+        if is_whole:
             self._eager_errors[case, k] = errors
-        return self._eager_errors[case, k]
+        return errors
 
-    def _sums(self, case: Case) -> list[Errors]:
+    def _sums(self, case: Case, inputs: Sequence[torch.Tensor]) -> list[Errors]:
         """Return the errors of the outputs if each sum errs as much as a float32 sum may.
 
         A sum over n elements gets an error of log2(n) / 2 ulps of float32, the most that adding up
         in pairs loses. The errors of torch's own norms are smaller in most rows, and zero in some.
         """
         if case not in self._sum_errors:
-            data = self._run_torch(case)
-            generator = torch.Generator(data.inputs[0].device).manual_seed(self._inputs.seed)
+            generator = torch.Generator(inputs[0].device).manual_seed(self._inputs.seed)
 
             def with_error(op: KernelOp, y: torch.Tensor) -> torch.Tensor:
                 x, attrs = op.inputs[0], dict(op.attrs)
@@ -364,11 +403,14 @@ class NumericCheck:
                 ulps = math.log2(x.dims[attrs["dim"]]) / 2
                 return y * (1 + sign * ulps * torch.finfo(torch.float32).eps)
 
-            results = SlicedRun(expand(self.program)).wide(data.inputs, with_error)
-            self._sum_errors[case] = [
-                measure(y, r, w)
-                for y, r, w in zip(results, data.reference, data.where, strict=True)
-            ]
+            parts: list[list[tuple[Errors, int]]] = [[] for _ in self.program.outputs]
+            for part, data in self._parts(case, inputs):
+                program = self.program if part is None else part.program
+                results = SlicedRun(expand(program)).wide(data.inputs, with_error)
+                for k, y in enumerate(results):
+                    errors = measure(y, data.reference[k], data.where[k])
+                    parts[k].append((errors, _count(data.where[k])))
+            self._sum_errors[case] = [*map(_together, parts)]
         return self._sum_errors[case]
 
 

@@ -30,8 +30,30 @@ SLICE_BYTES = 1 << 26
 #: Eager runs in slices if, besides, the result of an op has more bytes than this in its own dtype.
 EAGER_BYTES = 1 << 27
 
+#: Outputs of more bytes than this, all together, are compared slice by slice.
+OUTPUT_BYTES = 1 << 26
+
 #: Imitates rounding errors, as in `run_kernel_graph`.
 WithError = Callable[[KernelOp, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a program, and where its outputs lie in those of the whole.
+
+    Attributes:
+        program: The program of the part.
+        inputs: Its inputs, views of the whole ones.
+        places: For each output the dim that is cut, the first element and how many there are.
+    """
+
+    program: KernelGraph
+    inputs: list[Tensor]
+    places: tuple[tuple[int, int, int], ...]
+
+    def of(self, k: int, output: Tensor) -> Tensor:
+        """Return the part of the whole program's output `k`."""
+        return output.narrow(*self.places[k])
 
 
 class SlicedRun:
@@ -41,7 +63,27 @@ class SlicedRun:
         """Find the axis along which the program can be cut, if it is large."""
         self.program = program
         self._axis = _axis_to_cut(program) if _largest(program) > SLICE_BYTES else None
+        self._writes = any(op.name == APPEND for op in program.ops)
         self._parts: dict[int, KernelGraph] = {}
+
+    @property
+    def compares_slices(self) -> bool:
+        """Whether outputs are so large that only slices of them should be held."""
+        size = sum(math.prod(t.dims) * t.dtype.itemsize for t in self.program.outputs)
+        return self._axis is not None and not self._writes and size > OUTPUT_BYTES
+
+    def slices(self, inputs: Sequence[Tensor]) -> Iterator[Slice]:
+        """Yield the slices of a program that can be cut."""
+        axis = self._axis
+        assert axis is not None
+        for start in range(0, axis.size, axis.step):
+            length = min(axis.step, axis.size - start)
+            cut = [
+                x if at is None else _narrowed(t, x, at.dim, start * at.each, length * at.each)
+                for t, x, at in zip(self.program.inputs, inputs, axis.inputs, strict=True)
+            ]
+            places = tuple((at.dim, start * at.each, length * at.each) for at in axis.outputs)
+            yield Slice(self._part(axis, length), cut, places)
 
     def wide(self, inputs: Sequence[Tensor], err: WithError | None = None) -> list[Tensor]:
         """Return the outputs: in float64, or rounded to float32 where a sliced one has 16 bits.
@@ -57,39 +99,29 @@ class SlicedRun:
         def run(part: KernelGraph, cut: Sequence[Tensor]) -> list[Tensor]:
             return run_kernel_graph(part, cut, torch.float64, err=err)
 
-        return self._by_slices(self._axis, inputs, outputs, run)
+        return self._by_slices(inputs, outputs, run)
 
     def eager(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs as torch computes them, each op in its own dtype.
 
         A program that writes into an input runs whole, or a slice would read what others wrote.
         """
-        writes = any(op.name == APPEND for op in self.program.ops)
-        if self._axis is None or writes or _largest_result(self.program) <= EAGER_BYTES:
+        if self._axis is None or self._writes or _largest_result(self.program) <= EAGER_BYTES:
             return run_kernel_graph(self.program, inputs, as_on_gpu=True)
         device = inputs[0].device
         outputs = [torch.empty(t.dims, dtype=t.dtype, device=device) for t in self.program.outputs]
-        return self._by_slices(
-            self._axis, inputs, outputs, partial(run_kernel_graph, as_on_gpu=True)
-        )
+        return self._by_slices(inputs, outputs, partial(run_kernel_graph, as_on_gpu=True))
 
     def _by_slices(
         self,
-        axis: _Axis,
         inputs: Sequence[Tensor],
         outputs: list[Tensor],
         run: Callable[[KernelGraph, Sequence[Tensor]], list[Tensor]],
     ) -> list[Tensor]:
         """Fill the outputs slice by slice, and return them."""
-        for start in range(0, axis.size, axis.step):
-            length = min(axis.step, axis.size - start)
-            cut = [
-                x if at is None else _narrowed(t, x, at.dim, start * at.each, length * at.each)
-                for t, x, at in zip(self.program.inputs, inputs, axis.inputs, strict=True)
-            ]
-            results = run(self._part(axis, length), cut)
-            for y, result, at in zip(outputs, results, axis.outputs, strict=True):
-                y.narrow(at.dim, start * at.each, length * at.each).copy_(result)
+        for part in self.slices(inputs):
+            for k, result in enumerate(run(part.program, part.inputs)):
+                part.of(k, outputs[k]).copy_(result)
         return outputs
 
     def _part(self, axis: _Axis, length: int) -> KernelGraph:

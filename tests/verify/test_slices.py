@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from mirage_hf.verify.case_inputs import CaseInputs
 from mirage_hf.verify.numeric import NumericCheck
 from mirage_hf.verify.numeric_cases import Case
 from mirage_hf.verify.slices import SlicedRun
-from mirage_hf.verify.verdict import Accepted
+from mirage_hf.verify.verdict import Accepted, Rejected
 from tests.helpers.coded_programs import fp8_linear, int4_joined, int4_linear
 from tests.helpers.memory import Allocations
 
@@ -190,6 +191,86 @@ def test_a_large_weight_is_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(weight.unique(dim=0)) == 500
 
 
+# -- comparing slices -----------------------------------------------------------------------------
+
+LARGE_OUTPUTS = [
+    lambda: decoding_program(int4(136, 128)),
+    lambda: decoding_program(fp8_blocks(96, 64, 16)),
+    gate_and_up,
+    softmax_of_scores,
+]
+
+
+@pytest.fixture
+def comparing_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 11)
+    monkeypatch.setattr(slices, "OUTPUT_BYTES", 1 << 6)
+
+
+@pytest.mark.usefixtures("comparing_slices")
+@pytest.mark.parametrize("program", LARGE_OUTPUTS)
+def test_compared_in_slices_eager_is_accepted(program: Callable[[], KernelGraph]) -> None:
+    graph = program()
+    check = NumericCheck(graph)
+    assert check._runs.compares_slices
+    eager = partial(run_kernel_graph, graph, as_on_gpu=True)
+    assert isinstance(check.judge(eager), Accepted)
+    assert not check._data
+
+
+@pytest.mark.usefixtures("comparing_slices")
+@pytest.mark.parametrize("program", LARGE_OUTPUTS)
+@pytest.mark.parametrize("value", [3.0, float("nan")])
+def test_one_wrong_element_in_any_slice_is_refused(
+    program: Callable[[], KernelGraph], value: float
+) -> None:
+    graph = program()
+    check = NumericCheck(graph)
+    places = [part.places[0] for part in check._runs.slices(CaseInputs(graph).of(RANDOM))]
+    assert len(places) > 1
+    for dim, start, length in (places[0], places[-1]):
+
+        def wrong(inputs: Any, dim: int = dim, at: int = start + length - 1) -> Any:
+            first, *others = run_kernel_graph(graph, inputs, as_on_gpu=True)
+            first = first.clone()
+            part = first.select(dim, at)
+            part[(0,) * part.dim()] = value * (1 + float(first.float().abs().max()))
+            return [first, *others]
+
+        verdict = check.judge(wrong)
+        assert isinstance(verdict, Rejected) and "output 0" in verdict.reason
+
+
+@pytest.mark.usefixtures("comparing_slices")
+def test_errors_over_slices_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = decoding_program(int4(136, 128))
+
+    def noisy(inputs: Any) -> list[torch.Tensor]:
+        (y,) = run_kernel_graph(graph, inputs, as_on_gpu=True)
+        noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+        return [(y.float() * (1 + 1e-3 * noise)).to(y.dtype)]
+
+    case, inputs = next(NumericCheck(graph).each())
+    in_slices = NumericCheck(graph)._compare(case, 0, noisy(inputs)[0], inputs)
+    monkeypatch.setattr(slices, "OUTPUT_BYTES", 1 << 30)
+    whole = NumericCheck(graph)._compare(case, 0, noisy(inputs)[0], inputs)
+    assert isinstance(in_slices, numeric._Comparison) and isinstance(whole, numeric._Comparison)
+    assert in_slices.count == whole.count
+    for a, b in ((in_slices.ours, whole.ours), (in_slices.eager, whole.eager)):
+        assert astuple(a) == pytest.approx(astuple(b), rel=1e-6)
+
+
+def test_programs_that_write_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 10)
+    monkeypatch.setattr(slices, "OUTPUT_BYTES", 1)
+    g = new_kernel_graph()
+    x, cache = g.new_input((64, 16), BF16), g.new_input((1, 16, 8), BF16, name="cache")
+    rows, slot = g.new_input((1, 1, 8), BF16), g.new_input((1, 1, 1), torch.int32, name="slot")
+    g.mark_output(g.matmul(x, g.reshape(g.cache_append(cache, rows, slot), (16, 8))))
+    run = SlicedRun(g)
+    assert run._axis is not None and not run.compares_slices
+
+
 # -- bytes ----------------------------------------------------------------------------------------
 
 MIB = 1 << 20
@@ -213,6 +294,8 @@ def large_gate() -> Any:
         (partial(chosen_experts, 64, 8, 256, 512), 10 * MIB),
         # The outputs of one case: 1 MiB in bfloat16 and 2 in float32, and 0.5 for where they count.
         (lambda: decoding_program(int4(1024, 512)), 8 * MIB),
+        # The candidate has 2 MiB. Of what it is compared with, only slices are held.
+        (lambda: decoding_program(int4(2048, 512)), 6 * MIB),
     ],
 )
 def test_a_check_takes_little_memory(
@@ -221,6 +304,7 @@ def test_a_check_takes_little_memory(
     """In float64 one weight takes 4 MiB. Two of them and all outputs were held at once."""
     monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 18)
     monkeypatch.setattr(slices, "EAGER_BYTES", 1 << 21)
+    monkeypatch.setattr(slices, "OUTPUT_BYTES", 3 << 19)
     monkeypatch.setattr(numeric, "_AT_ONCE", 1 << 15)
     monkeypatch.setattr(numeric, "_KEPT_BYTES", 0)
     graph = program()
