@@ -6,14 +6,13 @@ If optimize() fails, a stock model stays as it was, and an optimized one may be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from mirage_hf import decode as decoding
-from mirage_hf.cpu_threads import one_thread
 from mirage_hf.default_device import on_the_cpu
 from mirage_hf.errors import OptimizeError
 from mirage_hf.garbage import sparing_old_objects
@@ -131,8 +130,7 @@ def optimize(
         tune = "never"  # until the tuner has measured
         tuning = TuningOfModel(device=device, backend=backend, zoo=zoo, verify=verify)
     zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
-    threads = one_thread() if device.type == "cuda" else nullcontext()
-    with locked(model), on_the_cpu(), threads, sparing_old_objects():
+    with locked(model), on_the_cpu(), sparing_old_objects():
         if not dry_run:
             _restore_stock(model)
         inner = generating(model)

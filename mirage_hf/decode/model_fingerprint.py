@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirage_hf import cudnn_attention
+from mirage_hf import cudnn_attention, float32_products
 from mirage_hf.decode.model_obstacles import (
     global_obstacle,
     layers_out_of_place,
@@ -285,8 +285,7 @@ def _global_switches() -> tuple[Any, ...]:
     """Return the switches that choose kernels during a capture."""
     cuda = torch.backends.cuda
     return (
-        torch.get_float32_matmul_precision(),
-        cuda.matmul.allow_tf32,
+        float32_products.precision(),
         cuda.flash_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),

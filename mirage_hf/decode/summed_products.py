@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from mirage_hf import float32_products
+
 #: A product is put off if it has at least so many elements, and so many times those of its factors.
 LEAST_ELEMENTS = 1 << 20
 LEAST_GROWTH = 8
@@ -105,7 +107,7 @@ def _is_put_off(a: Any, b: Any) -> bool:
     if not (a.dtype == b.dtype == torch.float32) or a.device != b.device:
         return False
     # a sum of float32 products is exact to float32, a product by TF32 is not
-    if a.is_cuda and torch.get_float32_matmul_precision() != "highest":
+    if a.is_cuda and not float32_products.are_exact():
         return False
     elements = torch.broadcast_shapes(a.shape, b.shape).numel()
     return elements >= max(LEAST_ELEMENTS, LEAST_GROWTH * (a.numel() + b.numel()))

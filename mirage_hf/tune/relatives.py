@@ -152,8 +152,8 @@ def _layout(op: PlacedOp, i: BlockInput) -> tuple[float, tuple[int, ...]]:
     return element_bytes(t.dtype), contiguous
 
 
-def distance(op: PlacedOp, other: Shape) -> float:
-    """Return how far an op is from another one of its structure, in doublings of sizes."""
+def distance(op: PlacedOp, shape: Shape, other: Shape) -> float:
+    """Return how far an op of a shape is from one of another shape, in doublings of sizes."""
     block = _block(op)
     largest = max(block.inputs, key=lambda i: math.prod(_operand(op, i).dims))
     apart = 0.0
@@ -161,16 +161,17 @@ def distance(op: PlacedOp, other: Shape) -> float:
         count = 1.0 if a.name in largest.carried else ROWS_COUNT
         if block.axis_split_by(a.name) is None:
             apart += count * abs(math.log2(a.size / size))
-    return apart + VECTORS_COUNT * abs(shape_of(op).vectors - other.vectors)
+    return apart + VECTORS_COUNT * abs(shape.vectors - other.vectors)
 
 
 def relatives(ops: Sequence[PlacedOp], tuned: Sequence[AnyTuned]) -> list[tuple[float, AnyTuned]]:
     """Return the tuned kernels of the same structures with their distance, nearest first."""
-    structures = [structure(op) for op in ops]
+    shapes = [shape_of(op) for op in ops]
+    structures = [shape.structure for shape in shapes]
     found = []
     for each in tuned:
         if [shape.structure for shape in each.shapes] == structures:
-            apart = sum(map(distance, ops, each.shapes))
+            apart = sum(map(distance, ops, shapes, each.shapes))
             if apart <= FARTHEST:
                 found.append((apart, each))
     return sorted(found, key=lambda pair: pair[0])

@@ -72,7 +72,7 @@ class _NarrowSizes:
         self.kept = {classes.find(key) for key in keys_to_keep(classes)}
         #: The sizes of classes that are cut to something other than `_WIDE_AXIS`.
         self.wide = {classes.find(key): _WIDE_BATCH for key in self._batch_dims()}
-        self.wide |= {classes.find(key): _CHOICES for key in self._chosen_dims()}
+        self.wide |= {classes.find(key): _CHOICES for key in chosen_dims(self.classes)}
 
     def run(self) -> dict[Key, int]:
         """Return the sizes.
@@ -123,10 +123,6 @@ class _NarrowSizes:
             if isinstance(t, DTensor)
             for d in range(len(t.dims) - 2)
         ]
-
-    def _chosen_dims(self) -> list[Key]:
-        uses = indices_of(self.classes.program).values()
-        return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 
     def _keep_whole_rules(self) -> None:
         """Keep the sizes of a dim and of all its parts if results depend on one of them."""
@@ -183,6 +179,12 @@ class _NarrowSizes:
     def _roots_of(self, rule: SizeRule) -> tuple[Key, list[Key]]:
         find = self.classes.find
         return find(rule.total), [find(p) for p in rule.parts]
+
+
+def chosen_dims(classes: SizeClasses) -> list[Key]:
+    """Return the dims of a program from which an index chooses."""
+    uses = indices_of(classes.program).values()
+    return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 
 
 def keys_to_keep(classes: SizeClasses) -> list[Key]:

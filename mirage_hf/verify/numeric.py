@@ -17,14 +17,16 @@ large in outputs of few elements is compared again, over several draws of the sa
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.linalg import vector_norm
 
-from mirage_hf.cpu_threads import one_thread
+from mirage_hf import float32_products
 from mirage_hf.errors import Rejected
 from mirage_hf.graph import strided
 from mirage_hf.graph.algebra import TorchAlgebra
@@ -69,9 +71,13 @@ _DRAWN_BYTES = 1 << 27
 #: Bytes of constants that a check keeps in float32.
 _KEPT_FLOATS = 1 << 28
 
-#: Checks of programs with a tensor of at least so many elements run on a GPU if there is one. Those
+#: Checks of programs with an input of at least so many elements run on a GPU if one is given. Those
 #: of small tensors take longer there, because each op is a launch.
 _LARGE = 1 << 22
+
+#: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
+#: mostly wait for each other (docs/decisions/010-tuning.md).
+_THREADS = 1
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -235,6 +241,11 @@ class NumericCheck:
         self._eager_errors: dict[tuple[Case, int], Errors] = {}
         self._sum_errors: dict[Case, list[Errors]] = {}
         self._other_draws: list[NumericCheck] = []
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device that runs the check."""
+        return torch.device(self._inputs.device).type
 
     def judge(self, run: Run) -> Verdict:
         """Run a candidate on every case.
@@ -506,11 +517,14 @@ class NumericChecks:
 
     def _device_for(self, program: KernelGraph) -> torch.device:
         largest = max(math.prod(t.dims) for t in program.inputs)
-        # float32 must not be rounded to TF32
-        is_exact = torch.get_float32_matmul_precision() == "highest"
-        if self.gpu is None or largest < _LARGE or not is_exact:
+        if self.gpu is None or largest < _LARGE or not float32_products.are_exact():
             return torch.device("cpu")
         return self.gpu
+
+    def forget_gpu(self) -> None:
+        """Make all checks on the CPU from now on."""
+        self.gpu = None
+        self.made.clear()
 
 
 def judge_by_torch(ugraph: UGraph, checks: NumericChecks, tensor_cores: bool) -> Verdict:
@@ -522,10 +536,45 @@ def judge_by_torch(ugraph: UGraph, checks: NumericChecks, tensor_cores: bool) ->
         tensor_cores: Whether factors of contractions are rounded.
     """
     small = narrowed(ugraph) or ugraph
-    check = checks.of(small.program)
+    try:
+        return _judged(small, checks.of(small.program), tensor_cores)
+    except torch.OutOfMemoryError:
+        if checks.gpu is None:
+            raise
+    # not within the except clause, because its traceback holds tensors
+    checks.forget_gpu()
+    return _judged(small, checks.of(small.program), tensor_cores)
 
+
+def _judged(ugraph: UGraph, check: NumericCheck, tensor_cores: bool) -> Verdict:
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return run_kernels(small.kernels, inputs, tensor_cores, check.constants)
+        return run_kernels(ugraph.kernels, inputs, tensor_cores, check.constants)
 
-    with one_thread():
+    # The caller may have switched autocast on, which would round factors.
+    with _few_threads(), torch.autocast(check.device_type, enabled=False):
         return check.judge(run)
+
+
+_lock = threading.Lock()
+_blocks, _threads_before = 0, 1
+
+
+@contextlib.contextmanager
+def _few_threads() -> Iterator[None]:
+    """Let torch's ops on a CPU run on few threads. Blocks of several threads may overlap.
+
+    Torch keeps a number for each thread, and one that new threads begin with.
+    """
+    global _blocks, _threads_before
+    with _lock:
+        if not _blocks:
+            _threads_before = torch.get_num_threads()
+        _blocks += 1
+        before = _threads_before
+    torch.set_num_threads(min(before, _THREADS))
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            torch.set_num_threads(before)

@@ -21,12 +21,12 @@ from mirage_hf.graph.effects import APPEND
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph, KernelOp
 from mirage_hf.ops.dtypes import CODES_PER_WORD
-from mirage_hf.verify.narrow import keys_to_keep, resized
+from mirage_hf.verify.narrow import chosen_dims, keys_to_keep, resized
 from mirage_hf.verify.size_classes import SizeClasses
 from mirage_hf.verify.size_relations import PROGRAM, Key, ResizeError, TensorDim
 
 #: Programs are cut if one of their tensors has more bytes than this in float64.
-SLICE_BYTES = 1 << 26
+SLICE_BYTES = 1 << 25
 #: Eager runs in slices if, besides, the result of an op has more bytes than this in its own dtype.
 EAGER_BYTES = 1 << 27
 
@@ -181,7 +181,7 @@ def _axis_to_cut(program: KernelGraph) -> _Axis | None:
         classes = SizeClasses(program, program)
     except ResizeError:
         return None
-    kept = {classes.find(key) for key in keys_to_keep(classes)}
+    kept = {classes.find(key) for key in (*keys_to_keep(classes), *chosen_dims(classes))}
     count = math.ceil(_largest(program) / SLICE_BYTES)
     best, least = None, _largest(program)
     for each in sorted(_free(classes, kept), key=lambda each: -_size(classes, each)):
@@ -199,7 +199,7 @@ def _axis_to_cut(program: KernelGraph) -> _Axis | None:
 
 
 def _free(classes: SizeClasses, kept: Collection[Key]) -> Iterator[Mapping[Key, int]]:
-    """Yield the axes of which no result depends on another, each as `_Axis.each`."""
+    """Yield the axes along which results do not depend on each other, each as `_Axis.each`."""
     rules = {
         (r.kind, classes.find(r.total), tuple(classes.find(key) for key in r.parts))
         for r in classes.rules

@@ -19,6 +19,7 @@ from mirage_hf.search.search_journal import RankedUGraph
 from mirage_hf.search.search_report import RejectedCandidate
 from mirage_hf.verify import accept as accepting
 from mirage_hf.verify.accept import Candidate, accept, examine, kind_of
+from mirage_hf.verify.numeric import NumericChecks
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import multi_kernel_ugraphs, mutants, ugraphs
 
@@ -273,7 +274,7 @@ def test_references_of_numeric_checks_can_be_shared(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         accepting, "judge_by_torch", lambda u, checks, mma: seen.append(checks) or YES
     )
-    shared: dict[object, Any] = {}
+    shared = NumericChecks()
     examine(fused(), checks=shared)
     examine(fused())
     assert all(checks is shared for checks in seen[:2])

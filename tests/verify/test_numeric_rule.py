@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 import mirage_hf as mi
+from mirage_hf import float32_products
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.algebra import TorchAlgebra
 from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.search.engine import search
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.verify import numeric, slices
@@ -530,5 +533,69 @@ def test_large_programs_are_checked_on_the_gpu(monkeypatch: pytest.MonkeyPatch) 
     on_both, on_cpu = numeric.NumericChecks(gpu), numeric.NumericChecks()
     assert [on_both.of(g) for g in (small, large)] == [cpu, gpu]
     assert on_cpu.of(large) == cpu
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(float32_products, "are_exact", lambda: False)
     assert numeric.NumericChecks(gpu).of(large) == cpu
+
+
+def test_a_check_that_does_not_fit_on_the_gpu_runs_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+
+    def judged(ugraph: UGraph, check: Any, tensor_cores: bool) -> Accepted:
+        ran.append(check.type)
+        if check.type == "cuda":
+            raise torch.OutOfMemoryError
+        return Accepted()
+
+    monkeypatch.setattr(numeric, "NumericCheck", lambda program, device: device)
+    monkeypatch.setattr(numeric, "_judged", judged)
+    monkeypatch.setattr(numeric, "_LARGE", 1)
+    checks = numeric.NumericChecks(torch.device("cuda"))
+    u = ugraphs.rms_norm_linear()
+    assert all(isinstance(numeric.judge_by_torch(u, checks, False), Accepted) for _ in range(2))
+    assert ran == ["cuda", "cpu", "cpu"]
+
+
+def test_without_a_gpu_a_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(numeric, "_judged", judged)
+    with pytest.raises(torch.OutOfMemoryError):
+        numeric.judge_by_torch(ugraphs.rms_norm_linear(), numeric.NumericChecks(), False)
+
+
+def test_autocast_of_the_caller_makes_no_difference() -> None:
+    u = ugraphs.rms_norm_linear(k=256)
+    want = numeric.judge_by_torch(u, numeric.NumericChecks(), False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert numeric.judge_by_torch(u, numeric.NumericChecks(), False) == want
+
+
+def test_overlapping_checks_leave_the_number_of_threads_as_it_was() -> None:
+    """Torch keeps the number for new threads, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    entered, may_leave, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with numeric._few_threads():
+            entered.set()
+            may_leave.wait(60)
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    try:
+        with numeric._few_threads():
+            thread.start()
+            assert entered.wait(60) and torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        may_leave.set()
+        thread.join()
+        new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+        assert seen == [3, 3]
+    finally:
+        torch.set_num_threads(before)

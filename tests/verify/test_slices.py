@@ -80,6 +80,31 @@ def two_sums() -> KernelGraph:
     return g
 
 
+def chosen_rows() -> KernelGraph:
+    """Return products of a matrix with some of its own rows. A slice would lack chosen ones."""
+    g = new_kernel_graph()
+    w = g.new_input((64, 8), "float32", constant=True)
+    index = g.new_input((8,), torch.int64)
+    g.mark_output(g.matmul(w, g.permute(g.take(w, index), (1, 0))))
+    return g
+
+
+def summed_blocks() -> KernelGraph:
+    """Return blocks of rows, normalized over all rows."""
+    g = new_kernel_graph()
+    x = g.new_input((8, 16, 4), "float32")
+    g.mark_output(g.softmax(g.permute(g.reshape(x, (128, 4)), (1, 0))))
+    return g
+
+
+def block_sums() -> KernelGraph:
+    """Return rows, and the sums of their blocks."""
+    g = new_kernel_graph()
+    x = g.new_input((8, 64), "float32")
+    g.mark_output(g.reshape(x, (512,)), g.reduction(x, 0, "sum"))
+    return g
+
+
 def chosen_experts(tokens: int = 3, experts: int = 8, n: int = 72, k: int = 32) -> KernelGraph:
     """Return what two experts make of each token. Each token's experts are taken."""
     g = new_kernel_graph()
@@ -155,7 +180,7 @@ def test_eager_appends_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [two_sums, lambda: int4_joined(1, (8, 24), 128, 64)],
+    [two_sums, lambda: int4_joined(1, (8, 24), 128, 64), chosen_rows, summed_blocks, block_sums],
 )
 def test_programs_without_an_axis_to_cut_run_whole(
     program: Callable[[], KernelGraph], monkeypatch: pytest.MonkeyPatch
@@ -166,6 +191,15 @@ def test_programs_without_an_axis_to_cut_run_whole(
     monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 9)
     for y, expected in zip(SlicedRun(graph).wide(inputs), whole, strict=True):
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_slices_are_cut_where_tensors_become_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than blocks of columns, but the weight is the largest tensor."""
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1 << 16)
+    run = SlicedRun(fp8_linear(64, 1024, 256))
+    inputs = CaseInputs(run.program).of(RANDOM)
+    parts = [part.program for part in run.slices(inputs)]
+    assert len(parts) > 1 and all(p.inputs[0].dims == (64, 256) for p in parts)
 
 
 def test_words_of_a_slice_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
