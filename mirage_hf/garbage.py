@@ -41,7 +41,8 @@ def sparing_old_objects() -> Iterator[None]:
     """Let the collector skip the objects that exist when the block begins, until it ends.
 
     With torch and transformers, a process has some 400,000, and the collector would look at all of
-    them many times. If the caller has frozen objects (`gc.freeze`), nothing is done.
+    them many times. Cyclic garbage from before the block is collected after it. If the caller has
+    frozen objects (`gc.freeze`), nothing is done. What is frozen in the block is thawed at its end.
     """
     global _sparing
     with _lock:

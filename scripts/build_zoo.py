@@ -36,7 +36,7 @@ from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import Key, key_of, target_of
 from mirage_hf.zoo.store import Store, packaged_store
-from scripts import build_cubins
+from scripts import build_cubins, index_zoo
 from scripts.configs import MODELS, config_of, random_model, with_adapters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,6 +209,7 @@ def main() -> None:
     if zoo.root == packaged_store().root.resolve() and world == 1:
         for sm in build_cubins.ARCHITECTURES:
             print(build_cubins.build(sm), flush=True)
+        index_zoo.write(ROOT / "kernel_zoo")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,16 @@ def text_of(root: Path) -> str:
     return "{\n" + ",\n".join(targets) + "\n}\n"
 
 
+def write(root: Path) -> None:
+    """Write the index of a zoo."""
+    (root / INDEX).write_text(text_of(root), encoding="utf-8")
+
+
 def main() -> None:
-    """Write the index."""
+    """Write the index of the packaged zoo, or of another one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--zoo", type=Path, default=ROOT, help="the folder of the zoo")
-    root = parser.parse_args().zoo
-    (root / INDEX).write_text(text_of(root), encoding="utf-8")
+    write(parser.parse_args().zoo)
 
 
 if __name__ == "__main__":

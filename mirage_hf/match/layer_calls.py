@@ -129,14 +129,15 @@ def layer_calls(
     rows, batch = batch, batch * samples
     past, device = 0, like.device
     for number, length in enumerate(lengths):
-        x = scale * torch.randn(batch, length, like.shape[0], generator=generator)
+        # Scaled and rounded on the GPU, if there is one. On a CPU this would wait for threads.
+        x = scale * torch.randn(batch, length, like.shape[0], generator=generator).to(device)
         of_pairs = 6.0 * torch.rand(batch, length, rope.width // 2, generator=generator)
         angles = in_order(of_pairs, rope.order)
         tokens = torch.arange(past, past + length)
         mask = _hidden_keys(tokens, rows, batch, window=number >= 2)
         positions = tokens[None] + torch.arange(batch)[:, None] % rows * POSITION_STEP
         yield LayerCall(
-            x.to(device, dtype),
+            x.to(dtype),
             angles.cos().to(device, rope.dtype),
             angles.sin().to(device, rope.dtype),
             _additive_mask(mask[:, None].to(device), dtype) if masked else None,

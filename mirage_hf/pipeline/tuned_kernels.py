@@ -1,4 +1,4 @@
-"""Find the tuned kernels of stores, whose schedules kernels that nobody tuned may take.
+"""Find tuned kernels in stores. Kernels that nobody tuned may take their schedules.
 
 The packaged zoo has an index of the shapes of its kernels, so only entries whose schedules are
 wanted are read. Of other stores every entry is read.

@@ -79,10 +79,14 @@ class SlicedRun:
         for start in range(0, axis.size, axis.step):
             length = min(axis.step, axis.size - start)
             cut = [
-                x if at is None else _narrowed(t, x, at.dim, start * at.each, length * at.each)
+                x
+                if at is None
+                else _narrowed(t, x, at.dim, start * at.per_element, length * at.per_element)
                 for t, x, at in zip(self.program.inputs, inputs, axis.inputs, strict=True)
             ]
-            places = tuple((at.dim, start * at.each, length * at.each) for at in axis.outputs)
+            places = tuple(
+                (at.dim, start * at.per_element, length * at.per_element) for at in axis.outputs
+            )
             yield Slice(self._part(axis, length), cut, places)
 
     def wide(self, inputs: Sequence[Tensor], err: WithError | None = None) -> list[Tensor]:
@@ -136,11 +140,11 @@ class _Place:
 
     Attributes:
         dim: The dim along it.
-        each: How many of the dim's elements belong to one of the axis.
+        per_element: How many of the dim's elements belong to one element of the axis.
     """
 
     dim: int
-    each: int
+    per_element: int
 
 
 @dataclass(frozen=True)

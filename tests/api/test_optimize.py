@@ -252,6 +252,23 @@ def test_equal_blocks_are_resolved_once(resolved: list[Any]) -> None:
     assert len(resolved) == (5 + 1) * 2  # the parts of a layer, and the head
 
 
+def test_the_collector_is_spared_old_objects_meanwhile(
+    resolved: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    @contextmanager
+    def sparing() -> Iterator[None]:
+        seen.append(len(resolved))
+        yield
+        seen.append(len(resolved))
+
+    monkeypatch.setattr(api, "sparing_old_objects", sparing)
+    optimize(tiny("llama"))
+    before, after = seen
+    assert before < after == len(resolved)
+
+
 def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mirage_hf as mi
 from mirage_hf import files
@@ -22,6 +23,7 @@ from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.pipeline.trust import examined_ugraph
 from mirage_hf.search.search_report import StopReason
 from mirage_hf.verify.accept import Candidate, examine
+from mirage_hf.verify.numeric import NumericChecks
 from mirage_hf.zoo import known_search
 from mirage_hf.zoo.store import Store, ZooPath
 from tests.helpers import programs
@@ -85,6 +87,21 @@ def test_candidates_are_proven_for_the_new_sizes(
     monkeypatch.setattr(reuse, "examined_ugraph", counted)
     verified = found(request(new), results).outcome.verified
     assert 0 < len(verified.candidates) <= len(examined) <= known_search.MOST_KERNELS
+
+
+def test_known_searches_are_checked_on_the_gpu_that_will_run_them(
+    results: ZooResults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(request(program(160)), results)
+    gpus: list[Any] = []
+
+    def noted(gpu: Any = None) -> NumericChecks:
+        gpus.append(gpu)
+        return NumericChecks()
+
+    monkeypatch.setattr(reuse, "NumericChecks", noted)
+    found(replace(request(program(224)), runs_on=torch.device("cuda", 1)), results)
+    assert gpus == [torch.device("cuda", 1)]
 
 
 def test_kernels_that_compute_something_else_are_searched_anew(results: ZooResults) -> None:

@@ -1,0 +1,26 @@
+"""Searches that are packaged: what they are made for, and that they are there."""
+
+from __future__ import annotations
+
+import torch
+
+from mirage_hf.zoo import known_search
+from mirage_hf.zoo.store import packaged_store
+from scripts import build_searches
+from scripts.build_zoo import matched
+
+
+def test_the_package_has_searches_for_norms_and_rotations_of_prompts() -> None:
+    requests = [*build_searches.prompt_requests()]
+    assert {r.pattern for r in requests} == {"prompt_rotation", "prompt_norm"}
+    root = packaged_store().root
+    missing = [r.key.title for r in requests if known_search.nearest([root], r.program) is None]
+    assert not missing, "run python -m scripts.build_searches"
+
+
+def test_prompts_of_a_matched_model_are_searched_for_both_lengths() -> None:
+    found = matched("smoke", "bfloat16", torch.device("cpu"), 0)
+    names = {block.pattern.name for block in build_searches._prompt_blocks(found)}
+    assert {"prompt_gate", "prompt_rotation", "prompt_norm"} <= names
+    rows = [r.program.outputs[0].dims[0] for r in build_searches.requests_of("smoke", 1)]
+    assert all(rows.count(n) >= len(names) for n in build_searches.PROMPTS)
