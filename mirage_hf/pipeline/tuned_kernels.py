@@ -35,16 +35,16 @@ class StoredKernels:
     shapes: tuple[Shape, ...]
 
     def read(self) -> TunedKernels | None:
-        """Return the kernels, or None if the entry cannot be used."""
-        return _read(self.folder)
+        """Return the kernels, or None if the entry cannot be used or has other shapes."""
+        kernels = _read(self.folder)
+        return kernels if kernels is not None and kernels.shapes == self.shapes else None
 
 
 def of_store(store: Store, target: str) -> Sequence[Tuned]:
     """Return the kernels of a store that were measured on a target as faster than the library."""
     if store.is_trusted:
-        with contextlib.suppress(
-            OSError, ValueError, TypeError, AttributeError
-        ):  # or a damaged one
+        # Without an index, or with a damaged one, all entries are read.
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             file = store.root / INDEX
             return _indexed(file, file.stat().st_mtime_ns).get(target, ())
     found = map(_read, store.folders_of(target))

@@ -191,6 +191,12 @@ def test_entries_of_the_packaged_zoo_are_read_when_they_are_wanted(monkeypatch):
     assert read == [first.folder]
 
 
+def test_an_entry_of_other_shapes_than_the_index_says_is_not_used():
+    first, second = tuned_kernels.of_store(packaged_store(), "sm_90")[:2]
+    assert first.read() is not None and first.shapes != second.shapes
+    assert replace(first, folder=second.folder).read() is None
+
+
 @pytest.mark.parametrize("index", ["[]", "{", '{"sm_90": {"x": [["a"]]}}', None])
 def test_without_a_usable_index_every_entry_is_read(index, tmp_path, monkeypatch):
     if index is not None:
