@@ -2,8 +2,8 @@
 
     python -m scripts.index_zoo
 
-Run it after entries were added, replaced or measured again. Kernels that nobody tuned take their
-schedules from tuned ones of the same structure, and find them in this index.
+Run it after entries were added, replaced or measured again. With `tune="never"`, a kernel takes the
+schedule of a tuned one of the same structure. The index says which entry has such a kernel.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ digests are computed again. A folder whose key changed is renamed. Schedules, ti
 statistics, machine and date stay as they are. So this is only right if the same schedule still
 generates the same code up to names and comments, which `scripts/compare_kernels.py` checks.
 
-Run `scripts/build_cubins.py` afterwards, because cubins belong to a text, and
+Run `scripts/build_cubins.py` afterwards, because cubins belong to a text. Then run
 `scripts/index_zoo.py`.
 
 Names that changed in the JSON since the entry was written are mapped by the tables below.

@@ -8,7 +8,7 @@ make the whole layer fastest, and so do those whose codes a CUDA kernel can stre
 run beside them. An entry is written with its new schedule, text, times, machine and date.
 
 `scripts/refresh_zoo.py` is enough if the same schedules still generate the same code up to names.
-Run `scripts/build_cubins.py` afterwards, because cubins belong to a text, and
+Run `scripts/build_cubins.py` afterwards, because cubins belong to a text. Then run
 `scripts/index_zoo.py`.
 """
 

@@ -16,10 +16,16 @@ matmul = torch.backends.cuda.matmul
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
+    _forget_newer()
     yield
-    if hasattr(matmul, "fp32_precision"):
-        matmul.fp32_precision = "ieee"
+    _forget_newer()
     torch.set_float32_matmul_precision(before)
+    _forget_newer()  # the older one sets it, too
+
+
+def _forget_newer() -> None:
+    if hasattr(matmul, "fp32_precision"):
+        torch.backends.fp32_precision = matmul.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
@@ -36,3 +42,9 @@ def test_the_newer_switch(precision: str) -> None:
     matmul.fp32_precision = precision
     assert float32_products.are_exact() == (precision == "ieee")
     assert float32_products.precision() in model_fingerprint._global_switches()
+
+
+@pytest.mark.skipif(not hasattr(matmul, "fp32_precision"), reason="torch has no such switch")
+def test_the_newer_switch_for_everything() -> None:
+    torch.backends.fp32_precision = "tf32"
+    assert not float32_products.are_exact()

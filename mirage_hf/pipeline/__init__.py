@@ -7,6 +7,7 @@
 - `results`: look up results of earlier calls and prove them again; store new ones.
 - `checkpoint`: the same in one file that the user names.
 - `search_and_verify`, `windows`: search a program, whole or window by window.
+- `tuned_kernels`: find tuned kernels, whose schedules others may take.
 - `reuse`: prove what a search found for other sizes, in place of a search.
 - `searching_ahead`, `search_worker`: the same for several programs at once, in worker processes.
 - `choose`: choose schedules for the verified candidates, by measuring or by the cost model.

@@ -1,4 +1,4 @@
-"""Find tuned kernels in stores. Kernels that nobody tuned may take their schedules.
+"""Find tuned kernels in stores. Their schedules may serve kernels that were never measured.
 
 The packaged zoo has an index of the shapes of its kernels, so only entries whose schedules are
 wanted are read. Of other stores every entry is read.

@@ -182,7 +182,7 @@ class _NarrowSizes:
 
 
 def chosen_dims(classes: SizeClasses) -> list[Key]:
-    """Return the dims of a program from which an index chooses."""
+    """Return the dims of a program's tensors along which an index chooses elements."""
     uses = indices_of(classes.program).values()
     return [TensorDim(PROGRAM, t.index, dim) for chosen in uses for t, dim in chosen]
 

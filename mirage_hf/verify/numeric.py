@@ -18,6 +18,7 @@ large in outputs of few elements is compared again, over several draws of the sa
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,8 @@ _LARGE = 1 << 22
 #: Threads of torch ops in checks on a CPU. The tensors are small, so the threads of a large machine
 #: mostly wait for each other (docs/decisions/010-tuning.md).
 _THREADS = 1
+
+_log = logging.getLogger("mirage_hf")
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -542,6 +545,7 @@ def judge_by_torch(ugraph: UGraph, checks: NumericChecks, tensor_cores: bool) ->
         if checks.gpu is None:
             raise
     # not within the except clause, because its traceback holds tensors
+    _log.info("%s has no memory for checks of rounding: they run on the CPU", checks.gpu)
     checks.forget_gpu()
     return _judged(small, checks.of(small.program), tensor_cores)
 
@@ -555,6 +559,7 @@ def _judged(ugraph: UGraph, check: NumericCheck, tensor_cores: bool) -> Verdict:
         return check.judge(run)
 
 
+#: The blocks of `_few_threads` that are open, and the number of threads before the first of them.
 _lock = threading.Lock()
 _blocks, _threads_before = 0, 1
 
@@ -563,7 +568,7 @@ _blocks, _threads_before = 0, 1
 def _few_threads() -> Iterator[None]:
     """Let torch's ops on a CPU run on few threads. Blocks of several threads may overlap.
 
-    Torch keeps a number for each thread, and one that new threads begin with.
+    Torch keeps such a number for each thread, and another one for threads that will begin.
     """
     global _blocks, _threads_before
     with _lock:

@@ -209,6 +209,7 @@ def _free(classes: SizeClasses, kept: Collection[Key]) -> Iterator[Mapping[Key, 
         for r in classes.rules
     }
     bound = {key for _, total, parts in rules for key in (total, *parts)}
+    # A dim and its first part must have no further rule, because that would have to hold, too.
     for key, size in classes.roots().items():
         if size > 1 and key not in kept and key not in bound:
             yield {key: 1}

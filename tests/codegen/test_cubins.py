@@ -89,7 +89,7 @@ def test_cubins_have_the_instructions_that_users_would_compile(packaged, wanted)
 def test_all_cubins_unpack_and_are_small(packaged):
     for digest in packaged.cubins:
         assert packaged.image(digest).startswith(b"\x7fELF")
-    assert packaged.path.stat().st_size < 1_750_000
+    assert packaged.path.stat().st_size < 3_750 * len(packaged.cubins)
 
 
 def test_without_lzma_kernels_are_compiled(packaged, monkeypatch):

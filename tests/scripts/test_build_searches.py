@@ -1,13 +1,17 @@
-"""Searches that are packaged: what they are made for, and that they are there."""
+"""Which programs the package has searches for."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 
 from mirage_hf.zoo import known_search
 from mirage_hf.zoo.store import packaged_store
 from scripts import build_searches
 from scripts.build_zoo import matched
+from scripts.configs import random_model
 
 
 def test_the_package_has_searches_for_norms_and_rotations_of_prompts() -> None:
@@ -24,3 +28,13 @@ def test_prompts_of_a_matched_model_are_searched_for_both_lengths() -> None:
     assert {"prompt_gate", "prompt_rotation", "prompt_norm"} <= names
     rows = [r.program.outputs[0].dims[0] for r in build_searches.requests_of("smoke", 1)]
     assert all(rows.count(n) >= len(names) for n in build_searches.PROMPTS)
+
+
+def test_linears_in_codes_are_searched_to_decode_and_to_multiply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = partial(random_model, "smoke", "cpu", layers=1)
+    monkeypatch.setattr(build_searches, "random_model", lambda *_, **__: small())
+    requests = [*build_searches.coded_requests("fp8")]
+    assert requests and {r.pattern for r in requests} == {"decoding", "linear"}
+    assert all(any(t.dtype is torch.float8_e4m3fn for t in r.program.inputs) for r in requests)
