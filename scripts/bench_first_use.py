@@ -8,12 +8,17 @@ caches of mirage_hf, Triton, CUDA and torch.compile. Weights are random. `start_
 of torch, transformers and mirage_hf. `weights_s` has the making of weights, in whose place a user
 loads some. Until a row's first `generate()` ends, a second thread looks 100 times a second at what
 the main thread does. That gives the seconds of each folder of the package. The second call may
-capture graphs. Five more calls give the milliseconds a token.
+capture graphs. Five more calls give the milliseconds a token. With `--weights`, linears hold codes
+of a format (coded_models.py).
+
+`optimize_peak_mib` and `peak_mib` say how much memory was allocated beyond the weights: at the peak
+of `optimize()`, and at the peak of all up to the end of the second call.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -22,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +36,7 @@ import torch
 
 import mirage_hf
 from scripts import benching
+from scripts.coded_models import LINEAR_FORMATS, with_codes
 from scripts.configs import random_model
 
 #: Ways to run a model with `optimize()`: values of its `tune`.
@@ -88,7 +94,7 @@ class Parts:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Use a model for the first time in this process, and return what took how long."""
     name, way = args.one.split(":")
-    row: dict[str, Any] = {"model": name, "way": way, "prompt": args.prompt}
+    row: dict[str, Any] = {"model": name, "way": way, "prompt": args.prompt, "batch": args.batch}
     row["start_s"] = time.time() - args.began
     begin = time.perf_counter()
 
@@ -99,20 +105,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
 
     model: Any = random_model(name, benching.DEVICE, layers=args.layers)
-    ids = torch.randint(3, 100, (1, args.prompt), device=benching.DEVICE)
+    if args.layers:
+        row["layers"] = args.layers
+    if args.weights:
+        row["weights"] = args.weights
+        with_codes(model, args.weights)
+    ids = torch.randint(3, 100, (args.batch, args.prompt), device=benching.DEVICE)
     given: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": False}
     if way == "static":
         given["cache_implementation"] = "static"
+    peak = peak_of_allocations()
     mark("weights_s")
     parts = Parts()
     if way in OURS:
-        mirage_hf.optimize(model, tune=way)
+        mirage_hf.optimize(model, batch_sizes=(args.batch,), tune=way)
         mark("optimize_s")
+        row["optimize_peak_mib"] = peak()
     model.generate(ids, **given)
     mark("first_generate_s")
     row["parts_s"] = parts.seconds(row.get("optimize_s", 0.0) + row["first_generate_s"])
     model.generate(ids, **given)  # captures
     mark("second_generate_s")
+    row["peak_mib"] = peak()
     times = []
     for _ in range(args.calls):
         model.generate(ids, **given)
@@ -121,13 +135,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return row | {"ms_per_token": benching.spread(times)}
 
 
+def peak_of_allocations() -> Callable[[], float]:
+    """Return what tells the MiB that were allocated at the peak since now, beyond those now."""
+    if benching.DEVICE == "cpu":
+        return lambda: 0.0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return lambda: (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def in_fresh_process(row: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a row in a process with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {variable: str(Path(folder, variable)) for variable in CACHES}
         command = [sys.executable, "-m", "scripts.bench_first_use", "--one", row]
         command += ["--began", str(time.time())]
-        for option in ("layers", "prompt", "tokens", "calls"):
+        for option in ("layers", "weights", "batch", "prompt", "tokens", "calls"):
             if (value := getattr(args, option)) is not None:
                 command += [f"--{option}", str(value)]
         done = subprocess.run(
@@ -147,7 +172,8 @@ def shown(row: dict[str, Any]) -> str:
     optimizing = f"optimize() {row['optimize_s']:6.2f} s, " if "optimize_s" in row else ""
     longest = ", ".join(f"{k} {v:.1f}" for k, v in list(row["parts_s"].items())[:6])
     first, token = row["first_generate_s"], row["ms_per_token"]["median"]
-    return f"{optimizing}first call {first:6.2f} s, {token:.3f} ms a token ({longest})"
+    peak = f"{row['peak_mib']:.0f} MiB at the peak, " if row["peak_mib"] else ""
+    return f"{optimizing}first call {first:6.2f} s, {peak}{token:.3f} ms a token ({longest})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)  # for the process of one row
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help="the first layers only")
+    parser.add_argument("--weights", choices=LINEAR_FORMATS, help="linears in codes")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each call")
     parser.add_argument("--calls", type=int, default=5, help="calls after the first two")

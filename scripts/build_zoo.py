@@ -2,6 +2,7 @@
 
     python -m scripts.build_zoo --configs llama-3.2-1b,llama-3.1-8b --batch-sizes 1,8
     python -m scripts.build_zoo --configs llama-3.1-8b --draft-tokens 3,7
+    python -m scripts.build_zoo --configs llama-3.1-8b --weights int4,nf4 --batch-sizes 1,16
     torchrun --nproc-per-node 8 -m scripts.build_zoo --configs all
 
 Under torchrun the work is spread over GPUs, and over hosts that share the folder. One layer of each
@@ -9,6 +10,10 @@ model is made with random weights, and matched as optimize() matches it. Among t
 of each block, those that make the whole layer fastest are kept. Entries that the zoo has stay, so a
 stopped run can go on. `--anew` makes everything again. `--draft-tokens` adds kernels for steps that
 verify so many drafts.
+
+With `--weights`, linears hold codes of a format (coded_models.py). Such a layer is optimized, and
+generates, in a cache of its own. What was measured for its steps and prompts is then added. `--tune`
+does not count there: `--anew` means `optimize(tune="full")`, and its lack `tune="auto"`.
 """
 
 from __future__ import annotations
@@ -17,12 +22,16 @@ import argparse
 import itertools
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+import mirage_hf
 from mirage_hf.decode import has_windows
 from mirage_hf.errors import Rejected
 from mirage_hf.layers.part import StepShape, block_at
@@ -32,15 +41,20 @@ from mirage_hf.match.matches import Matches
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
+from mirage_hf.pipeline import zoo_exchange
 from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import Key, key_of, target_of
-from mirage_hf.zoo.store import Store, packaged_store
+from mirage_hf.zoo.store import Store, packaged_store, user_store
 from scripts import build_cubins, index_zoo
+from scripts.coded_models import FORMATS, with_codes
 from scripts.configs import MODELS, config_of, random_model, with_adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: The tokens of a prompt of a model in codes. Kernels that multiply by codes serve up to so many.
+PROMPT = 128
 
 
 def matched(name: str, dtype: str, device: torch.device, lora: int) -> Matches:
@@ -124,6 +138,43 @@ def build(
         yield f"{where}: made with its layer in {seconds:.1f} s, {describe(entry)}"
 
 
+def build_with_codes(
+    name: str, dtype: str, device: torch.device, kind: str, batch: int, args: argparse.Namespace
+) -> Iterator[str]:
+    """Make the kernels that the zoo lacks, of a model whose linears hold codes.
+
+    A model of one layer is optimized and generates with an empty cache. Kernels that were measured
+    go from there to the zoo.
+
+    Args:
+        name: A model of scripts/configs.py.
+        dtype: "bfloat16" or "float16".
+        device: Where the layer is made.
+        kind: A format of scripts/coded_models.py.
+        batch: The number of sequences.
+        args: The options of the command.
+
+    Yields:
+        A line for each.
+    """
+    model = with_codes(random_model(name, device, DTYPES[dtype], layers=1), kind)
+    ids = torch.randint(3, 100, (batch, PROMPT), device=device)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, MIRAGE_HF_CACHE=cache):
+        mirage_hf.optimize(model, batch_sizes=(batch,), tune="full" if args.anew else "auto")
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+        mirage_hf.restore(model)
+        seconds = time.perf_counter() - started
+        yield f"{name} in {kind}, batch {batch}: optimized and generated in {seconds:.1f} s"
+        measured = Store(Path(cache, "measured"), writable=True)
+        for _, entry in user_store().verify():
+            if isinstance(entry, Entry) and entry.timings:
+                measured.put(entry)
+        zoo = Store(args.out.resolve(), writable=True)
+        for folder, became, reason in zoo_exchange.merge(measured, zoo):
+            yield f"{folder.relative_to(measured.root)}: {became.value} {reason}".rstrip()
+
+
 def describe(entry: Entry) -> str:
     """Describe an entry in one line."""
     return (
@@ -154,6 +205,9 @@ def main() -> None:
         metavar="RANK",
         help="adapters of this rank on every linear (PEFT, unmerged)",
     )
+    parser.add_argument(
+        "--weights", default="", help=f"linears in codes: of {', '.join(FORMATS)}, with commas"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to fill")
     parser.add_argument("--tune", default="full", choices=("auto", "never", "full"))
     parser.add_argument(
@@ -166,13 +220,15 @@ def main() -> None:
     names = (
         [n for n in MODELS if n != "smoke"] if args.configs == "all" else args.configs.split(",")
     )
-    unknown = [n for n in names if n not in MODELS] + [
-        d for d in args.dtypes.split(",") if d not in DTYPES
-    ]
-    if unknown:
-        parser.error(
-            f"unknown: {', '.join(unknown)}; there are {', '.join(MODELS)} and {', '.join(DTYPES)}"
-        )
+    for given, known in (
+        (names, tuple(MODELS)),
+        (args.dtypes.split(","), tuple(DTYPES)),
+        ([kind for kind in args.weights.split(",") if kind], FORMATS),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.weights and (args.lora or args.draft_tokens):
+        parser.error("--weights goes with neither --lora nor --draft-tokens")
     if not torch.cuda.is_available() and not args.untimed:
         sys.exit(
             "build_zoo: no GPU here, so nothing can be timed; run it on the GPU that the zoo is "
@@ -190,11 +246,17 @@ def main() -> None:
     zoo = Store(args.out.resolve(), writable=True)
     # Every process sees the same layers and takes its share. A block belongs to the first layer
     # with it.
-    jobs: list[list[tuple[PatternBlock, int]]] = []
+    jobs: list[Callable[[], Iterator[str]]] = []
     seen: set[tuple[PatternBlock, int]] = set()
     tokens = [1, *(1 + int(n) for n in args.draft_tokens.split(",") if n)]
     sizes = list(itertools.product(map(int, args.batch_sizes.split(",")), tokens))
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
+        if args.weights:
+            jobs += [
+                partial(build_with_codes, name, dtype, device, kind, batch, args)
+                for kind, (batch, _) in itertools.product(args.weights.split(","), sizes)
+            ]
+            continue
         windowed = has_windows(config_of(name))
         shapes = [StepShape(batch, n, windowed and n > 1) for batch, n in sizes]
         for layer in blocks_of(matched(name, dtype, device, args.lora)):
@@ -202,9 +264,9 @@ def main() -> None:
                 at = [block_at(block, shape) for block in layer]
                 blocks = [b for b in at if not isinstance(b, Rejected) and b not in seen]
                 seen.update(blocks)
-                jobs.append(blocks)
-    for number, blocks in list(enumerate(jobs, 1))[rank::world]:
-        for line in build(blocks, device, zoo, args):
+                jobs.append(partial(build, blocks, device, zoo, args))
+    for number, job in list(enumerate(jobs, 1))[rank::world]:
+        for line in job():
             print(f"{number} of {len(jobs)}  {line}", flush=True)
     if zoo.root == packaged_store().root.resolve() and world == 1:
         for sm in build_cubins.ARCHITECTURES:

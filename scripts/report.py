@@ -196,8 +196,12 @@ def _numbers_of_chain(row: dict[str, Any]) -> Iterator[Number]:
 
 
 def _numbers_of_first_use(row: dict[str, Any]) -> Iterator[Number]:
-    place = row["model"], 1, str(row["prompt"]), row["way"]
-    for metric in ("optimize_s", "first_generate_s", "second_generate_s"):
+    cut = f", {layers} layer{'s' * (layers > 1)}" if (layers := row.get("layers")) else ""
+    coded = f", {row['weights']}" if "weights" in row else ""
+    subject = f"{row['model']}{cut}{coded}"
+    place = subject, row.get("batch", 1), str(row["prompt"]), row["way"]
+    seconds = ("optimize_s", "first_generate_s", "second_generate_s")
+    for metric in (*seconds, "optimize_peak_mib", "peak_mib"):
         if metric in row:
             yield *place, metric, row[metric], NO_SPREAD
     timing = row["ms_per_token"]

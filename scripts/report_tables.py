@@ -279,6 +279,7 @@ def first_uses(results: Sequence[Result]) -> str:
         optimize = pick(results, *place, "optimize_s", result.source)
         first = pick(results, *place, "first_generate_s", result.source)
         second = pick(results, *place, "second_generate_s", result.source)
+        peak = pick(results, *place, "peak_mib", result.source)
         rows.append(
             [
                 MODELS.get(result.subject, result.subject),
@@ -286,12 +287,13 @@ def first_uses(results: Sequence[Result]) -> str:
                 "–" if optimize is None else number(optimize),
                 number(first),
                 "–" if second is None else number(second),
+                "–" if peak is None else number(peak),
                 number(result),
                 _run(result),
             ]
         )
     header = ["model", "way", "`optimize()`, s", "first call, s", "second call, s"]
-    header += ["later, ms a token", "run"]
+    header += ["peak, MiB", "later, ms a token", "run"]
     return table(header, sorted(rows, key=lambda row: row[0].lower()))
 
 
