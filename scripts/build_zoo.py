@@ -12,8 +12,8 @@ stopped run can go on. `--anew` makes everything again. `--draft-tokens` adds ke
 verify so many drafts.
 
 With `--weights`, linears hold codes of a format (coded_models.py). Such a layer is optimized, and
-generates, in a cache of its own. What was measured for its steps and prompts is then added. `--tune`
-does not count there: `--anew` means `optimize(tune="full")`, and its lack `tune="auto"`.
+generates, in a cache of its own. What was measured for its steps and prompts is then added. There,
+`--tune` does not count: `--anew` means `optimize(tune="full")`, and its lack means `tune="auto"`.
 """
 
 from __future__ import annotations

@@ -147,10 +147,10 @@ def _numbers_of_rows(rows: list[dict[str, Any]], weights: str) -> Iterator[Numbe
             yield from _numbers_of_block(row, f"{row['block']} {row['hidden']}")
         elif "block" in row:
             yield from _numbers_of_block(row, row["block"])
-        elif "layers" in row:
-            yield from _numbers_of_chain(row)
         elif "way" in row:
             yield from _numbers_of_first_use(row)
+        elif "layers" in row:
+            yield from _numbers_of_chain(row)
         elif "kinds" in row:
             yield from _numbers_of_kinds(row, row["kinds"], row["name"])
         elif "best" in row:

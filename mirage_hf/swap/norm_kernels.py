@@ -23,8 +23,9 @@ from mirage_hf.swap.prompt_kernels import finder_for_prompts, is_better
 from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
 
 #: The dims of inputs before the last one, for which kernels must be faster: those of 128 tokens,
-#: of 32 heads of 128 tokens, and of rows that take two launches. More rows take more memory.
-_TIMED = ((1, 128), (1, 128, 32), (1, 2 * max(KERNEL_ROWS)))
+#: of 32 heads of 128 tokens, of rows that take two launches, and of rows that take the largest one.
+#: More rows take more memory.
+_TIMED = ((1, 128), (1, 128, 32), (1, 2 * KERNEL_ROWS[-2]), (1, KERNEL_ROWS[-1]))
 
 
 def bind_norms(model: nn.Module, ledger: Ledger, finder: KernelFinder) -> list[str]:
@@ -105,7 +106,7 @@ def _are_better(kernels: NormKernels, norm: nn.Module) -> bool:
     device = kernels.chunks.device
     draw = torch.Generator(device).manual_seed(0)
     for dims in _TIMED:
-        x = torch.randn(*dims, kernels.width, generator=draw, device=device).to(kernels.dtype)
+        x = torch.randn(*dims, kernels.width, generator=draw, device=device, dtype=kernels.dtype)
         what = f"{type(norm).__name__} of {x.numel() // kernels.width} rows of {kernels.width}"
         if not is_better(what, ours, stock, (x,)):
             return False

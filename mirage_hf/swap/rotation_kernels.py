@@ -32,8 +32,9 @@ from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
 
 _log = logging.getLogger("mirage_hf")
 
-#: The tokens for which kernels must be faster. The most take two launches.
-_TIMED = (128, 2 * max(KERNEL_ROWS))
+#: The tokens for which kernels must be faster: few, those of two launches, and those of the largest
+#: launch. More tokens take more memory.
+_TIMED = (128, 2 * KERNEL_ROWS[-2], KERNEL_ROWS[-1])
 
 #: The sequences and the tokens of each on which a function is compared with programs.
 _PROBED = 2, 5
@@ -167,7 +168,7 @@ def _random_inputs(sizes: RotationSizes, batch: int, tokens: int) -> list[Tensor
     draw = torch.Generator(sizes.device).manual_seed(0)
 
     def random(*dims: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(dims, generator=draw, device=sizes.device).to(dtype)
+        return torch.randn(dims, generator=draw, device=sizes.device, dtype=dtype)
 
     heads = sizes.heads, sizes.kv_heads
     dims = (batch, tokens)

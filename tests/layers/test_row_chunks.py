@@ -102,24 +102,30 @@ def test_chunks_that_overlap_give_the_same_as_the_whole(rows: int, chunks: list[
     assert ran == chunks
 
 
-def test_a_kernel_that_gives_other_numbers_is_refused() -> None:
+@pytest.mark.parametrize("wrong", [3, 4095])
+def test_a_kernel_that_gives_other_numbers_is_refused(wrong: int) -> None:
     """One row of thousands is wrong, by as little as the rounding of all rows together."""
-    graph = PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16}).program(4096)
+    block = PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16})
+    graph = block.program(4096)
+    chunks = row_chunks.RowChunks(block, torch.device("cpu"), lambda program: None)  # type: ignore[arg-type, return-value]
+
+    def right(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return run_kernel_graph(graph, inputs)
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        (y,) = run_kernel_graph(graph, inputs)
-        y[3] = 2 * y[3]
+        (y,) = right(inputs)
+        y[wrong] = 2 * y[wrong]
         return [y]
 
-    row_chunks._check(
-        SimpleNamespace(run=lambda inputs: run_kernel_graph(graph, inputs)),
-        graph,
-        torch.device("cpu"),
-    )  # type: ignore[arg-type]
+    def check(run: Any) -> None:
+        kernel: Any = SimpleNamespace(run=run)
+        row_chunks._check(row_chunks._ChunkKernel(kernel, graph, (True, False)), chunks)
+
+    check(right)
     with pytest.raises(
         MirageError, match="x, gamma for 4096 rows gives other numbers than torch: off by 1"
     ):
-        row_chunks._check(SimpleNamespace(run=run), graph, torch.device("cpu"))  # type: ignore[arg-type]
+        check(run)
 
 
 def test_kernels_are_compiled_together_before_they_are_checked(
@@ -143,7 +149,7 @@ def test_kernels_are_compiled_together_before_they_are_checked(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(row_chunks, "compiling", compiling)
     monkeypatch.setattr(
-        row_chunks, "_check", lambda kernel, graph, device: done.append(graph.inputs[0].dims[0])
+        row_chunks, "_check", lambda made, chunks: done.append(made.graph.inputs[0].dims[0])
     )
     made = [
         row_chunks.RowChunks(BLOCKS[name], torch.device("cuda"), found) for name in ("norm", "gate")

@@ -30,7 +30,20 @@ def test_each_row_has_a_fresh_process_with_empty_caches(monkeypatch, tmp_path, c
 
     results = report.results_of(raw, out.name, "abc1234")
     table = report_tables.first_uses(results)
-    assert '| smoke | `optimize(tune="never")` |' in table and "| smoke | eager | – |" in table
+    assert '| smoke, 1 layer | `optimize(tune="never")` |' in table
+    assert "| smoke, 1 layer | eager | – |" in table
+
+
+def test_linears_may_hold_codes_and_batches_many_sequences(monkeypatch, tmp_path):
+    monkeypatch.setattr(benching, "DEVICE", "cpu")
+    out = tmp_path / "2026-11-26-first.json"
+    options = "--rows smoke:never --weights fp8 --batch 2 --prompt 4 --tokens 2 --calls 1"
+    bench_first_use.main([*options.split(), "--device", "cpu", "--json", str(out)])
+    raw = json.loads(out.read_text())
+    (row,) = raw["rows"]
+    assert row["weights"] == "fp8" and row["batch"] == 2
+    results = report.results_of(raw, out.name, "abc1234")
+    assert {(r.subject, r.batch) for r in results} == {("smoke, fp8", 2)}
 
 
 @pytest.mark.parametrize("rows", ["smoke", "smoke:fast", "smoke:auto:never"])

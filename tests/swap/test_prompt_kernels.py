@@ -369,3 +369,18 @@ def test_a_program_needs_one_kernel(runs_kernel: bool, kernels: int) -> None:
     program: Any = None
     got = prompt_kernels._kernel(program, "experts", finder)
     assert got is (found.run if runs_kernel and kernels == 1 else None)
+
+
+@pytest.mark.parametrize("dims", [(3, 5), (1, 2, 7), (0, 4), (6,)])
+def test_results_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch, dims: Any) -> None:
+    """Each element counts, whichever slice it is in."""
+    monkeypatch.setattr(prompt_kernels, "_COMPARED_AT_ONCE", 4)
+    stock = torch.ones(dims, dtype=torch.bfloat16)
+    distance = prompt_kernels._distance
+    assert distance(stock.clone(), stock) == ""
+    for n in range(stock.numel()):
+        for wrong, difference in ((torch.nan, "nan"), (2.0, f"{stock.numel() ** -0.5:.2g}")):
+            ours = stock.clone()
+            ours.view(-1)[n] = wrong
+            assert distance(ours, stock) == f"kernels differ from stock by {difference}"
+    assert distance(stock.float(), stock).startswith("kernels give torch.float32")
