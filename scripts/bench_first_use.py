@@ -11,8 +11,8 @@ the main thread does. That gives the seconds of each folder of the package. The 
 capture graphs. Five more calls give the milliseconds a token. With `--weights`, linears hold codes
 of a format (coded_models.py).
 
-`optimize_peak_mib` and `peak_mib` say how much memory was allocated beyond the weights: at the peak
-of `optimize()`, and at the peak of all up to the end of the second call.
+`peak_mib_over_weights` is the most memory of the GPU that is allocated beyond the weights, until
+the second call ends.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class Parts:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Use a model for the first time in this process, and return what took how long."""
     name, way = args.one.split(":")
-    row: dict[str, Any] = {"model": name, "way": way, "prompt": args.prompt, "batch": args.batch}
+    cut = f", {args.layers} layer{'s' * (args.layers > 1)}" if args.layers else ""
+    coded = f", {args.weights}" if args.weights else ""
+    row: dict[str, Any] = {"model": f"{name}{cut}{coded}", "way": way}
+    row |= {"prompt": args.prompt, "batch": args.batch}
     row["start_s"] = time.time() - args.began
     begin = time.perf_counter()
 
@@ -105,10 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
 
     model: Any = random_model(name, benching.DEVICE, layers=args.layers)
-    if args.layers:
-        row["layers"] = args.layers
     if args.weights:
-        row["weights"] = args.weights
         with_codes(model, args.weights)
     ids = torch.randint(3, 100, (args.batch, args.prompt), device=benching.DEVICE)
     given: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": False}
@@ -120,13 +120,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if way in OURS:
         mirage_hf.optimize(model, batch_sizes=(args.batch,), tune=way)
         mark("optimize_s")
-        row["optimize_peak_mib"] = peak()
     model.generate(ids, **given)
     mark("first_generate_s")
     row["parts_s"] = parts.seconds(row.get("optimize_s", 0.0) + row["first_generate_s"])
     model.generate(ids, **given)  # captures
     mark("second_generate_s")
-    row["peak_mib"] = peak()
+    row["peak_mib_over_weights"] = peak()
     times = []
     for _ in range(args.calls):
         model.generate(ids, **given)
@@ -135,10 +134,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return row | {"ms_per_token": benching.spread(times)}
 
 
-def peak_of_allocations() -> Callable[[], float]:
-    """Return what tells the MiB that were allocated at the peak since now, beyond those now."""
+def peak_of_allocations() -> Callable[[], float | None]:
+    """Return a function that gives the peak of allocated MiB since now, less what is allocated now.
+
+    It gives None on a CPU.
+    """
     if benching.DEVICE == "cpu":
-        return lambda: 0.0
+        return lambda: None
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -172,7 +174,8 @@ def shown(row: dict[str, Any]) -> str:
     optimizing = f"optimize() {row['optimize_s']:6.2f} s, " if "optimize_s" in row else ""
     longest = ", ".join(f"{k} {v:.1f}" for k, v in list(row["parts_s"].items())[:6])
     first, token = row["first_generate_s"], row["ms_per_token"]["median"]
-    peak = f"{row['peak_mib']:.0f} MiB at the peak, " if row["peak_mib"] else ""
+    mib = row["peak_mib_over_weights"]
+    peak = "" if mib is None else f"{mib:.0f} MiB at the peak, "
     return f"{optimizing}first call {first:6.2f} s, {peak}{token:.3f} ms a token ({longest})"
 
 

@@ -11,9 +11,9 @@ of each block, those that make the whole layer fastest are kept. Entries that th
 stopped run can go on. `--anew` makes everything again. `--draft-tokens` adds kernels for steps that
 verify so many drafts.
 
-With `--weights`, linears hold codes of a format (coded_models.py). Such a layer is optimized, and
-generates, in a cache of its own. What was measured for its steps and prompts is then added. There,
-`--tune` does not count: `--anew` means `optimize(tune="full")`, and its lack means `tune="auto"`.
+With `--weights`, linears hold codes of a format (coded_models.py). Such a layer is optimized and
+generates, with an empty cache. The kernels that were measured for its steps and prompts are then
+added. What the package has is not made again. With `--anew`, everything is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -43,18 +43,16 @@ from mirage_hf.patterns.attention import for_long_caches
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import zoo_exchange
 from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
+from mirage_hf.swap.coded_forward import PRODUCT_ROWS
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import Key, key_of, target_of
 from mirage_hf.zoo.store import Store, packaged_store, user_store
 from scripts import build_cubins, index_zoo
-from scripts.coded_models import FORMATS, with_codes
+from scripts.coded_models import LINEAR_FORMATS, with_codes
 from scripts.configs import MODELS, config_of, random_model, with_adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-#: The tokens of a prompt of a model in codes. Kernels that multiply by codes serve up to so many.
-PROMPT = 128
 
 
 def matched(name: str, dtype: str, device: torch.device, lora: int) -> Matches:
@@ -139,12 +137,18 @@ def build(
 
 
 def build_with_codes(
-    name: str, dtype: str, device: torch.device, kind: str, batch: int, args: argparse.Namespace
+    name: str,
+    dtype: str,
+    device: torch.device,
+    kind: str,
+    batch: int,
+    zoo: Store,
+    anew: bool,
 ) -> Iterator[str]:
-    """Make the kernels that the zoo lacks, of a model whose linears hold codes.
+    """Make the kernels that the package and a zoo lack, of a model whose linears hold codes.
 
-    A model of one layer is optimized and generates with an empty cache. Kernels that were measured
-    go from there to the zoo.
+    A model of one layer is optimized and generates with an empty cache. The kernels that were
+    measured are checked once more, and added to the zoo.
 
     Args:
         name: A model of scripts/configs.py.
@@ -152,27 +156,46 @@ def build_with_codes(
         device: Where the layer is made.
         kind: A format of scripts/coded_models.py.
         batch: The number of sequences.
-        args: The options of the command.
+        zoo: The zoo.
+        anew: Make again what there is, and measure more.
 
     Yields:
         A line for each.
     """
     model = with_codes(random_model(name, device, DTYPES[dtype], layers=1), kind)
-    ids = torch.randint(3, 100, (batch, PROMPT), device=device)
+    ids = torch.randint(3, 100, (batch, PRODUCT_ROWS), device=device)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, MIRAGE_HF_CACHE=cache):
-        mirage_hf.optimize(model, batch_sizes=(batch,), tune="full" if args.anew else "auto")
+    with tempfile.TemporaryDirectory() as cache, in_cache(cache):
+        options = {
+            "tune": "full" if anew else "auto",
+            "zoo": zoo.root if zoo.root.is_dir() else None,
+        }
+        mirage_hf.optimize(model, batch_sizes=(batch,), **options)
         model.generate(ids, max_new_tokens=4, do_sample=False)
         mirage_hf.restore(model)
         seconds = time.perf_counter() - started
-        yield f"{name} in {kind}, batch {batch}: optimized and generated in {seconds:.1f} s"
-        measured = Store(Path(cache, "measured"), writable=True)
-        for _, entry in user_store().verify():
+        made = user_store()
+        lines = [f"{name} in {kind}, batch {batch}: optimized and generated in {seconds:.1f} s"]
+        for folder, entry in made.verify():
             if isinstance(entry, Entry) and entry.timings:
-                measured.put(entry)
-        zoo = Store(args.out.resolve(), writable=True)
-        for folder, became, reason in zoo_exchange.merge(measured, zoo):
-            yield f"{folder.relative_to(measured.root)}: {became.value} {reason}".rstrip()
+                checked = zoo_exchange.verified_entry(entry, folder, made)
+                kept = checked if isinstance(checked, Rejected) else zoo.put(checked)
+                reason = kept.reason if isinstance(kept, Rejected) else describe(entry)
+                lines.append(f"{folder.relative_to(made.root)}: {reason}")
+    yield from lines
+
+
+@contextmanager
+def in_cache(folder: str) -> Iterator[None]:
+    """Keep kernels in a folder in place of the user's cache."""
+    before = os.environ.get("MIRAGE_HF_CACHE")
+    os.environ["MIRAGE_HF_CACHE"] = folder
+    try:
+        yield
+    finally:
+        del os.environ["MIRAGE_HF_CACHE"]
+        if before is not None:
+            os.environ["MIRAGE_HF_CACHE"] = before
 
 
 def describe(entry: Entry) -> str:
@@ -206,10 +229,12 @@ def main() -> None:
         help="adapters of this rank on every linear (PEFT, unmerged)",
     )
     parser.add_argument(
-        "--weights", default="", help=f"linears in codes: of {', '.join(FORMATS)}, with commas"
+        "--weights",
+        default="",
+        help=f"linears in codes: of {', '.join(LINEAR_FORMATS)}, with commas",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to fill")
-    parser.add_argument("--tune", default="full", choices=("auto", "never", "full"))
+    parser.add_argument("--tune", choices=("auto", "never", "full"), help="full if not given")
     parser.add_argument(
         "--untimed",
         action="store_true",
@@ -220,15 +245,17 @@ def main() -> None:
     names = (
         [n for n in MODELS if n != "smoke"] if args.configs == "all" else args.configs.split(",")
     )
+    kinds = [kind for kind in args.weights.split(",") if kind]
     for given, known in (
         (names, tuple(MODELS)),
         (args.dtypes.split(","), tuple(DTYPES)),
-        ([kind for kind in args.weights.split(",") if kind], FORMATS),
+        (kinds, LINEAR_FORMATS),
     ):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-    if args.weights and (args.lora or args.draft_tokens):
-        parser.error("--weights goes with neither --lora nor --draft-tokens")
+    if kinds and (args.lora or args.draft_tokens or args.tune or args.untimed):
+        parser.error("--weights goes with none of --lora, --draft-tokens, --tune and --untimed")
+    args.tune = args.tune or "full"
     if not torch.cuda.is_available() and not args.untimed:
         sys.exit(
             "build_zoo: no GPU here, so nothing can be timed; run it on the GPU that the zoo is "
@@ -251,11 +278,9 @@ def main() -> None:
     tokens = [1, *(1 + int(n) for n in args.draft_tokens.split(",") if n)]
     sizes = list(itertools.product(map(int, args.batch_sizes.split(",")), tokens))
     for name, dtype in itertools.product(names, args.dtypes.split(",")):
-        if args.weights:
-            jobs += [
-                partial(build_with_codes, name, dtype, device, kind, batch, args)
-                for kind, (batch, _) in itertools.product(args.weights.split(","), sizes)
-            ]
+        for kind, (batch, _) in itertools.product(kinds, sizes):
+            jobs.append(partial(build_with_codes, name, dtype, device, kind, batch, zoo, args.anew))
+        if kinds:
             continue
         windowed = has_windows(config_of(name))
         shapes = [StepShape(batch, n, windowed and n > 1) for batch, n in sizes]

@@ -147,10 +147,10 @@ def _numbers_of_rows(rows: list[dict[str, Any]], weights: str) -> Iterator[Numbe
             yield from _numbers_of_block(row, f"{row['block']} {row['hidden']}")
         elif "block" in row:
             yield from _numbers_of_block(row, row["block"])
-        elif "way" in row:
-            yield from _numbers_of_first_use(row)
         elif "layers" in row:
             yield from _numbers_of_chain(row)
+        elif "way" in row:
+            yield from _numbers_of_first_use(row)
         elif "kinds" in row:
             yield from _numbers_of_kinds(row, row["kinds"], row["name"])
         elif "best" in row:
@@ -196,13 +196,10 @@ def _numbers_of_chain(row: dict[str, Any]) -> Iterator[Number]:
 
 
 def _numbers_of_first_use(row: dict[str, Any]) -> Iterator[Number]:
-    cut = f", {layers} layer{'s' * (layers > 1)}" if (layers := row.get("layers")) else ""
-    coded = f", {row['weights']}" if "weights" in row else ""
-    subject = f"{row['model']}{cut}{coded}"
-    place = subject, row.get("batch", 1), str(row["prompt"]), row["way"]
+    place = row["model"], row.get("batch", 1), str(row["prompt"]), row["way"]
     seconds = ("optimize_s", "first_generate_s", "second_generate_s")
-    for metric in (*seconds, "optimize_peak_mib", "peak_mib"):
-        if metric in row:
+    for metric in (*seconds, "peak_mib_over_weights"):
+        if row.get(metric) is not None:
             yield *place, metric, row[metric], NO_SPREAD
     timing = row["ms_per_token"]
     yield *place, "later_ms_per_token", timing["median"], (timing["min"], timing["max"])

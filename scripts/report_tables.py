@@ -279,15 +279,16 @@ def first_uses(results: Sequence[Result]) -> str:
         optimize = pick(results, *place, "optimize_s", result.source)
         first = pick(results, *place, "first_generate_s", result.source)
         second = pick(results, *place, "second_generate_s", result.source)
-        peak = pick(results, *place, "peak_mib", result.source)
+        peak = pick(results, *place, "peak_mib_over_weights", result.source)
+        several = f", {result.batch} sequences" if result.batch > 1 else ""
         rows.append(
             [
-                MODELS.get(result.subject, result.subject),
+                MODELS.get(result.subject, result.subject) + several,
                 WAYS[result.peer],
-                "–" if optimize is None else number(optimize),
+                number(optimize),
                 number(first),
-                "–" if second is None else number(second),
-                "–" if peak is None else number(peak),
+                number(second),
+                number(peak),
                 number(result),
                 _run(result),
             ]

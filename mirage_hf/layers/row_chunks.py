@@ -24,7 +24,7 @@ from mirage_hf.tune.measure import random_inputs
 MIN_CHUNK_ROWS = 64
 MAX_CHUNK_ROWS = 4096
 
-#: A power of two. A new kernel is compared with torch so many rows at a time.
+#: A new kernel is compared with torch at most so many rows at a time, to save memory.
 CHECKED_ROWS = 512
 
 
@@ -50,13 +50,17 @@ class _ChunkKernel:
     #: For each input, whether it has a row for each row of the chunk.
     has_rows: tuple[bool, ...]
 
+    def rows_of(self, inputs: Sequence[Tensor], first: int, size: int) -> list[Tensor]:
+        """Return rows [first, first + size) of inputs with rows, and the others whole."""
+        chunk = slice(first, first + size)
+        return [x[chunk] if rows else x for x, rows in zip(inputs, self.has_rows, strict=True)]
+
     def run(
         self, inputs: Sequence[Tensor], first: int, size: int, outputs: Sequence[Tensor]
     ) -> None:
         """Run rows [first, first + size) of `inputs` into those of `outputs`."""
-        chunk = slice(first, first + size)
-        given = [x[chunk] if rows else x for x, rows in zip(inputs, self.has_rows, strict=True)]
-        into = [y[chunk] for y in outputs]
+        given = self.rows_of(inputs, first, size)
+        into = [y[first : first + size] for y in outputs]
         if self.kernel.runs_kernel and into[0].is_cuda:
             self.kernel.run(given, into)  # type: ignore[call-arg]
             return
@@ -157,15 +161,15 @@ def _check(made: _ChunkKernel, chunks: RowChunks) -> None:
     inputs = random_inputs(made.graph, chunks.device)
     outputs = made.kernel.run(inputs)
     rows = made.graph.inputs[0].dims[0]
-    few = chunks.block.program(min(rows, CHECKED_ROWS))
-    for first in range(0, rows, CHECKED_ROWS):
-        part = slice(first, first + CHECKED_ROWS)
-        given = [x[part] if has else x for x, has in zip(inputs, made.has_rows, strict=True)]
-        for y, x in zip(outputs, run_kernel_graph(few, given), strict=True):
+    size = math.gcd(rows, CHECKED_ROWS)
+    few = chunks.block.program(size)
+    for first in range(0, rows, size):
+        want = run_kernel_graph(few, made.rows_of(inputs, first, size))
+        for y, x in zip(outputs, want, strict=True):
             # Compare each row by itself, because one of thousands may be wrong.
-            difference = (y[part].float() - x.float()).flatten(1).norm(dim=1)
-            size = x.float().flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-            distance = float((difference / size).max())
+            difference = (y[first : first + size].float() - x.float()).flatten(1).norm(dim=1)
+            norm = x.float().flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            distance = float((difference / norm).max())
             if not distance <= math.sqrt(torch.finfo(x.dtype).eps):
                 names = ", ".join(t.name for t in made.graph.inputs)
                 raise MirageError(

@@ -50,7 +50,7 @@ _log = logging.getLogger("mirage_hf")
 _CLOSE = 0.02
 
 #: So many elements of both results are compared at once, to save memory.
-_COMPARED_AT_ONCE = 2**20
+COMPARED_AT_ONCE = 2**20
 
 #: Kernels that take so many times as long as stock when they are called are not measured further.
 #: With a bad schedule they may take a hundred times as long.
@@ -291,8 +291,7 @@ def compared(
         given: The inputs.
     """
     try:
-        # Stock comes first: while it runs, its own tensors take memory too.
-        if why := _difference(stock=stock(*given), ours=ours(*given)):
+        if why := _difference(*(run(*given) for run in (ours, stock))):
             _log.info("%s: %s", what, why)
             return None
         ours_us, stock_us = (_us_called(run, given) for run in (ours, stock))
@@ -305,7 +304,7 @@ def compared(
     return ours_us, stock_us
 
 
-def _difference(*, stock: Results, ours: Results) -> str:
+def _difference(ours: Results, stock: Results) -> str:
     """Return how our results differ from stock's, or "" if they are close."""
     ours, stock = ((x,) if isinstance(x, Tensor) else x for x in (ours, stock))
     return next((why for x, y in zip(ours, stock, strict=True) if (why := _distance(x, y))), "")
@@ -315,13 +314,16 @@ def _distance(ours: Tensor, stock: Tensor) -> str:
     """Return how our result differs from stock's, or "" if it is close."""
     if ours.dtype is not stock.dtype:
         return f"kernels give {ours.dtype}, stock gives {stock.dtype}"
-    apart, size = torch.zeros(2, dtype=torch.float64, device=stock.device)
+    if ours.shape != stock.shape:
+        return f"kernels give {tuple(ours.shape)}, stock gives {tuple(stock.shape)}"
+    ours, stock = torch.atleast_1d(ours), torch.atleast_1d(stock)
+    squared_difference, squared_size = torch.zeros(2, dtype=torch.float64, device=stock.device)
     dim = max(range(stock.dim()), key=stock.size)
-    length = max(1, stock.shape[dim] * _COMPARED_AT_ONCE // max(1, stock.numel()))
+    length = max(1, stock.shape[dim] * COMPARED_AT_ONCE // max(1, stock.numel()))
     for x, y in zip(ours.split(length, dim), stock.split(length, dim), strict=True):
-        apart += x.float().sub_(y).square_().sum()
-        size += y.float().square_().sum()
-    difference = (apart.sqrt() / size.sqrt().clamp_min(1e-9)).item()
+        squared_difference += (x.float() - y.float()).square_().sum()
+        squared_size += y.float().square().sum()
+    difference = (squared_difference.sqrt() / squared_size.sqrt().clamp_min(1e-9)).item()
     # NaN is not close
     return "" if difference <= _CLOSE else f"kernels differ from stock by {difference:.2g}"
 

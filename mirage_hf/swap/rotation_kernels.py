@@ -32,8 +32,8 @@ from mirage_hf.swap.row_kernels import KERNEL_ROWS, chunks_of_kernels
 
 _log = logging.getLogger("mirage_hf")
 
-#: The tokens for which kernels must be faster: few, those of two launches, and those of the largest
-#: launch. More tokens take more memory.
+#: The tokens for which kernels must be faster: 128, 2,048, which take two launches, and 4,096,
+#: which one launch of the largest kernel takes. More tokens take more memory.
 _TIMED = (128, 2 * KERNEL_ROWS[-2], KERNEL_ROWS[-1])
 
 #: The sequences and the tokens of each on which a function is compared with programs.

@@ -103,7 +103,9 @@ def test_chunks_that_overlap_give_the_same_as_the_whole(rows: int, chunks: list[
 
 
 @pytest.mark.parametrize("wrong", [3, 4095])
-def test_a_kernel_that_gives_other_numbers_is_refused(wrong: int) -> None:
+def test_a_kernel_that_gives_other_numbers_is_refused(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One row of thousands is wrong, by as little as the rounding of all rows together."""
     block = PROMPT_NORM.block(**OF_NORM | {"dtype": torch.bfloat16})
     graph = block.program(4096)
@@ -117,11 +119,19 @@ def test_a_kernel_that_gives_other_numbers_is_refused(wrong: int) -> None:
         y[wrong] = 2 * y[wrong]
         return [y]
 
+    sizes = []
+    monkeypatch.setattr(
+        row_chunks,
+        "run_kernel_graph",
+        lambda g, x: sizes.append(len(x[0])) or run_kernel_graph(g, x),
+    )
+
     def check(run: Any) -> None:
         kernel: Any = SimpleNamespace(run=run)
         row_chunks._check(row_chunks._ChunkKernel(kernel, graph, (True, False)), chunks)
 
     check(right)
+    assert sizes == [row_chunks.CHECKED_ROWS] * (4096 // row_chunks.CHECKED_ROWS)
     with pytest.raises(
         MirageError, match="x, gamma for 4096 rows gives other numbers than torch: off by 1"
     ):

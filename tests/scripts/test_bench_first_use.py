@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import mirage_hf
 from mirage_hf.graph import strided
 from scripts import bench_first_use, benching, report, report_tables
 
@@ -41,9 +43,24 @@ def test_linears_may_hold_codes_and_batches_many_sequences(monkeypatch, tmp_path
     bench_first_use.main([*options.split(), "--device", "cpu", "--json", str(out)])
     raw = json.loads(out.read_text())
     (row,) = raw["rows"]
-    assert row["weights"] == "fp8" and row["batch"] == 2
+    assert "peak_mib_over_weights" in row and row["peak_mib_over_weights"] is None
     results = report.results_of(raw, out.name, "abc1234")
     assert {(r.subject, r.batch) for r in results} == {("smoke, fp8", 2)}
+    assert "| smoke, fp8, 2 sequences |" in report_tables.first_uses(results)
+
+
+def test_a_model_in_codes_is_optimized_for_its_batch(monkeypatch):
+    done = []
+    model = SimpleNamespace(generate=lambda ids, **_: done.append(tuple(ids.shape)))
+    monkeypatch.setattr(benching, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_first_use, "random_model", lambda *_, **__: model)
+    monkeypatch.setattr(bench_first_use, "with_codes", lambda _, kind: done.append(kind))
+    monkeypatch.setattr(mirage_hf, "optimize", lambda _, **options: done.append(options))
+    monkeypatch.setattr(bench_first_use, "peak_of_allocations", lambda: lambda: 7.0)
+    args = dict(one="smoke:never", began=0.0, layers=2, weights="nf4", batch=3, prompt=4)
+    row = bench_first_use.measure(SimpleNamespace(**args, tokens=2, calls=1))
+    assert done == ["nf4", {"batch_sizes": (3,), "tune": "never"}, *[(3, 4)] * 3]
+    assert row["model"] == "smoke, 2 layers, nf4" and row["peak_mib_over_weights"] == 7.0
 
 
 @pytest.mark.parametrize("rows", ["smoke", "smoke:fast", "smoke:auto:never"])

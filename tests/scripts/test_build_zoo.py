@@ -1,5 +1,6 @@
 """The builder of the packaged zoo."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,38 +63,65 @@ def test_a_zoo_has_the_blocks_of_adapters_too(rank):
 def test_a_zoo_gets_what_was_measured_of_a_model_in_codes(monkeypatch, tmp_path, anew, tune):
     """The user's own cache is neither read nor changed, and what was not measured stays out."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path / "own"))
-    given = []
+    user_store().put(entry(rows=5))
+    given, codes, made_us = [], [], 0.0
 
     def optimize(model, **options):
         given.append(options)
         assert next(user_store().entries(), None) is None
-        for made in (entry(rows=3), entry(us=None, rows=4)):
+        for made in (entry(us=made_us, rows=3), entry(us=None, rows=4)):
             user_store().put(made)
 
     monkeypatch.setattr(build_zoo.mirage_hf, "optimize", optimize)
     monkeypatch.setattr(build_zoo.mirage_hf, "restore", lambda model: None)
-    monkeypatch.setattr(build_zoo, "with_codes", lambda model, kind: model)
-    args = SimpleNamespace(anew=anew, out=tmp_path / "zoo")
+    monkeypatch.setattr(build_zoo, "with_codes", lambda model, kind: codes.append(kind) or model)
+    zoo = Store(tmp_path / "zoo", writable=True)
     cpu = torch.device("cpu")
-    said = list(build_zoo.build_with_codes("smoke", "bfloat16", cpu, "int4", 2, args))
-    assert said[0].startswith("smoke in int4, batch 2: optimized and generated in")
-    assert len(said) == 2 and said[1].endswith("/sm_90: added")
-    assert given == [{"batch_sizes": (2,), "tune": tune}]
-    (kept,) = Store(tmp_path / "zoo").verify()
-    assert kept[1].key == entry(rows=3).key
-    assert not (tmp_path / "own").exists()
+    for known, us in ((None, 9.0), (zoo.root, 8.0)):
+        made_us = us
+        said = list(build_zoo.build_with_codes("smoke", "bfloat16", cpu, "int4", 2, zoo, anew))
+        assert said[0].startswith("smoke in int4, batch 2: optimized and generated in")
+        assert len(said) == 2 and f"searched kernel {us:.2f} µs" in said[1]
+        assert given.pop() == {"batch_sizes": (2,), "tune": tune, "zoo": known}
+        assert codes.pop() == "int4" and not codes
+        ((_, kept),) = zoo.verify()
+        assert kept.key == entry(rows=3).key and kept.timings[0].median_us == us
+    assert os.environ["MIRAGE_HF_CACHE"] == str(tmp_path / "own")
+    ((_, own),) = user_store().verify()
+    assert own.key == entry(rows=5).key
 
 
 @pytest.mark.parametrize(
     "options, why",
     [
         ("--weights int5", "unknown: int5; there are int4,"),
-        ("--weights int4 --lora 4", "--weights goes with neither --lora nor --draft-tokens"),
+        ("--weights mxfp4", "unknown: mxfp4; there are int4,"),
+        *(
+            (f"--weights int4 {other}", "--weights goes with none of")
+            for other in ("--lora 4", "--draft-tokens 3", "--tune auto", "--untimed")
+        ),
         ("--configs smoke,large", "unknown: large; there are"),
     ],
 )
-def test_wrong_options_are_told(monkeypatch, capsys, options, why):
+def test_wrong_options_are_refused(monkeypatch, capsys, options, why):
     monkeypatch.setattr("sys.argv", ["build_zoo", *options.split()])
     with pytest.raises(SystemExit):
         build_zoo.main()
     assert why in capsys.readouterr().err
+
+
+def test_each_format_and_batch_size_is_a_job(monkeypatch, tmp_path):
+    seen = []
+
+    def build_with_codes(name, dtype, device, kind, batch, zoo, anew):
+        seen.append((name, kind, batch, zoo.root, anew))
+        yield "done"
+
+    monkeypatch.setattr(build_zoo, "build_with_codes", build_with_codes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    options = f"--configs smoke --weights int4,nf4, --batch-sizes 1,16 --anew --out {tmp_path}"
+    monkeypatch.setattr("sys.argv", ["build_zoo", *options.split()])
+    build_zoo.main()
+    wanted = [(kind, batch) for kind in ("int4", "nf4") for batch in (1, 16)]
+    assert seen == [("smoke", kind, batch, tmp_path, True) for kind, batch in wanted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import new_kernel_graph
 from mirage_hf.ops.dtypes import CODE_DTYPES
 from mirage_hf.pipeline.resolver import KernelFinder
-from mirage_hf.swap import prompt_kernels
+from mirage_hf.swap import norm_kernels, prompt_kernels, rotation_kernels
 from mirage_hf.swap.coded_forward import (
     PRODUCT_ROWS,
     RowsProduct,
@@ -31,6 +32,7 @@ from mirage_hf.swap.coded_forward import (
 )
 from mirage_hf.swap.experts_forward import ExpertsBinding
 from mirage_hf.swap.own_forward import FORWARD_KEY
+from mirage_hf.swap.row_kernels import KERNEL_ROWS
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from mirage_hf.trace.experts.row_blocks import RowBlocks
 from mirage_hf.tune.measure import random_inputs
@@ -371,16 +373,41 @@ def test_a_program_needs_one_kernel(runs_kernel: bool, kernels: int) -> None:
     assert got is (found.run if runs_kernel and kernels == 1 else None)
 
 
-@pytest.mark.parametrize("dims", [(3, 5), (1, 2, 7), (0, 4), (6,)])
-def test_results_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch, dims: Any) -> None:
-    """Each element counts, whichever slice it is in."""
-    monkeypatch.setattr(prompt_kernels, "_COMPARED_AT_ONCE", 4)
-    stock = torch.ones(dims, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dims", [(3, 5), (1, 2, 7), (0, 4), (6,), ()])
+def test_results_are_compared_in_slices(
+    monkeypatch: pytest.MonkeyPatch, dims: Any, dtype: torch.dtype
+) -> None:
+    """Each element counts, whichever slice it is in. Results stay as they are."""
+    monkeypatch.setattr(prompt_kernels, "COMPARED_AT_ONCE", 4)
+    slices = 0
+
+    def squares(self: Tensor, square: Any = Tensor.square) -> Tensor:
+        nonlocal slices
+        slices += 1
+        assert self.numel() <= 7
+        return square(self)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Tensor, "square", squares)
+    stock = torch.ones(dims, dtype=dtype)
     distance = prompt_kernels._distance
     assert distance(stock.clone(), stock) == ""
+    assert slices == {(3, 5): 5, (1, 2, 7): 4, (0, 4): 1, (6,): 2, (): 1}[dims]
     for n in range(stock.numel()):
         for wrong, difference in ((torch.nan, "nan"), (2.0, f"{stock.numel() ** -0.5:.2g}")):
             ours = stock.clone()
             ours.view(-1)[n] = wrong
-            assert distance(ours, stock) == f"kernels differ from stock by {difference}"
-    assert distance(stock.float(), stock).startswith("kernels give torch.float32")
+            given = ours.clone()
+            for x, y in ((ours, stock), (ours.mT, stock.mT) if ours.dim() > 1 else (ours, stock)):
+                assert distance(x, y) == f"kernels differ from stock by {difference}"
+            assert torch.equal(ours.nan_to_num(9), given.nan_to_num(9))
+    assert distance(stock.half(), stock).startswith("kernels give torch.float16")
+    assert distance(stock[None], stock).startswith("kernels give (1,")
+
+
+@pytest.mark.parametrize("module", [norm_kernels, rotation_kernels])
+def test_kernels_are_compared_with_stock_for_two_launches_and_for_the_largest(module: Any) -> None:
+    rows = [math.prod(dims) if isinstance(dims, tuple) else dims for dims in module._TIMED]
+    assert min(rows) == 128
+    assert max(KERNEL_ROWS) in rows, "the largest launch"
+    assert any(max(k for k in KERNEL_ROWS if k <= n) * 2 == n for n in rows), "two launches"
