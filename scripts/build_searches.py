@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from mirage_hf.decode.explaining import meta_model, planned_step
+from mirage_hf.decode.tracing import Traces, wanted_traces
 from mirage_hf.errors import MirageError
 from mirage_hf.formats import CodedWeight, Coding, coded_weight
 from mirage_hf.layers.prefill import layer_prefill
@@ -34,7 +35,7 @@ from mirage_hf.swap.coded_forward import decoding_program, product_program
 from mirage_hf.zoo import known_search
 from scripts.build_zoo import ROOT, block_to_make, blocks_of, matched
 from scripts.coded_models import with_codes
-from scripts.configs import MODELS, OTHERS, config_of, names, random_model
+from scripts.configs import config_of, names, random_model
 
 #: A search that is packaged should miss nothing, so it may take this long.
 SECONDS = 300.0
@@ -56,17 +57,18 @@ def requests_of(name: str, rows: int) -> Iterator[Request]:
         name: A model of scripts/configs.py.
         rows: The number of sequences.
     """
-    if name in MODELS:
-        found = matched(name, "bfloat16", torch.device("cpu"), 0)
-        for block in dict.fromkeys(itertools.chain.from_iterable(blocks_of(found))):
-            yield _block_request(block, rows)
-            if block.pattern.searched_at is not None:
-                yield _block_request(for_long_caches(block), rows)
-        for block in _prompt_blocks(found):
-            for tokens in PROMPTS:
-                yield _block_request(block, rows * tokens)
+    found = matched(name, "bfloat16", torch.device("cpu"), 0)
+    for block in dict.fromkeys(itertools.chain.from_iterable(blocks_of(found))):
+        yield _block_request(block, rows)
+        if block.pattern.searched_at is not None:
+            yield _block_request(for_long_caches(block), rows)
+    for block in _prompt_blocks(found):
+        for tokens in PROMPTS:
+            yield _block_request(block, rows * tokens)
+    model = meta_model(config_of(name), torch.bfloat16)
+    if wanted_traces(model, found) is Traces.NONE:
         return
-    plan = planned_step(meta_model(config_of(name), torch.bfloat16), rows)
+    plan = planned_step(model, rows)
     for one in plan.attentions:
         block = ATTENTION.block(**one.sizes)
         yield _block_request(block, rows)
@@ -155,7 +157,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "kernel_zoo", help="the zoo to add to")
     args = parser.parse_args()
     chosen = args.configs.split(",")
-    if unknown := [name for name in chosen if name not in (*MODELS, *OTHERS)]:
+    if unknown := [name for name in chosen if name not in names()]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names())}")
     for name, rows in itertools.product(chosen, map(int, args.batch_sizes.split(","))):
         try:

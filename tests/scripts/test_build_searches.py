@@ -22,6 +22,25 @@ def test_the_package_has_searches_for_norms_and_rotations_of_prompts() -> None:
     assert not missing, "run python -m scripts.build_searches"
 
 
+@pytest.mark.parametrize(
+    ("name", "patterns"),
+    [
+        # Granite multiplies what it adds to the residual, and its logits
+        ("granite-3.1-2b", {"rms_norm_linear", "attention", "linear_residual", "gated_mlp"}),
+        ("opt-1.3b", {"attention", "traced"}),
+    ],
+)
+def test_the_package_has_searches_for_the_programs_of_a_model(
+    name: str, patterns: set[str]
+) -> None:
+    requests = [*build_searches.requests_of(name, 1)]
+    found = {r.pattern for r in requests}
+    assert patterns <= found and ("traced" in found) == ("traced" in patterns)
+    root = packaged_store().root
+    missing = [r.key.title for r in requests if known_search.nearest([root], r.program) is None]
+    assert not missing, f"run python -m scripts.build_searches --configs {name}"
+
+
 def test_prompts_of_a_matched_model_are_searched_for_both_lengths() -> None:
     found = matched("smoke", "bfloat16", torch.device("cpu"), 0)
     names = {block.pattern.name for block in build_searches._prompt_blocks(found)}
