@@ -48,8 +48,8 @@ LEAST_SM = 90
 MOST = 24
 
 #: µs from the request of a chunk to its end while memory is busy. With 2.4, as before, a packaged
-#: kernel for 8 rows with 3.2 MB of float8 under way took two thirds of its estimate. With 1.8, all 69
-#: packaged kernels take 0.8 to 1.25 times theirs (H200).
+#: kernel for 8 rows with 3.2 MB of float8 under way took two thirds of its estimate. With 1.8, the
+#: 69 packaged kernels take 0.8 to 1.25 times theirs (H200).
 _COPY_US = 1.8
 
 #: By how much the GPU must be busier with tiles of half as many rows for these to be tried.
