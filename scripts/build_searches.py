@@ -20,7 +20,7 @@ import torch
 
 from mirage_hf.decode.explaining import meta_model, planned_step
 from mirage_hf.decode.tracing import Traces, wanted_traces
-from mirage_hf.errors import MirageError
+from mirage_hf.errors import MirageError, Rejected
 from mirage_hf.formats import CodedWeight, Coding, coded_weight
 from mirage_hf.layers.prefill import layer_prefill
 from mirage_hf.match.matches import Matches
@@ -62,9 +62,10 @@ def requests_of(name: str, rows: int) -> Iterator[Request]:
         yield _block_request(block, rows)
         if block.pattern.searched_at is not None:
             yield _block_request(for_long_caches(block), rows)
-    for block in _prompt_blocks(found):
-        for tokens in PROMPTS:
-            yield _block_request(block, rows * tokens)
+    if not isinstance(found.causal, Rejected):  # other models' prompts run their own forward
+        for block in _prompt_blocks(found):
+            for tokens in PROMPTS:
+                yield _block_request(block, rows * tokens)
     model = meta_model(config_of(name), torch.bfloat16)
     if wanted_traces(model, found) is Traces.NONE:
         return
