@@ -288,7 +288,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "phi-4-mini": (
+    "phi-4-mini": (  # with plain RoPE: longrope changes numbers, and no sizes
         "phi3",
         {
             "hidden_size": 3072,
