@@ -6,7 +6,7 @@ If optimize() fails, a stock model stays as it was, and an optimized one may be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +22,13 @@ from mirage_hf.match.matcher import match
 from mirage_hf.match.options import check_draft_tokens, check_options
 from mirage_hf.pipeline import resolver
 from mirage_hf.pipeline.progress_bar import bar_unless
+from mirage_hf.pipeline.searching_ahead import ready_to_search
 from mirage_hf.swap.background import TuningOfModel
 from mirage_hf.swap.coded_modules import bind_coded_modules
 from mirage_hf.swap.handle import Handle, attach, detach
 from mirage_hf.swap.kernels import ModelBlocks, find_kernels
 from mirage_hf.swap.live_model import locked, release_cached_memory
-from mirage_hf.swap.loading_ahead import loading_ahead
+from mirage_hf.swap.loading_ahead import likely_to_search, loading_ahead
 from mirage_hf.swap.norm_kernels import bind_norms
 from mirage_hf.swap.optimization import Optimization
 from mirage_hf.swap.prompt_kernels import bind_plain_experts, find_prompt_kernels
@@ -130,7 +131,13 @@ def optimize(
         tune = "never"  # until the tuner has measured
         tuning = TuningOfModel(device=device, backend=backend, zoo=zoo, verify=verify)
     zoo_path(zoo)  # an unusable zoo fails before anything is restored or searched
-    with locked(model), on_the_cpu(), sparing_old_objects():
+    searches = not dry_run and backend == "triton" and likely_to_search(model, device, zoo)
+    with (
+        locked(model),
+        on_the_cpu(),
+        sparing_old_objects(),
+        ready_to_search() if searches else nullcontext(),
+    ):
         if not dry_run:
             _restore_stock(model)
         inner = generating(model)

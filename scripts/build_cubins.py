@@ -88,10 +88,10 @@ def of_entry(entry: Entry, sm: int) -> Iterator[KernelToCompile]:
         digest = cubins.digest_of(
             program.digest, launch.kernel, types, launch.num_warps, launch.num_stages, sm
         )
-        module = compile.load(program.source, program.digest)
-        task = launch.kernel, launch.signature, launch.num_warps, launch.num_stages
+        kernel = getattr(compile.load(program.source, program.digest), launch.kernel)
         name = f"{entry.folder} {launch.kernel}"
-        compiling = partial(ahead.compile_kernel, module, task, sm)
+        options = launch.signature, launch.num_warps, launch.num_stages, sm
+        compiling = partial(ahead.compile_kernel, kernel, *options)
         yield KernelToCompile(name, digest, compiling, len(types))
 
 
@@ -101,9 +101,9 @@ def of_launch(what: KernelLaunch, tensors: Sequence[Tensor], sm: int) -> KernelT
     types = [POINTER_TYPES[x.dtype] for x in tensors]
     name = what.kernel.__name__
     digest = cubins.digest_of(what.source, name, types, what.num_warps, what.num_stages, sm)
-    task = name, list(zip(names, types, strict=True)), what.num_warps, what.num_stages
-    module = sys.modules[what.kernel.fn.__module__]
-    compiling = partial(ahead.compile_kernel, module, task, sm, what.constants)
+    signature = list(zip(names, types, strict=True))
+    options = signature, what.num_warps, what.num_stages, sm, what.constants
+    compiling = partial(ahead.compile_kernel, what.kernel, *options)
     return KernelToCompile(f"{name} {dict(what.constants)}", digest, compiling, len(types))
 
 

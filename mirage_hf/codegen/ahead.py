@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -23,12 +24,13 @@ Task = tuple[str, Sequence[tuple[str, str]], int, int]
 def import_text(text: str, path: str, name: str) -> ModuleType:
     """Return a module of `text`, the contents of the file at `path`. No bytecode cache is read.
 
-    Triton reads the functions' lines from that file. It caches what it compiles under the module's
-    name.
+    Triton takes the functions' lines from Python's cache of lines, so it does not read the file. It
+    caches what it compiles under the module's name.
     """
     module = ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
+    linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
     try:
         exec(compile(text, path, "exec"), module.__dict__)
     except BaseException:
@@ -44,13 +46,20 @@ def compile_options(num_warps: int, num_stages: int, sm: int) -> dict[str, Any]:
 
 
 def compile_kernel(
-    module: ModuleType, task: Task, sm: int, constants: Mapping[str, Any] | None = None
+    kernel: Any,
+    signature: Sequence[tuple[str, str]],
+    num_warps: int,
+    num_stages: int,
+    sm: int,
+    constants: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return a compiled kernel for a compute capability. Pointers are 16-byte aligned.
 
     Args:
-        module: The module of the kernel.
-        task: The kernel.
+        kernel: The `@triton.jit` function.
+        signature: Its tensors, with their Triton types.
+        num_warps: Warps of a block.
+        num_stages: Loop iterations whose loads are in flight.
         sm: The compute capability.
         constants: Values of constexprs besides `overlaps`, which hand-written kernels have.
 
@@ -61,11 +70,10 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, signature, num_warps, num_stages = task
     aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(signature))}
     constexprs = {"overlaps": sm >= 90, **(constants or {})}
     source = ASTSource(
-        getattr(module, kernel),
+        kernel,
         signature={**dict(signature), **dict.fromkeys(constexprs, "constexpr")},
         constexprs=constexprs,
         attrs=aligned,
@@ -121,15 +129,18 @@ def prepare() -> None:
 
 
 def answer(asked: str) -> str:
-    """Compile what a line of JSON asks for, launchers too. Return null or the error, as JSON."""
+    """Compile what a line of JSON asks for. Return null or the error, as JSON."""
     from triton import knobs
 
-    path, name, tasks, sm, knobs.cache.dir = json.loads(asked)
+    path, module_name, tasks, sm, builds_launchers, knobs.cache.dir = json.loads(asked)
     try:
         with open(path, encoding="utf-8") as f:
-            module = import_text(f.read(), path, name)
-        for task in tasks:
-            build_launcher(compile_kernel(module, task, sm))
+            module = import_text(f.read(), path, module_name)
+        for name, signature, num_warps, num_stages in tasks:
+            kernel = getattr(module, name)
+            compiled = compile_kernel(kernel, signature, num_warps, num_stages, sm)
+            if builds_launchers:
+                build_launcher(compiled)
     except Exception as e:
         return json.dumps(f"{type(e).__name__}: {str(e).strip() or 'no message'}")
     return "null"

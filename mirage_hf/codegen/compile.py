@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import hashlib
+import linecache
 import logging
 import os
 import shutil
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +33,9 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 _MOST_BYTES = 1 << 26
 
 _log = logging.getLogger("mirage_hf")
+
+#: Imports a source with a digest, as `load` does.
+Load = Callable[[str, str], ModuleType]
 
 _loaded: dict[str, ModuleType] = {}
 _lock = threading.Lock()
@@ -58,11 +61,15 @@ def load(source: str, digest: str) -> ModuleType:
     with _lock:
         if digest not in _loaded:
             path = _keep(source, digest)
-            name = f"mirage_hf_generated_{digest[:16]}"
-            module = ahead.import_text(source, str(path), name)
+            module = ahead.import_text(source, str(path), _module_name(digest))
             cubin_launch.install(module, digest)
             _loaded[digest] = module
         return _loaded[digest]
+
+
+def _module_name(digest: str) -> str:
+    """Return the name under which a source is imported. Triton caches kernels under it."""
+    return f"mirage_hf_generated_{digest[:16]}"
 
 
 def was_loaded(digest: str) -> bool:
@@ -71,22 +78,35 @@ def was_loaded(digest: str) -> bool:
     return digest in _loaded or _is_kept(folder / f"{digest}.py", digest)
 
 
+#: References to a function that only its module holds, one of which is `getrefcount`'s own.
+_UNHELD = 2
+
+
 @contextlib.contextmanager
-def passing() -> Iterator[None]:
-    """Forget sources first loaded in this block, unless their functions are still held.
+def passing() -> Iterator[Load]:
+    """Yield a `load` whose sources are forgotten after the block, unless they were known before.
 
     A tuner loads hundreds of sources. Each kernel whose blocks share loops holds a megabyte of GPU
-    memory for counters (launching.py).
+    memory for counters (launching.py), until its functions are no longer held.
     """
-    with _lock:
-        known = set(_loaded)
+    new: set[str] = set()
+
+    def load_for_now(source: str, digest: str) -> ModuleType:
+        if digest not in _loaded:
+            new.add(digest)
+        return load(source, digest)
+
     try:
-        yield
+        yield load_for_now
     finally:
         with _lock:
-            for digest in _loaded.keys() - known:
-                sys.modules.pop(_loaded.pop(digest).__name__, None)
-        gc.collect()  # a module and its functions refer to each other
+            forgotten = [_loaded.pop(digest) for digest in new & _loaded.keys()]
+        for module in forgotten:
+            sys.modules.pop(module.__name__, None)
+            linecache.cache.pop(str(module.__file__), None)
+            # The functions of a module refer to it. To collect such garbage would take longer.
+            if sys.getrefcount(module.run) == _UNHELD:
+                module.__dict__.clear()
 
 
 def prepare_triton() -> None:
@@ -227,13 +247,16 @@ def _compile(module: ModuleType, launch: Launch, sm: int) -> Compiled:
         except Exception as e:
             raise _refused(launch.kernel, sm, errors.described(e, whole=True)) from e
         return Compiled(launch.kernel, sm, {"cubin": cubin}, launch.shared, launch.num_warps)
-    if not hasattr(getattr(module, launch.kernel), "cache_key"):
+    function = getattr(module, launch.kernel)
+    if not hasattr(function, "cache_key"):
         raise errors.CodegenError(
             f"{launch.kernel}: the Triton interpreter is on and cannot compile; unset "
             "TRITON_INTERPRET"
         )
     try:
-        kernel = ahead.compile_kernel(module, _task(launch), sm)
+        kernel = ahead.compile_kernel(
+            function, launch.signature, launch.num_warps, launch.num_stages, sm
+        )
     except Exception as e:
         raise _refused(launch.kernel, sm, errors.described(e, whole=True)) from e
     return Compiled(launch.kernel, sm, dict(kernel.asm), kernel.metadata.shared, launch.num_warps)
@@ -257,83 +280,135 @@ PROCESSES_FROM, FEW = 2, 8
 MOST_PROCESSES = 16
 
 
-def compiling(
-    programs: Iterable[GeneratedProgram | Callable[[], GeneratedProgram]],
-    sm: int,
-    threads: int | None = None,
-) -> Iterator[list[Compiled] | errors.CodegenError]:
-    """Compile many programs in parallel and yield each result in order.
+class Compilation:
+    """Compiles programs in parallel. Iterate for what became of each, in order.
 
-    A program that does not compile yields its error. Beyond the one that is yielded, as many
-    programs are under way as there are threads, or workers if these are fewer. Once the caller
-    stops iterating, no further one is started, and the results of those under way are dropped.
+    That is None if a program's kernels are in Triton's cache now, where their first launch finds
+    them, and the error if they do not compile.
 
-    Args:
-        programs: The programs, or functions that generate them, called shortly before the compiler.
-        sm: The compute capability.
-        threads: Threads to use; by default MIRAGE_HF_THREADS.
+    Programs are generated in the caller's thread. In other threads they would take Python's lock
+    from a caller that measures.
+
+    Attributes:
+        most_under_way: The most programs that are under way besides the next result. At first as
+            many as there are threads, or workers if these are fewer.
     """
-    threads = threads or settings().threads
-    programs = deque(programs)
-    is_over = threading.Event()
-    processes: workers.Workers | None = None
-    at_work = contextlib.ExitStack()
-    if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
-        threads = min(threads, MOST_PROCESSES)
-        processes = at_work.enter_context(workers.at_work(threads))
 
-    def attempt(
-        given: GeneratedProgram | Callable[[], GeneratedProgram],
-    ) -> list[Compiled] | errors.CodegenError:
+    def __init__(
+        self,
+        programs: Sequence[GeneratedProgram | Callable[[], GeneratedProgram]],
+        sm: int,
+        threads: int | None = None,
+    ):
+        """Compile the first programs.
+
+        Args:
+            programs: The programs, or functions that generate them, called shortly before the
+                compiler.
+            sm: The compute capability.
+            threads: Threads to use; by default MIRAGE_HF_THREADS.
+        """
+        threads = threads or settings().threads
+        self._sm, self._programs = sm, deque(programs)
+        self._is_over = threading.Event()
+        self._workers: workers.Workers | None = None
+        self._at_end = contextlib.ExitStack()
+        if threads >= PROCESSES_FROM and len(programs) >= FEW and not settings().interpret:
+            threads = min(threads, MOST_PROCESSES)
+            self._workers = self._at_end.enter_context(workers.at_work(threads))
+            self._pool = self._workers.threads
+        else:
+            self._pool = ThreadPoolExecutor(threads)
+            self._at_end.callback(self._pool.shutdown, wait=False)
+        self.most_under_way = threads
+        self._under_way: deque[Future[errors.CodegenError | None]] = deque()
+        self._begin_more()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next result is not there yet."""
+        return bool(self._under_way) and not self._under_way[0].done()
+
+    def __iter__(self) -> Iterator[errors.CodegenError | None]:
+        return self
+
+    def __next__(self) -> errors.CodegenError | None:
+        self._begin_more()
+        if not self._under_way:
+            self.close()
+            raise StopIteration
+        return self._under_way.popleft().result()
+
+    def close(self) -> None:
+        """Begin no further program, and drop the results of those under way."""
+        self._is_over.set()
+        self._programs.clear()
+        while self._under_way:
+            self._under_way.popleft().cancel()
+        self._at_end.close()
+
+    def _is_wanted(self) -> bool:
+        return not self._is_over.is_set()
+
+    def _begin_more(self) -> None:
+        while self._programs and len(self._under_way) <= self.most_under_way:
+            given = self._programs.popleft()
+            try:
+                program = given() if callable(given) else given
+            except errors.CodegenError as e:
+                failed: Future[errors.CodegenError | None] = Future()
+                failed.set_result(e)
+                self._under_way.append(failed)
+            else:
+                self._under_way.append(self._pool.submit(self._compile, program))
+
+    def _compile(self, program: GeneratedProgram) -> errors.CodegenError | None:
+        """Compile a program, in a worker if there are any. Return the error if that fails."""
+        refused = None
         try:
-            program = given() if callable(given) else given
-            worker_error = (
-                in_worker(processes, program, sm)
-                if processes is not None and program.launches and not is_over.is_set()
-                else None
-            )
-            if is_over.is_set():
-                return []
-            compiled = ahead_of_time(program, sm)
+            if self._workers is not None:
+                with contextlib.suppress(OSError):  # no process can be started
+                    refused = in_worker(self._workers, program, self._sm, self._is_wanted)
+                    if refused is None and not any(launch.cuda for launch in program.launches):
+                        return None
+            if not self._is_wanted():
+                return None
+            ahead_of_time(program, self._sm)
         except errors.CodegenError as e:
             return e
-        if worker_error is not None:
+        if refused is not None:
             _log.warning(
-                "a worker could not compile a kernel that this process compiled: %s",
-                worker_error,
+                "a worker could not compile a kernel that this process compiled: %s", refused
             )
-        return compiled
-
-    pool = ThreadPoolExecutor(threads)
-    under_way: deque[Future[list[Compiled] | errors.CodegenError]] = deque()
-    try:
-        while programs or under_way:
-            while programs and len(under_way) <= threads:
-                under_way.append(pool.submit(attempt, programs.popleft()))
-            yield under_way.popleft().result()
-    finally:
-        is_over.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-        at_work.close()
+        return None
 
 
-def in_worker(processes: workers.Workers, program: GeneratedProgram, sm: int) -> str | None:
-    """Let a worker compile a program, so that this process finds it in Triton's cache.
+def in_worker(
+    processes: workers.Workers,
+    program: GeneratedProgram,
+    sm: int,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> str | None:
+    """Let a worker compile a program's Triton kernels. This process finds them in Triton's cache.
+
+    Args:
+        processes: The workers.
+        program: The program.
+        sm: The compute capability.
+        is_wanted: As for `Workers.compile`.
 
     Returns:
-        What the worker raised, or None. This process then compiles for itself, so its own result
-        counts.
+        What the compiler raised in the worker, or None.
 
     Raises:
         CodegenError: If the worker crashed, because this process might crash too.
+        OSError: If no worker can be started.
     """
-    module = load(program.source, program.digest)
+    tasks = [_task(launch) for launch in program.launches if not launch.cuda]
+    if not tasks:
+        return None
+    path, name = _keep(program.source, program.digest), _module_name(program.digest)
     try:
-        # The file of a source that was loaded long ago may have been deleted.
-        path = _keep(program.source, program.digest)
-        tasks = [_task(launch) for launch in program.launches if not launch.cuda]
-        return processes.compile(str(path), module.__name__, tasks, sm) if tasks else None
+        return processes.compile(str(path), name, tasks, sm, is_wanted)
     except workers.WorkerError as e:
         raise _refused(", ".join(launch.kernel for launch in program.launches), sm, str(e)) from e
-    except OSError:  # no process can be started, so threads do the work
-        return None

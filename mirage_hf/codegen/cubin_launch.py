@@ -1,23 +1,23 @@
-"""Launch packaged cubins instead of compiling their sources, where the driver takes them.
+"""Launch kernels as cubins through the driver, without the C functions that Triton builds.
 
-The text of a kernel decides which cubin it may have, wherever the text came from. Only the packaged
-zoo's cubins are read. If there is none for a kernel, or the driver refuses it, Triton compiles the
-source.
+A kernel has a packaged cubin, or Triton compiles its source. The text of a kernel decides which
+packaged cubin it may have, wherever the text came from. Only the packaged zoo's cubins are read. If
+the driver refuses a cubin, Triton launches the kernel.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mirage_hf.codegen import cubins
+from mirage_hf.codegen import ahead, cubins
 from mirage_hf.codegen.cubins import CubinError, CubinFile
 from mirage_hf.codegen.generated_program import POINTER_TYPES, GeneratedProgram
 from mirage_hf.codegen.loaded_cubin import LoadedCubin, bindings
@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def install(module: ModuleType, source: str) -> None:
-    """Let a generated module launch packaged cubins.
+    """Let a generated module launch cubins.
 
     Args:
         module: The module, whose kernels are called through its function `launch`.
@@ -42,15 +42,22 @@ def install(module: ModuleType, source: str) -> None:
 
 
 class CubinLauncher:
-    """The `launch` of a generated file, by cubins if the packaged zoo has them.
+    """The `launch` of a generated file or of a hand-written kernel, by cubins.
 
     Attributes:
-        source: The SHA-256 of the file's text.
-        compiled: The file's own function, which compiles.
+        source: The SHA-256 of the kernel's text.
+        by_triton: Launches a kernel as Triton does. The driver may refuse a cubin, and pointers may
+            be unaligned.
+        constants: Values of the constexprs besides `overlaps`.
     """
 
-    def __init__(self, source: str, compiled: Callable[..., None]):
-        self.source, self.compiled = source, compiled
+    def __init__(
+        self,
+        source: str,
+        by_triton: Callable[..., None],
+        constants: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        self.source, self.by_triton, self.constants = source, by_triton, constants
         self._ready: dict[Any, LoadedCubin] = {}
         #: Names of kernels and numbers of devices for which there is no cubin.
         self._without: set[tuple[str, int | None]] = set()
@@ -64,7 +71,7 @@ class CubinLauncher:
         if device is not None and (kernel.__name__, device) not in self._without:
             pointers = [x.data_ptr() for x in tensors]
             if not any([p & 15 for p in pointers]):
-                cubin = self._cubin(kernel.__name__, device, num_warps, num_stages, tensors)
+                cubin = self._cubin(kernel, device, num_warps, num_stages, tensors)
         if cubin is not None:
             is_dependent = torch.cuda.is_current_stream_capturing()
             stream = torch._C._cuda_getCurrentRawStream(device)
@@ -74,22 +81,62 @@ class CubinLauncher:
             except CubinError as e:
                 _log_once(str(e))
                 self._without.add((kernel.__name__, device))
-        self.compiled(kernel, grid, tensors, num_warps, num_stages)
+        self.by_triton(kernel, grid, tensors, num_warps, num_stages)
 
     def _cubin(
-        self, name: str, device: int, num_warps: int, num_stages: int, tensors: Sequence[Tensor]
+        self, kernel: Any, device: int, num_warps: int, num_stages: int, tensors: Sequence[Tensor]
     ) -> LoadedCubin | None:
         """Return the cubin of a kernel. If there is none, later calls need not ask."""
-        key = name, device, num_warps, num_stages, tuple([x.dtype for x in tensors])
-        cubin = self._ready.get(key) or loaded(self.source, *key)
+        name, dtypes = kernel.__name__, tuple([x.dtype for x in tensors])
+        key = name, device, num_warps, num_stages, dtypes
+        cubin = self._ready.get(key)
         if cubin is None:
-            self._without.add((name, device))
-        else:
-            self._ready[key] = cubin
+            cubin = packaged(self.source, *key) or self._compiled(kernel, *key[1:])
+            if cubin is None:
+                self._without.add((name, device))
+            else:
+                self._ready[key] = cubin
         return cubin
 
+    def _compiled(
+        self,
+        kernel: Any,
+        device: int,
+        num_warps: int,
+        num_stages: int,
+        dtypes: Sequence[torch.dtype],
+    ) -> LoadedCubin | None:
+        """Return a cubin that Triton compiles or finds in its cache, if it can be launched.
 
-def loaded(
+        Raises:
+            Exception: Whatever Triton raises if the kernel does not compile.
+        """
+        major, minor = torch.cuda.get_device_capability(device)
+        sm = 10 * major + minor
+        skipped = {"overlaps", *self.constants}
+        names = [name for name in kernel.arg_names if name not in skipped]
+        try:
+            bindings()
+            types = [POINTER_TYPES[dtype] for dtype in dtypes]
+            digest = cubins.digest_of(
+                self.source, kernel.__name__, types, num_warps, num_stages, sm
+            )
+            if (cubin := _loaded.get((digest, device))) is not None:
+                return cubin
+            signature = list(zip(names, types, strict=True))
+            made = ahead.compile_kernel(
+                kernel, signature, num_warps, num_stages, sm, self.constants
+            )
+            cubin = LoadedCubin(*cubins.cubin_of(digest, made, len(types)), device)
+            return _loaded.setdefault((digest, device), cubin)
+        except KeyError:
+            return None
+        except CubinError as e:
+            _log_once(str(e))
+            return None
+
+
+def packaged(
     source: str,
     kernel: str,
     device: int,
@@ -97,7 +144,7 @@ def loaded(
     num_stages: int,
     dtypes: Sequence[torch.dtype],
 ) -> LoadedCubin | None:
-    """Return the packaged cubin of a kernel, loaded on a GPU. None: the kernel must be compiled.
+    """Return the packaged cubin of a kernel, loaded on a GPU, or None.
 
     Args:
         source: The SHA-256 of its source.
@@ -135,15 +182,15 @@ def _load(found: CubinFile, digest: str, device: int) -> LoadedCubin | None:
 
 
 def _log_once(reason: str) -> None:
-    """Log once why kernels are compiled."""
+    """Log once why a cubin is not used."""
     if reason not in _logged:
         _logged.add(reason)
-        _log.debug("packaged kernels are compiled, their cubins are not used: %s", reason)
+        _log.debug("a cubin is not used: %s", reason)
 
 
 @cache
 def obstacle(sm: int) -> str:
-    """Return why no cubin is used on GPUs of a compute capability; empty if some may be."""
+    """Return why a compute capability uses no packaged cubin; empty if it may use some."""
     found = cubins.packaged(sm)
     if isinstance(found, CubinError):
         return str(found)

@@ -38,5 +38,5 @@ def begin(program: GeneratedProgram, sm: int) -> Callable[[], None] | None:
 
 
 def _compile(program: GeneratedProgram, sm: int, count: int) -> None:
-    with workers.at_work(count) as processes, contextlib.suppress(CodegenError):
+    with workers.at_work(count) as processes, contextlib.suppress(CodegenError, OSError):
         compiler.in_worker(processes, program, sm)

@@ -47,10 +47,11 @@ class KernelLaunch:
 
     @cached_property
     def launcher(self) -> Callable[..., None]:
-        """What launches the kernel: a packaged cubin if there is one."""
-        compiled = partial(launching.launch_with_constants, constants=self.constants)
-        by_cubins = torch.version.cuda is not None and not settings().interpret
-        return CubinLauncher(self.source, compiled) if by_cubins else compiled
+        """What launches the kernel."""
+        by_triton = partial(launching.launch_with_constants, constants=self.constants)
+        if torch.version.cuda is None or settings().interpret:
+            return by_triton
+        return CubinLauncher(self.source, by_triton, self.constants)
 
 
 def _texts(function: Any, seen: set[Any]) -> Iterator[str]:

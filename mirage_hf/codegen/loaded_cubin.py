@@ -12,6 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mirage_hf.codegen.cubins import SCRATCH_POINTERS, Cubin, CubinError
 
 #: Dynamic shared memory that a block gets without asking, in bytes.
@@ -32,6 +34,15 @@ def bindings() -> Any:
     except Exception as e:  # whatever a broken installation raises
         raise CubinError(f"cuda-bindings cannot be imported ({e})") from e
     return driver
+
+
+def can_launch() -> bool:
+    """Return whether cubins can be launched here, so that Triton's launchers are not needed."""
+    try:
+        bindings()
+    except CubinError:
+        return False
+    return torch.version.cuda is not None
 
 
 class LoadedCubin:
@@ -137,7 +148,7 @@ class LoadedCubin:
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)
         if int(status):
             name = getattr(status, "name", status)
-            why = f"{self._cubin.kernel}, a packaged cubin: cuLaunchKernelEx: {name}"
+            why = f"{self._cubin.kernel}: cuLaunchKernelEx: {name}"
             raise RuntimeError(why) if self._has_launched else CubinError(why)
         self._has_launched = True
 

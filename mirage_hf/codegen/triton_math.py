@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mirage_hf.ops import table
 from mirage_hf.ops.scalar import ScalarProgram
@@ -662,7 +663,10 @@ def _program(fn: str, attrs: Mapping[str, float]) -> ScalarProgram:
     return entry.program(**(entry.attrs | dict(attrs)))
 
 
-def keeps_zero(fn: str, args: Sequence[float | None], attrs: Mapping[str, float]) -> bool:
+@cache
+def keeps_zero(
+    fn: str, args: tuple[float | None, ...], attrs: tuple[tuple[str, float], ...]
+) -> bool:
     """Return whether an op gives 0 if its value arguments (None) are 0."""
     import torch
 

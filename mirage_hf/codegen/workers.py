@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mirage_hf.codegen import ahead, fork_server
+from mirage_hf.codegen import ahead, fork_server, loaded_cubin
 from mirage_hf.codegen.fork_server import MESSAGE, UNKNOWN
 
 #: Seconds after which idle workers end.
@@ -97,6 +98,16 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
+    def start(self) -> None:
+        """Start the process, unless it has been started.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        if hasattr(socket, "send_fds"):
+            with self._lock:
+                self._control_socket()
+
     def fork(self) -> Worker:
         """Return a new worker.
 
@@ -168,6 +179,9 @@ class Workers:
     """Up to `count` worker processes, started when needed. Safe from several threads.
 
     Call `close` when done.
+
+    Attributes:
+        threads: As many threads, each of which can wait for one worker.
     """
 
     def __init__(self, count: int, module: str = COMPILER):
@@ -177,15 +191,29 @@ class Workers:
         for _ in range(count):
             self._idle.put(None)
         self._refused = False
+        self.threads = ThreadPoolExecutor(count)
 
-    def compile(self, path: str, name: str, tasks: Sequence[ahead.Task], sm: int) -> str | None:
+    def start(self) -> None:
+        """Start the process that forks workers, which first imports what they need."""
+        with contextlib.suppress(OSError):  # the first worker will not start either
+            self._server.start()
+
+    def compile(
+        self,
+        path: str,
+        name: str,
+        tasks: Sequence[ahead.Task],
+        sm: int,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> str | None:
         """Compile kernels of a file into Triton's cache on disk, where this process finds them.
 
         Args:
             path: The file.
-            name: The module name under which this process has imported it.
+            name: The module name under which this process imports it.
             tasks: The kernels.
             sm: The compute capability.
+            is_wanted: Asked as soon as a worker is ready. If it says no, nothing is compiled.
 
         Returns:
             What the compiler raised, or None.
@@ -196,10 +224,10 @@ class Workers:
         from triton import knobs
 
         # The working directory may have changed since the worker started.
-        asked = json.dumps(
-            [os.path.abspath(path), name, tasks, sm, os.path.abspath(knobs.cache.dir)]
-        )
-        failed: str | None = json.loads(self.ask(lambda: asked) or "null")
+        cache = os.path.abspath(knobs.cache.dir)
+        builds_launchers = not loaded_cubin.can_launch()
+        asked = json.dumps([os.path.abspath(path), name, tasks, sm, builds_launchers, cache])
+        failed: str | None = json.loads(self.ask(lambda: asked if is_wanted() else None) or "null")
         return failed
 
     def ask(self, asked: Callable[[], str | None]) -> str | None:
@@ -242,6 +270,7 @@ class Workers:
             if worker is not None:
                 worker.end()
             self._idle.put(None)
+        self.threads.shutdown(wait=False)
         self._server.close()
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mirage_hf.codegen.compile import compiling
+from mirage_hf.codegen.compile import Compilation
 from mirage_hf.codegen.cubin_launch import has_all
 from mirage_hf.errors import MirageError
 from mirage_hf.graph.execute import run_kernel_graph
@@ -146,7 +146,7 @@ def _compile(kernels: Sequence[Resolved], device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     sm = 10 * major + minor
     programs = [kernel.entry.generate() for kernel in kernels]
-    for _ in compiling([p for p in programs if not has_all(p, sm)], sm):
+    for _ in Compilation([p for p in programs if not has_all(p, sm)], sm):
         pass  # a kernel that cannot be compiled raises when it is run
 
 

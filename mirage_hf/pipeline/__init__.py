@@ -11,6 +11,7 @@
 - `reuse`: prove what a search found for other sizes, in place of a search.
 - `searching_ahead`, `search_worker`: the same for several programs at once, in worker processes.
 - `choose`: choose schedules for the verified candidates, by measuring or by the cost model.
+- `tuning_ahead`: measure several programs in turns.
 - `outcome`: the result: candidates with schedules and times, and the entry to store.
 - `superoptimizer`, `superoptimizer_options`, `search_result`: `superoptimize()`.
 - `instances`: results for one size of their symbolic dims.

@@ -15,12 +15,12 @@ from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates
-from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.tune import relatives, schedule_cost, space
+from mirage_hf.tune.candidates import TuneResult
 from mirage_hf.tune.cuda_schedules import cuda_schedules
 from mirage_hf.tune.relatives import Tuned
 from mirage_hf.tune.stream_schedules import LEAST_SM
-from mirage_hf.tune.tuner import tune
+from mirage_hf.tune.tuner import Tuning
 from mirage_hf.verify.accept import Candidate, kind_of
 
 #: How many candidates of two kernels, of different kinds, are moved forward in the order, and the
@@ -89,14 +89,14 @@ def _in_cuda(request: Request, verified: VerifiedCandidates, library: UGraph) ->
     return Outcome(request, verified, (*scheduled, library), reason)
 
 
-def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = None) -> Outcome:
-    """Return the outcome with its candidates and the library path measured on the request's GPU.
+def tuning_of(outcome: Outcome) -> Tuning | None:
+    """Return the tuning that measures an outcome's candidates and the library on the request's GPU.
 
-    An outcome without a searched kernel stays as it is, and so does any if no GPU is named.
+    None if no GPU is named, or if there is no searched kernel.
     """
     request, candidates = outcome.request, outcome.verified.candidates
     if request.device is None or not outcome.ugraphs[0].is_fused:
-        return outcome
+        return None
     restriction, effort = request.restriction, request.effort
     if restriction is not None:
         ugraphs: Sequence[UGraph] = [u for u in outcome.ugraphs if u.is_fused]
@@ -109,7 +109,7 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
     else:
         early = request.key.next_may_launch_early
         ugraphs = [c.ugraph for c in promising(candidates, early, may_stream(request))]
-    result = tune(
+    return Tuning(
         ugraphs[: effort.graphs],
         device=request.device,
         per_graph=effort.schedules,
@@ -119,12 +119,15 @@ def measure_candidates(outcome: Outcome, progress: ProgressCallback | None = Non
         if restriction
         else permitted(candidates, may_stream(request)),
         resplit=restriction is None,
-        progress=(lambda *detail: progress("tune", detail)) if progress else None,
         next_may_launch_early=request.key.next_may_launch_early,
         checks_slow=request.all_candidates,
         generators=request.generators,
         in_cuda=permitted_in_cuda(candidates),
     )
+
+
+def with_times(outcome: Outcome, result: TuneResult) -> Outcome:
+    """Return the outcome with what tuning its candidates gave."""
     reason = "" if result.searched else next((c.reason for c in result.candidates if c.reason), "")
     return replace(outcome, ugraphs=result.ugraphs(), reason=reason, tuned=result)
 

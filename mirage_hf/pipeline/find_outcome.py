@@ -7,19 +7,16 @@ from functools import partial
 
 from mirage_hf.errors import Rejected
 from mirage_hf.graph.ugraph import UGraph
-from mirage_hf.pipeline import searching_ahead
+from mirage_hf.pipeline import searching_ahead, tuning_ahead
 from mirage_hf.pipeline.checkpoint import CheckpointJournal
-from mirage_hf.pipeline.choose import (
-    measure_candidates,
-    schedule_candidates,
-    takes_relatives,
-)
+from mirage_hf.pipeline.choose import schedule_candidates, takes_relatives
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import Results, StoredEntry
 from mirage_hf.pipeline.reuse import reused
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, search_and_verify
 from mirage_hf.pipeline.windows import ProgressCallback
+from mirage_hf.search.search_journal import SearchJournal
 
 
 @dataclass(frozen=True)
@@ -55,17 +52,42 @@ def find_outcome(
     loaded = results.load(request)
     if isinstance(loaded, StoredEntry):
         return loaded
-    tuned = partial(results.tuned, request.key.target)
     if isinstance(loaded, VerifiedCandidates):
+        tuned = partial(results.tuned, request.key.target)
         outcome = schedule_candidates(request, loaded, tuned)
-        return NewOutcome(measure_candidates(outcome, progress))
+        return NewOutcome(tuning_ahead.finish(tuning_ahead.begin(outcome), progress))
     journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
+    under_way = tuning_ahead.take(request)
+    if under_way is None:
+        under_way = tuning_ahead.begin(_scheduled(request, results, journal, progress))
+    results.keep_search(under_way.outcome)
+    if request.all_candidates:
+        unkept = results.store(under_way.outcome)
+        outcome = tuning_ahead.finish(under_way, progress)
+    else:
+        outcome = tuning_ahead.finish(under_way, progress)
+        unkept = results.store(outcome)
+    if isinstance(loaded, Rejected):
+        outcome = with_notes(outcome, f"{loaded.reason}; searched anew")
+    elif isinstance(loaded, CheckpointJournal) and loaded.loaded:
+        steps = f"{loaded.loaded} finished steps of {loaded.path}"
+        outcome = with_notes(outcome, f"went on from {steps}")
+    return NewOutcome(outcome, unkept.reason if unkept is not None else "")
+
+
+def _scheduled(
+    request: Request,
+    results: Results,
+    journal: SearchJournal | None,
+    progress: ProgressCallback | None,
+) -> Outcome:
+    """Search for a request, or take what was searched, and give the candidates schedules."""
+    tuned = partial(results.tuned, request.key.target)
     verified = None
     if journal is None:
+        tuning_ahead.tune_others_until(lambda: not searching_ahead.is_under_way(request))
         meanwhile = tuned if takes_relatives(request) else lambda: ()
-        verified = searching_ahead.take(request, meanwhile)
-    if verified is None and journal is None:
-        verified = _reused(request, results)
+        verified = searching_ahead.take(request, meanwhile) or _reused(request, results)
     if verified is None:
         verified = search_and_verify(
             request.program,
@@ -76,21 +98,7 @@ def find_outcome(
             keep=request.keep,
             journal=journal,
         )
-    verified = verified.resized(request.program)
-    outcome = schedule_candidates(request, verified, tuned)
-    results.keep_search(outcome)
-    if request.all_candidates:
-        unkept = results.store(outcome)
-        outcome = measure_candidates(outcome, progress)
-    else:
-        outcome = measure_candidates(outcome, progress)
-        unkept = results.store(outcome)
-    if isinstance(loaded, Rejected):
-        outcome = with_notes(outcome, f"{loaded.reason}; searched anew")
-    elif isinstance(loaded, CheckpointJournal) and loaded.loaded:
-        steps = f"{loaded.loaded} finished steps of {loaded.path}"
-        outcome = with_notes(outcome, f"went on from {steps}")
-    return NewOutcome(outcome, unkept.reason if unkept is not None else "")
+    return schedule_candidates(request, verified.resized(request.program), tuned)
 
 
 def _reused(request: Request, results: Results) -> VerifiedCandidates | None:

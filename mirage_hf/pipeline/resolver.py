@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from mirage_hf.pipeline.request import FULL, QUICK, Effort, Request
 from mirage_hf.pipeline.results import SEARCHED, StoredEntry, ZooResults
 from mirage_hf.pipeline.searching_ahead import searching
 from mirage_hf.pipeline.torch_op import Run
+from mirage_hf.pipeline.tuning_ahead import tuning
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.settings import settings
@@ -242,10 +243,11 @@ class KernelFinder:
             self.noting(program, options, kernel)
         return kernel
 
-    def searching(
-        self, wanted: Iterable[tuple[KernelGraph, Mapping[str, Any]]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Search for kernels that are not stored in other processes, until the block ends.
+    @contextlib.contextmanager
+    def searching(self, wanted: Iterable[tuple[KernelGraph, Mapping[str, Any]]]) -> Iterator[None]:
+        """Search in other processes for kernels that are not stored, until the block ends.
+
+        If they are measured, they are measured in turns.
 
         Args:
             wanted: Programs that `resolve` will be asked for, and their options.
@@ -256,7 +258,9 @@ class KernelFinder:
         results = self.results()
         requests = (self.request(program, **options) for program, options in wanted)
         missing = [request for request in requests if not results.holds(request)]
-        return searching([replace(r, known=results.known_search(r)) for r in missing])
+        known = [replace(r, known=results.known_search(r)) for r in missing]
+        with searching(known), tuning(known):
+            yield
 
 
 def resolve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 from mirage_hf.codegen import workers
@@ -57,6 +57,21 @@ _begun: dict[str, _Search] = {}
 
 
 @contextlib.contextmanager
+def ready_to_search() -> Iterator[None]:
+    """Let workers be ready sooner for searches that begin in this block.
+
+    The process that forks them takes seconds to import torch.
+    """
+    threads = settings().threads
+    if threads < THREADS_FROM:
+        yield
+        return
+    with workers.at_work(min(threads, MOST_PROCESSES), search_worker.__name__) as pool:
+        pool.start()
+        yield
+
+
+@contextlib.contextmanager
 def searching(requests: Sequence[Request]) -> Iterator[None]:
     """Search for the programs of requests in other processes, until the block ends.
 
@@ -66,7 +81,7 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
     The process that forks workers takes a second or more to import torch. Until then this process
     does the searches that it needs first.
     """
-    tasks = {_name(request): _task(request) for request in requests}
+    tasks = {name_of(request): _task(request) for request in requests}
     tasks = {name: task for name, task in tasks.items() if name not in _begun}
     threads = settings().threads
     if threads < THREADS_FROM or len(tasks) < PROGRAMS_FROM:
@@ -79,10 +94,8 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
         for name, task in tasks.items()
     }
     with workers.at_work(min(threads, MOST_PROCESSES), search_worker.__name__) as pool:
-        executor = ThreadPoolExecutor(count)
         mine = {name: _Search(task) for name, task in tasks.items()}
-        for search in mine.values():
-            executor.submit(search.ask, pool)
+        asking = [pool.threads.submit(search.ask, pool) for search in mine.values()]
         _begun.update(mine)
         try:
             yield
@@ -90,7 +103,20 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
             for name, search in mine.items():
                 if _begun.pop(name, None) is not None:
                     search.begins()  # so that no worker begins it any more
-            executor.shutdown(wait=False, cancel_futures=True)
+            for future in asking:
+                future.cancel()
+
+
+def has_answer(request: Request) -> bool:
+    """Return whether a worker has searched for a request, so that `take` gives the candidates."""
+    search = _begun.get(name_of(request))
+    return search is not None and search.answer.done() and search.answer.result() is not None
+
+
+def is_under_way(request: Request) -> bool:
+    """Return whether a worker may still search for a request."""
+    search = _begun.get(name_of(request))
+    return search is not None and not search.answer.done()
 
 
 def take(
@@ -108,7 +134,7 @@ def take(
         other sizes. To prove and check its results takes about a second here, and a worker's first
         search may take longer.
     """
-    search = _begun.pop(_name(request), None)
+    search = _begun.pop(name_of(request), None)
     if search is None or search.begins():
         return None
     if not search.answer.done():
@@ -136,8 +162,8 @@ def _task(request: Request) -> SearchTask:
     )
 
 
-def _name(request: Request) -> str:
-    """Return a name for all that decides the outcome of a search."""
+def name_of(request: Request) -> str:
+    """Return a name for all that decides the outcome of a request's search."""
     task = _task(request)
     graphs = str(task.program), str(task.like)
     return repr((graphs, task.options, task.seed, task.keep, task.next_may_launch_early))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mirage_hf.codegen import ahead
+from mirage_hf.codegen import ahead, loaded_cubin
 from mirage_hf.ops import table
+from mirage_hf.zoo.key import target_of
+from mirage_hf.zoo.store import zoo_path
 
 
 @contextlib.contextmanager
@@ -41,6 +45,22 @@ def loading_ahead(model: nn.Module, device: torch.device, backend: str) -> Itera
         attending.join()
 
 
+def likely_to_search(model: nn.Module, device: torch.device, zoo: Any) -> bool:
+    """Return whether no kernel of the model's width is stored for a device.
+
+    This is known before the model is matched, which takes a second or more.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = getattr(text, "hidden_size", None)
+    if not isinstance(width, int):
+        return False
+    of_width = re.compile(rf"x{width}\b")
+    target = target_of(device)
+    folders = [folder for store in zoo_path(zoo).stores for folder in store.folders_of(target)]
+    return not any(of_width.search(folder.parent.name) for folder in folders)
+
+
 def _started(task: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=_attempt, args=(task,), daemon=True)
     thread.start()
@@ -67,8 +87,9 @@ def _attend(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
 
 
 def _prepare_triton() -> None:
-    """Let Triton hash its files, and build its module that loads kernels."""
-    from triton.runtime import driver
+    """Let Triton hash its files. If it launches kernels itself, let it build what that needs."""
+    if not loaded_cubin.can_launch():
+        from triton.runtime import driver
 
-    driver.active.get_current_device()
+        driver.active.get_current_device()
     ahead.hash_triton()

@@ -59,10 +59,10 @@ def choose_for_layer(
     Returns:
         The chosen candidates, and the time of all programs.
     """
-    with torch.cuda.device(device), torch.no_grad(), compiler.passing():
+    with torch.cuda.device(device), torch.no_grad(), compiler.passing() as load:
         layer = measure.Layer([c[0].ugraph.program for c in choices], device)
         tried = [_worth_trying(found) for found in choices]
-        runs = [[measure.run_of(c.generate()) for c in found] for found in tried]
+        runs = [[measure.run_of(c.generate(), load) for c in found] for found in tried]
 
         def time(at: Sequence[int], to_beat: float) -> Timing:
             chosen_runs = [run[k] for run, k in zip(runs, at, strict=True)]

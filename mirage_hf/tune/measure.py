@@ -196,7 +196,7 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         run(sets[0])
         torch.cuda.synchronize()
@@ -211,7 +211,6 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
                 end.record()
             finally:
                 graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
     return Captured(graph, calls, start, end, sets)
 
 
@@ -388,7 +387,12 @@ def time_run(
     return timing(captured.times(replays, to_beat), captured.calls)
 
 
-def run_of(program: triton.GeneratedProgram) -> Run:
-    """Return the function that runs a generated program."""
-    run: Run = compiler.load(program.source, program.digest).run
+def run_of(program: triton.GeneratedProgram, load: compiler.Load = compiler.load) -> Run:
+    """Return the function that runs a generated program.
+
+    Args:
+        program: The program.
+        load: Imports its source. That of `compiler.passing` forgets it later.
+    """
+    run: Run = load(program.source, program.digest).run
     return run

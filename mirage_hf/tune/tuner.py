@@ -5,11 +5,12 @@ Candidates compile in parallel, are timed on cold inputs, and are checked if the
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -34,11 +35,19 @@ from mirage_hf.verify.verdict import Verdict
 #: Called as progress(done, total, what).
 TuneProgress = Callable[[int, int, str], Any]
 
+Result = TypeVar("Result")
+
+#: Work that yields a compilation before it takes a result of it, and returns something at its end.
+Steps: TypeAlias = Generator[compiler.Compilation, None, Result]
+
 #: A round of measurements ends after this many candidates in a row that are no better.
 PATIENCE = 24
 
 #: Least relative gain that counts as better.
 LEAST_GAIN = 0.005
+
+#: Compiled ahead are those candidates that are measured in any case, but at least so many.
+LEAST_UNDER_WAY = 4
 
 #: Measuring a candidate stops at this many times the fastest's time.
 SLOW = 1.3
@@ -62,86 +71,139 @@ NEARLY_OF_STREAMS = 1.35
 _REPEATS = 16
 
 
-def tune(
-    ugraphs: Sequence[UGraph],
-    *,
-    device: torch.device | str = "cuda",
-    progress: TuneProgress | None = None,
-    per_graph: int = 24,
-    replays: int = 15,
-    schedules: Schedules = space.schedules,
-    rounds: int = 3,
-    resplit: bool = True,
-    next_may_launch_early: bool = False,
-    patience: int = PATIENCE,
-    checks_slow: bool = True,
-    generators: Sequence[str] = (TRITON,),
-    in_cuda: Schedules = cuda_schedules,
-) -> TuneResult:
-    """Measure candidates for one program on a GPU.
+class Tuning:
+    """Measures candidates for one program on a GPU, in steps that end where the compiler is needed.
 
-    Args:
-        ugraphs: µGraphs of the same program.
-        device: The GPU. Without one, the cost model ranks.
+    `finish` does all of them. Between two steps, another program may be tuned in the same thread.
+
+    Attributes:
         progress: Called as progress(done, total, what).
-        per_graph: Schedules of each µGraph to try.
-        replays: Replays of each timing.
-        schedules: The schedules of Triton kernels to try for an op, best first. By default all.
-        rounds: The most rounds of candidates one step away from the fastest, tried afterwards.
-        resplit: Also try other numbers of splits.
-        next_may_launch_early: See `placement.place_kernels`.
-        patience: End a round after so many candidates in a row that were no better; 0 measures all.
-            In the first round it counts for each generator.
-        checks_slow: Also check the numbers of candidates that are too slow to be chosen.
-        generators: Which generators write the kernels: "triton", "cuda" or both.
-        in_cuda: The schedules of CUDA kernels to try for an op, best first.
-
-    Raises:
-        CodegenError: There is no µGraph. A candidate that fails is rejected with a reason, never
-            raised.
+        result: The result, None until the last step is done.
     """
-    if not ugraphs:
-        raise errors.CodegenError(
-            "tune: no µGraph given; search first, or pass library_ugraph(program)"
-        )
-    early = next_may_launch_early
-    device = torch.device(device)
-    if device.type != "cuda":
-        candidates = rank_by_estimate(
+
+    def __init__(
+        self,
+        ugraphs: Sequence[UGraph],
+        *,
+        device: torch.device | str = "cuda",
+        progress: TuneProgress | None = None,
+        per_graph: int = 24,
+        replays: int = 15,
+        schedules: Schedules = space.schedules,
+        rounds: int = 3,
+        resplit: bool = True,
+        next_may_launch_early: bool = False,
+        patience: int = PATIENCE,
+        checks_slow: bool = True,
+        generators: Sequence[str] = (TRITON,),
+        in_cuda: Schedules = cuda_schedules,
+    ):
+        """Take the candidates. Nothing is done yet.
+
+        Args:
+            ugraphs: µGraphs of the same program.
+            device: The GPU. Without one, the cost model ranks.
+            progress: Called as progress(done, total, what).
+            per_graph: Schedules of each µGraph to try.
+            replays: Replays of each timing.
+            schedules: The schedules of Triton kernels to try for an op, best first. By default all.
+            rounds: The most rounds of candidates one step away from the fastest, tried afterwards.
+            resplit: Also try other numbers of splits.
+            next_may_launch_early: See `placement.place_kernels`.
+            patience: End a round after so many candidates in a row that were no better; 0 measures
+                all. In the first round it counts for each generator.
+            checks_slow: Also check the numbers of candidates that are too slow to be chosen.
+            generators: Which generators write the kernels: "triton", "cuda" or both.
+            in_cuda: The schedules of CUDA kernels to try for an op, best first.
+
+        Raises:
+            CodegenError: There is no µGraph. A candidate that fails is rejected with a reason,
+                never raised.
+        """
+        if not ugraphs:
+            raise errors.CodegenError(
+                "tune: no µGraph given; search first, or pass library_ugraph(program)"
+            )
+        self.progress: TuneProgress = progress or (lambda done, total, what: None)
+        self.result: TuneResult | None = None
+        self._device = torch.device(device)
+        self._ranking: Callable[..., list[ScheduledCandidate]] = partial(
+            rank_by_estimate,
             ugraphs,
             per_graph=per_graph,
             schedules=schedules,
-            next_may_launch_early=early,
+            next_may_launch_early=next_may_launch_early,
             generators=generators,
             in_cuda=in_cuda,
         )
-        return TuneResult.of("cost model (no GPU)", candidates)
-    with torch.cuda.device(device), torch.no_grad(), compiler.passing():
+        self._schedules, self._resplit = schedules, resplit
+        self._rounds, self._patience, self._replays = rounds, patience, replays
+        self._first_patience, self._checks_slow = patience * len(generators), checks_slow
+        self._compilation: compiler.Compilation | None = None
+        self._steps = self._measured() if self._device.type == "cuda" else self._estimated()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next step would wait for the compiler."""
+        return self._compilation is not None and self._compilation.is_waiting
+
+    def step(self) -> None:
+        """Go on until a result of the compiler is needed, or until the end."""
+        is_gpu = self._device.type == "cuda"
+        on_device = torch.cuda.device(self._device) if is_gpu else contextlib.nullcontext()
+        with on_device, torch.no_grad():
+            try:
+                self._compilation = next(self._steps)
+            except StopIteration as end:
+                self._compilation, self.result = None, end.value
+
+    def finish(self) -> TuneResult:
+        """Do all steps that are left, and return the result."""
+        while self.result is None:
+            self.step()
+        return self.result
+
+    def close(self) -> None:
+        """Give up what is not done."""
+        self._steps.close()
+
+    def _estimated(self) -> Steps[TuneResult]:
+        yield from ()
+        return TuneResult.of("cost model (no GPU)", self._ranking())
+
+    def _measured(self) -> Steps[TuneResult]:
+        device = self._device
         properties = torch.cuda.get_device_properties(device)
         sm = 10 * properties.major + properties.minor
         gpu = device_named(properties.name, sm)
-        candidates = rank_by_estimate(
-            ugraphs, gpu, per_graph, schedules, early, generators, in_cuda
-        )
+        candidates = self._ranking(gpu=gpu)
         program = candidates[0].ugraph.program
-        cold = measure.cold_inputs(program, device)
-        bench = _Bench(
-            sm=sm,
-            check=NumericCheck(program, device),
-            sets=cold,
-            chain=measure.Chain(program, cold),
-            replays=replays,
-            checks_slow=checks_slow,
-            progress=progress or (lambda done, total, what: None),
-        )
-        tried = bench.measure(candidates, patience * len(generators))
-        for _ in range(rounds):
-            best_us = _best_us(tried)
-            near = neighbours(fastest(tried, CLIMBERS), tried, gpu, schedules, resplit)
-            tried += bench.measure(near, patience, best_us)
-            if best_us == math.inf or _best_us(tried) > best_us * (1 - LEAST_GAIN):
-                break
-        return TuneResult.of(properties.name, bench.chained(tried))
+        with compiler.passing() as load:
+            cold = measure.cold_inputs(program, device)
+            bench = _Bench(
+                sm=sm,
+                check=NumericCheck(program, device),
+                sets=cold,
+                chain=measure.Chain(program, cold),
+                replays=self._replays,
+                checks_slow=self._checks_slow,
+                progress=lambda *done: self.progress(*done),
+                load=load,
+            )
+            tried = yield from bench.measure(candidates, self._first_patience)
+            for _ in range(self._rounds):
+                best_us = _best_us(tried)
+                climbers = fastest(tried, CLIMBERS)
+                near = neighbours(climbers, tried, gpu, self._schedules, self._resplit)
+                tried += yield from bench.measure(near, self._patience, best_us)
+                if best_us == math.inf or _best_us(tried) > best_us * (1 - LEAST_GAIN):
+                    break
+            return TuneResult.of(properties.name, bench.chained(tried))
+
+
+def tune(ugraphs: Sequence[UGraph], **options: Any) -> TuneResult:
+    """Return the result of a `Tuning` with these arguments."""
+    return Tuning(ugraphs, **options).finish()
 
 
 def _best_us(candidates: Sequence[ScheduledCandidate]) -> float:
@@ -159,8 +221,9 @@ class _Bench:
         sets: Cold inputs.
         chain: The chain of dependent calls.
         replays: Replays of each timing.
-        checks_slow: As in `tune`.
+        checks_slow: As in `Tuning`.
         progress: Called with progress.
+        load: Imports sources for as long as they are tried.
     """
 
     sm: int
@@ -170,10 +233,11 @@ class _Bench:
     replays: int
     checks_slow: bool
     progress: TuneProgress
+    load: compiler.Load
 
     def measure(
         self, candidates: Sequence[ScheduledCandidate], patience: int, known_us: float = math.inf
-    ) -> list[ScheduledCandidate]:
+    ) -> Steps[list[ScheduledCandidate]]:
         """Time and check candidates in order while later ones compile. The library is timed first.
 
         Args:
@@ -190,19 +254,26 @@ class _Bench:
             return programs[n]
 
         best_us, since_best = known_us, 0
-        outcomes = compiler.compiling([partial(written, n) for n in range(len(order))], self.sm)
-        for n, (c, outcome) in enumerate(zip(order, outcomes, strict=True)):
-            self.progress(n, len(candidates), "measuring")
-            done = undisturbed(partial(self.try_one, c, programs.get(n), outcome, best_us))
-            tried.append(done)
-            if done.is_library or n not in programs:
-                continue
-            if done.status == MEASURED and done.us < best_us * (1 - LEAST_GAIN):
-                best_us, since_best = done.us, 0
-            else:
-                since_best += 1
-            if 0 < patience <= since_best and best_us < math.inf:
-                break
+        outcomes = compiler.Compilation([partial(written, n) for n in range(len(order))], self.sm)
+        try:
+            for n, c in enumerate(order):
+                yield outcomes
+                outcome = next(outcomes)
+                self.progress(n, len(candidates), "measuring")
+                done = undisturbed(partial(self.try_one, c, programs.get(n), outcome, best_us))
+                tried.append(done)
+                if done.is_library or n not in programs:
+                    continue
+                if done.status == MEASURED and done.us < best_us * (1 - LEAST_GAIN):
+                    best_us, since_best = done.us, 0
+                else:
+                    since_best += 1
+                if patience and best_us < math.inf:
+                    if since_best >= patience:
+                        break
+                    outcomes.most_under_way = max(patience - since_best, LEAST_UNDER_WAY)
+        finally:
+            outcomes.close()
         self.progress(len(candidates), len(candidates), "done")
         return tried
 
@@ -210,7 +281,7 @@ class _Bench:
         self,
         candidate: ScheduledCandidate,
         program: triton.GeneratedProgram | None,
-        outcome: Any,
+        outcome: errors.CodegenError | None,
         fast_us: float,
     ) -> ScheduledCandidate:
         """Time one compiled candidate, and check it unless it is too slow.
@@ -218,14 +289,14 @@ class _Bench:
         Args:
             candidate: The candidate.
             program: Its generated program, None if it could not be written.
-            outcome: What compiling the program gave: a CodegenError if it failed.
+            outcome: The error if it does not compile.
             fast_us: The fastest time so far.
         """
-        if isinstance(outcome, errors.CodegenError):
+        if outcome is not None:
             return candidate.rejected(str(outcome).splitlines()[0])
         assert program is not None
-        run = measure.run_of(program)
         try:
+            run = measure.run_of(program, self.load)
             if candidate.is_library:
                 timing = measure.time_run(run, self.sets, self.replays, math.inf)
                 return replace(candidate, status=MEASURED, timing=timing)
@@ -251,7 +322,7 @@ class _Bench:
         found = []
         for c in candidates:
             if c.status == MEASURED and (c in fast or c.is_library):
-                run = measure.run_of(c.generate())
+                run = measure.run_of(c.generate(), self.load)
                 c = replace(c, chain=undisturbed(partial(self.chain.time, run, self.replays)))
             found.append(c)
         return found
@@ -278,11 +349,11 @@ def check_compiled(
         next_may_launch_early: See `placement.place_kernels`.
     """
     program = triton.generate(ugraph, schedules, next_may_launch_early=next_may_launch_early)
-    with torch.cuda.device(device), torch.no_grad(), compiler.passing():
+    with torch.cuda.device(device), torch.no_grad(), compiler.passing() as load:
         properties = torch.cuda.get_device_properties(device)
         try:
             compiler.ahead_of_time(program, 10 * properties.major + properties.minor)
-            run = measure.run_of(program)
+            run = measure.run_of(program, load)
             verdict = NumericCheck(ugraph.program, device).judge(run)
             if isinstance(verdict, Rejected):
                 return verdict

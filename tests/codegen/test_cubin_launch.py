@@ -12,8 +12,16 @@ import pytest
 import torch
 
 from mirage_hf import files
+from mirage_hf.codegen import (
+    ahead,
+    cubin_launch,
+    cubins,
+    early,
+    kernel_launch,
+    loaded_cubin,
+    triton,
+)
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import cubin_launch, cubins, early, kernel_launch, loaded_cubin, triton
 from mirage_hf.codegen.cubin_launch import CubinLauncher
 from mirage_hf.codegen.cubins import Cubin, CubinError
 from mirage_hf.codegen.generated_program import POINTER_TYPES
@@ -24,6 +32,9 @@ from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.ugraphs import rms_norm_linear
 
 IMAGE = b"\x7fELF image"
+
+#: What the fake compiler gives.
+COMPILED = b"\x7fELF compiled"
 
 
 def cubin(**changed) -> Cubin:
@@ -165,7 +176,25 @@ class FakeTensor(SimpleNamespace):
 @pytest.fixture
 def gpu(monkeypatch, driver):
     """Fake a GPU with sm_90 and bindings of its driver."""
-    now = SimpleNamespace(driver=driver, capturing=False, capability=(9, 0), compiled=[])
+    now = SimpleNamespace(
+        driver=driver, capturing=False, capability=(9, 0), compiled=[], by_triton=[]
+    )
+
+    def compile_kernel(kernel, signature, num_warps, num_stages, sm, constants):
+        now.compiled.append((kernel.__name__, signature, num_stages, sm, dict(constants)))
+        parameters = ", ".join([".param .u64 p"] * (len(signature) + cubins.SCRATCH_POINTERS))
+        metadata = SimpleNamespace(
+            name=kernel.__name__,
+            global_scratch_size=0,
+            num_ctas=1,
+            num_warps=num_warps,
+            shared=0,
+            launch_pdl=sm >= 90,
+        )
+        asm = {"cubin": COMPILED, "ptx": f".visible .entry {kernel.__name__}({parameters})"}
+        return SimpleNamespace(asm=asm, metadata=metadata)
+
+    monkeypatch.setattr(ahead, "compile_kernel", compile_kernel)
     monkeypatch.setattr(cubin_launch, "_loaded", {})
     monkeypatch.setattr(cubin_launch, "_logged", set())
     monkeypatch.setattr(loaded_cubin, "bindings", lambda: driver)
@@ -197,12 +226,12 @@ def launch_first(program, gpu, **changed):
     ]
     gpu.driver.num_arguments = len(tensors) + 2
     digest = changed.get("digest", program.digest)
-    launcher = CubinLauncher(digest, lambda *given: gpu.compiled.append(given))
+    launcher = CubinLauncher(digest, lambda *given: gpu.by_triton.append(given))
     warps = changed.get("num_warps", launch.num_warps)
+    names = [name for name, _ in launch.signature]
+    kernel = SimpleNamespace(__name__=launch.kernel, arg_names=[*names, "overlaps"])
     for _ in range(2):
-        launcher(
-            SimpleNamespace(__name__=launch.kernel), launch.grid, tensors, warps, launch.num_stages
-        )
+        launcher(kernel, launch.grid, tensors, warps, launch.num_stages)
     return launch, tensors
 
 
@@ -224,60 +253,95 @@ def test_launches_overlap_in_captures_only(gpu, program):
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"digest": "0" * 64},
-        {"dtype": torch.float16},
-        {"dtype": torch.complex64},
-        {"num_warps": 32},
-        {"first": 264},
-    ],
-    ids=["another source", "another dtype", "an unknown dtype", "other warps", "unaligned"],
+    [{"digest": "0" * 64}, {"dtype": torch.float16}, {"num_warps": 32}],
+    ids=["another source", "another dtype", "other warps"],
 )
 def test_a_kernel_that_differs_in_anything_is_compiled(gpu, program, changed):
+    gpu.capturing = True
+    launch, tensors = launch_first(program, gpu, **changed)
+    types = [POINTER_TYPES[x.dtype] for x in tensors]
+    names = [name for name, _ in launch.signature]
+    signature = list(zip(names, types, strict=True))
+    assert gpu.compiled == [(launch.kernel, signature, launch.num_stages, 90, {})]
+    assert gpu.driver.images == [COMPILED] and not gpu.by_triton
+    first, second = gpu.driver.launches
+    assert first == second and first.overlaps == [1]
+    assert first.block == (32 * changed.get("num_warps", launch.num_warps), 1, 1)
+    assert first.arguments == [t.address for t in tensors] + [0, 0]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"dtype": torch.complex64}, {"first": 264}], ids=["an unknown dtype", "unaligned"]
+)
+def test_triton_launches_what_is_no_cubin(gpu, program, changed):
     launch_first(program, gpu, **changed)
-    assert len(gpu.compiled) == 2 and not gpu.driver.launches and not gpu.driver.images
+    assert len(gpu.by_triton) == 2 and not gpu.compiled
+    assert not gpu.driver.launches and not gpu.driver.images
 
 
-def test_a_cubin_that_is_not_there_is_looked_for_once(gpu, program, monkeypatch):
-    asked, loaded = [], cubin_launch.loaded
+def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton(gpu, program, monkeypatch):
+    compile_kernel = ahead.compile_kernel
+
+    def needing_scratch(*given):
+        made = compile_kernel(*given)
+        made.metadata.global_scratch_size = 128
+        return made
+
+    monkeypatch.setattr(ahead, "compile_kernel", needing_scratch)
+    launch_first(program, gpu, digest="0" * 64)
+    assert len(gpu.compiled) == 1 and len(gpu.by_triton) == 2 and not gpu.driver.images
+
+
+def test_an_error_of_the_compiler_is_raised(gpu, program, monkeypatch):
+    def fail(*given):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(ahead, "compile_kernel", fail)
+    with pytest.raises(RuntimeError, match="PassManager"):
+        launch_first(program, gpu, digest="0" * 64)
+    assert not gpu.by_triton
+
+
+def test_a_cubin_that_is_not_packaged_is_looked_for_once(gpu, program, monkeypatch):
+    asked, packaged = [], cubin_launch.packaged
     monkeypatch.setattr(
-        cubin_launch, "loaded", lambda *given: asked.append(given) or loaded(*given)
+        cubin_launch, "packaged", lambda *given: asked.append(given) or packaged(*given)
     )
     launch_first(program, gpu, digest="0" * 64)
-    assert len(asked) == 1 and len(gpu.compiled) == 2
+    assert len(asked) == 1 and len(gpu.compiled) == 1
 
 
 def test_another_gpu_compiles_and_the_reason_is_told_once(gpu, program, caplog):
     gpu.capability = (8, 0)
     with caplog.at_level(logging.DEBUG, "mirage_hf"):
         launch_first(program, gpu)
-        launch_first(program, gpu)
-    assert len(gpu.compiled) == 4 and not gpu.driver.images
+        launch_first(program, gpu)  # another module with the same text
+    assert len(gpu.compiled) == 1 and gpu.driver.images == [COMPILED] and not gpu.by_triton
     assert [r.message for r in caplog.records].count(
-        "packaged kernels are compiled, their cubins are not used: the package has no cubins for "
-        "sm_80"
+        "a cubin is not used: the package has no cubins for sm_80"
     ) == 1
 
 
 @pytest.mark.parametrize(
     "function", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernelEx"]
 )
-def test_what_the_driver_refuses_is_compiled(gpu, program, caplog, function):
+def test_what_the_driver_refuses_is_launched_by_triton(gpu, program, caplog, function):
     gpu.driver.failing = function, 200
     with caplog.at_level(logging.DEBUG, "mirage_hf"):
         launch_first(program, gpu)
-    assert len(gpu.compiled) == 2 and f"{function}: CUDA_ERROR_200" in caplog.text
+    assert len(gpu.by_triton) == 2 and f"{function}: CUDA_ERROR_200" in caplog.text
 
 
-def test_without_bindings_kernels_are_compiled(gpu, program, monkeypatch):
+def test_without_bindings_triton_launches(gpu, program, monkeypatch):
     def missing():
         raise CubinError("cuda-bindings cannot be imported")
 
     monkeypatch.setattr(loaded_cubin, "bindings", missing)
     monkeypatch.setattr(cubin_launch, "bindings", missing)
     launch_first(program, gpu)
-    assert len(gpu.compiled) == 2
+    assert len(gpu.by_triton) == 2 and not gpu.compiled
     assert cubin_launch.obstacle(90) and not cubin_launch.has_all(program, 90)
+    assert not loaded_cubin.can_launch()
 
 
 def test_a_damaged_package_compiles(gpu, program, monkeypatch, tmp_path, caplog):
@@ -293,7 +357,8 @@ def test_a_damaged_package_compiles(gpu, program, monkeypatch, tmp_path, caplog)
             launch_first(program, gpu)
     finally:
         cubins.packaged.cache_clear()
-    assert len(gpu.compiled) == 2 and not gpu.driver.images and "cannot be read" in caplog.text
+    assert len(gpu.compiled) == 1 and gpu.driver.images == [COMPILED]
+    assert "cannot be read" in caplog.text
 
 
 def test_cubins_of_users_are_never_opened(gpu, monkeypatch, tmp_path):
@@ -320,7 +385,7 @@ def test_cubins_of_users_are_never_opened(gpu, monkeypatch, tmp_path):
     cubins.packaged.cache_clear()
     assert not cubin_launch.has_all(generated, 90)
     launch_first(generated, gpu)
-    assert len(gpu.compiled) == 2 and not gpu.driver.images
+    assert len(gpu.compiled) == 1 and gpu.driver.images == [COMPILED]
     assert set(opened) == {files.packaged_zoo() / "sm_90.safetensors"}
 
 
@@ -337,6 +402,18 @@ def test_hand_written_kernels_are_loaded_too(gpu):
     (made,) = gpu.driver.launches
     assert made.function == "argmax_kernel" and made.block == (256, 1, 1)
     assert made.arguments == [256 * n for n in range(1, len(tensors) + 1)] + [0, 0]
+
+
+def test_a_hand_written_kernel_is_compiled_with_its_sizes(gpu):
+    what = replace(sampling.argmax_launch(1, 1000))
+    kinds = [torch.bfloat16, *[torch.int64] * 4, torch.uint8, *[torch.int64] * 4, torch.int32]
+    tensors = [FakeTensor(256 * n, dtype) for n, dtype in enumerate([*kinds, torch.int64], 1)]
+    gpu.driver.num_arguments = len(tensors) + 2
+    what.launcher(what.kernel, what.grid, tensors, what.num_warps, what.num_stages)
+    ((name, signature, _, sm, constants),) = gpu.compiled
+    assert (name, sm, constants) == ("argmax_kernel", 90, dict(what.constants))
+    assert [n for n, _ in signature] == what.kernel.arg_names[: len(tensors)]
+    assert gpu.driver.images == [COMPILED] and len(gpu.driver.launches) == 1
 
 
 def test_the_source_of_a_hand_written_kernel_is_its_text_its_callees_and_its_sizes(monkeypatch):

@@ -207,7 +207,6 @@ def test_compiling_takes_the_options_that_the_digest_names(wanted, monkeypatch):
     entry = next(e for e in packaged_store().entries() if e.ugraph.is_fused)
     program = entry.generate()
     launch = program.launches[0]
-    module = compiler.load(program.source, program.digest)
-    task = launch.kernel, launch.signature, launch.num_warps, launch.num_stages
-    ahead.compile_kernel(module, task, SM)
+    kernel = getattr(compiler.load(program.source, program.digest), launch.kernel)
+    ahead.compile_kernel(kernel, launch.signature, launch.num_warps, launch.num_stages, SM)
     assert seen == [ahead.compile_options(launch.num_warps, launch.num_stages, SM)]

@@ -49,7 +49,7 @@ def by_triton(monkeypatch):
 
     def run(module, inputs):
         with monkeypatch.context() as patch:
-            patch.setattr(module, "launch", module.launch.compiled)
+            patch.setattr(module, "launch", module.launch.by_triton)
             return module.run(inputs)
 
     return run
@@ -106,7 +106,7 @@ def test_launching_takes_the_host_no_longer_than_triton(by_triton):
 
     module.run(inputs)
     cubin = microseconds(lambda: module.run(inputs))
-    launcher, module.launch = module.launch, module.launch.compiled
+    launcher, module.launch = module.launch, module.launch.by_triton
     try:
         module.run(inputs)
         triton = microseconds(lambda: module.run(inputs))

@@ -713,19 +713,22 @@ def test_an_input_that_is_an_output_too_is_not_written_over():
 
 def test_loaded_sources_are_forgotten_unless_someone_holds_them(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    before, tried, held = (
+    before, tried, held, meanwhile = (
         triton.generate(
             kernel_cases.rms_norm_linear(1, 512, 64),
             [Schedule({"m": 1, "n": n, "k": 128}, cooperating_blocks=4)],
         )
-        for n in (1, 2, 4)
+        for n in (1, 2, 4, 8)
     )
     known = compiler.load(before.source, before.digest)
-    with compiler.passing():
-        passed = weakref.ref(compiler.load(tried.source, tried.digest))
+    with compiler.passing() as load:
+        passed = weakref.ref(load(tried.source, tried.digest))
         compiler.ahead_of_time(tried, 90)
-        run = compiler.load(held.source, held.digest).run
+        assert load(before.source, before.digest) is known
+        run = load(held.source, held.digest).run
         counters = run.__globals__["_zeros"]
+        kept = compiler.load(meanwhile.source, meanwhile.digest)
+    assert compiler.load(meanwhile.source, meanwhile.digest) is kept
     assert passed() is None and f"mirage_hf_generated_{tried.digest[:16]}" not in sys.modules
     assert (
         compiler.load(before.source, before.digest) is known

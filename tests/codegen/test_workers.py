@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,16 +100,9 @@ def has_ended(pid: int, *, reaped: bool = True) -> bool:
 def test_kernels_that_a_worker_compiled_are_found_here(
     one: workers.Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hits: list[bool] = []
-    monkeypatch.setattr(
-        compiler_of_kernels.knobs.compilation,
-        "listener",
-        lambda **what: hits.append(what["cache_hit"]),
-    )
     assert one.compile(*asked(program(1))) is None
     first = process_of(one)
-    (kernel,) = compiler.ahead_of_time(program(1), 90)
-    assert hits == [True] and kernel.asm["cubin"]
+    assert is_in_cache(program(1))
     assert one.compile(*asked(imports_functions_of_torch())) is None
     assert "no_such_function" in str(one.compile(*asked(broken())))
     assert process_of(one) is first  # an error counts as an answer
@@ -118,6 +111,16 @@ def test_kernels_that_a_worker_compiled_are_found_here(
         one.compile(*asked(program(2)))
     assert one.compile(*asked(program(2))) is None
     assert process_of(one) is not first
+
+
+def is_in_cache(p: GeneratedProgram) -> bool:
+    """Return whether Triton has compiled a program's kernels for sm_90 before."""
+    hits: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        knobs = compiler_of_kernels.knobs.compilation
+        patch.setattr(knobs, "listener", lambda **what: hits.append(what["cache_hit"]))
+        compiler.ahead_of_time(p, 90)
+    return hits == [True] * len(p.launches)
 
 
 def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,17 +136,16 @@ def test_many_programs_take_processes_which_end_when_idle(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(workers.Workers, "compile", compile)
     programs = [program(3), broken(), program(4)]
-    found = list(compiler.compiling(programs, 90, threads=2))
-    assert [isinstance(f, CodegenError) for f in found] == [False, True, False] and len(
-        compiled
-    ) == 3
+    found = list(compiler.Compilation(programs, 90, threads=2))
+    assert found[0] is found[2] is None and len(compiled) == 3
+    assert is_in_cache(programs[0]) and is_in_cache(programs[2])
     assert "no code for sm_90: CompilationError" in str(found[1])
     until = time.monotonic() + 20
     while workers._shared and time.monotonic() < until:
         time.sleep(0.05)
     assert not workers._shared
     assert (
-        len(list(compiler.compiling(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3
+        len(list(compiler.Compilation(programs[:2], 90, threads=2))) == 2 and len(compiled) == 3
     )  # too few
 
 
@@ -156,15 +158,20 @@ def test_programs_are_written_and_compiled_shortly_before_they_are_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun: list[int] = []
-    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [program.source])
-    found = compiler.compiling([partial(written, begun, n) for n in range(20)], 90, threads=2)
-    assert next(found) == ["# 0"]
+    compiled: list[str] = []
+    monkeypatch.setattr(compiler, "FEW", 100)
+    monkeypatch.setattr(
+        compiler, "ahead_of_time", lambda program, sm: compiled.append(program.source)
+    )
+    found = compiler.Compilation([partial(written, begun, n) for n in range(20)], 90, threads=2)
+    assert next(found) is None and compiled[0] == "# 0"
     until = time.monotonic() + 60
     while len(begun) < 3 and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)  # nothing else begins until the next one is wanted
-    assert len(begun) == 3
-    assert list(found) == [[f"# {n}"] for n in range(1, 20)] and sorted(begun) == [*range(20)]
+    assert len(begun) == len(compiled) == 3
+    assert list(found) == [None] * 19 and begun == [*range(20)]
+    assert sorted(compiled) == sorted(f"# {n}" for n in range(20))
 
 
 def test_a_caller_that_stops_does_not_wait_for_what_is_under_way(
@@ -172,10 +179,14 @@ def test_a_caller_that_stops_does_not_wait_for_what_is_under_way(
 ) -> None:
     begun: list[int] = []
     may_end, ended = threading.Event(), threading.Semaphore(0)
+    entered = threading.Semaphore(0)
 
-    def in_worker(processes: Any, program: GeneratedProgram, sm: int) -> str | None:
+    def in_worker(
+        processes: Any, program: GeneratedProgram, sm: int, is_wanted: Callable[[], bool]
+    ) -> str | None:
         if program.source == "# 0":
             return None
+        entered.release()
         assert may_end.wait(60), "the caller waited"
         ended.release()
         return "refused"
@@ -191,22 +202,25 @@ def test_a_caller_that_stops_does_not_wait_for_what_is_under_way(
     monkeypatch.setattr(compiler, "in_worker", in_worker)
     monkeypatch.setattr(compiler, "ahead_of_time", compile_here)
     makers = [partial(written, begun, n, launch) for n in range(20)]
-    found = compiler.compiling(makers, 90, threads=2)
-    assert next(found) == ["# 0"]
+    found = compiler.Compilation(makers, 90, threads=2)
+    assert next(found) is None and found.is_waiting
+    for _ in range(2):
+        assert entered.acquire(timeout=60)
     found.close()
+    assert next(found, "over") == "over"
     may_end.set()
     for _ in range(len(begun) - 1):
         assert ended.acquire(timeout=60)
     time.sleep(0.1)
-    assert len(begun) <= 3 and compiled == ["# 0"] and not caplog.records
+    assert len(begun) == 3 and not compiled and not caplog.records
 
 
 def test_a_program_that_cannot_be_written_gives_its_error() -> None:
     def refuse() -> GeneratedProgram:
         raise CodegenError("its tile is too large")
 
-    first, second = compiler.compiling([refuse, program(19)], 90, threads=1)
-    assert isinstance(first, CodegenError) and isinstance(second, list)
+    first, second = compiler.Compilation([refuse, program(19)], 90, threads=1)
+    assert isinstance(first, CodegenError) and second is None and is_in_cache(program(19))
 
 
 def test_workers_build_the_launchers_that_launches_will_look_for(
@@ -241,7 +255,7 @@ def test_workers_build_the_launchers_that_launches_will_look_for(
     monkeypatch.setattr(driver, "CudaLauncher", Launcher)
     p = program(20)
     path, name, tasks, sm = asked(p)
-    line = json.dumps([path, name, tasks, sm, str(tmp_path)])
+    line = json.dumps([path, name, tasks, sm, True, str(tmp_path)])
     monkeypatch.setattr(compiler_of_kernels.knobs.cache, "dir", str(tmp_path))
     assert ahead.answer(line) == "null"
     module = compiler.load(p.source, p.digest)
@@ -291,8 +305,8 @@ def test_a_program_that_only_the_worker_refuses_is_compiled_here(
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 1)
     monkeypatch.setattr(workers.Workers, "compile", lambda *_: "ImportError: no such module")
-    (result,) = compiler.compiling([program(12)], 90, threads=2)
-    assert isinstance(result, list) and result[0].asm["cubin"]
+    (result,) = compiler.Compilation([program(12)], 90, threads=2)
+    assert result is None and is_in_cache(program(12))
     assert "this process compiled: ImportError: no such module" in caplog.text
 
 
@@ -304,7 +318,7 @@ def test_a_program_whose_process_ends_is_refused(monkeypatch: pytest.MonkeyPatch
         raise workers.WorkerError("the process that compiled it ended with exit code -11")
 
     monkeypatch.setattr(workers.Workers, "compile", ended)
-    (result,) = compiler.compiling([program(13)], 90, threads=2)
+    (result,) = compiler.Compilation([program(13)], 90, threads=2)
     assert isinstance(result, CodegenError) and "exit code -11" in str(result)
 
 
@@ -317,8 +331,8 @@ def test_threads_compile_where_no_process_can_begin(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(workers, "_shared", {})
     monkeypatch.setattr(workers.ForkServer, "fork", no)
-    (result,) = compiler.compiling([program(5)], 90, threads=2)
-    assert isinstance(result, list) and result[0].asm["cubin"]
+    (result,) = compiler.Compilation([program(5)], 90, threads=2)
+    assert result is None and is_in_cache(program(5))
 
 
 @pytest.mark.parametrize("executable", [None, "", sys.executable, "/bin/false"])
@@ -338,8 +352,9 @@ def test_threads_compile_where_python_is_part_of_another_program(
         return begin(server)
 
     monkeypatch.setattr(workers.ForkServer, "fork", counted)
-    for result in compiler.compiling([program(6), program(7), program(8)], 90, threads=1):
-        assert isinstance(result, list) and result[0].asm["cubin"]
+    programs = [program(6), program(7), program(8)]
+    assert list(compiler.Compilation(programs, 90, threads=1)) == [None] * 3
+    assert all(map(is_in_cache, programs))
     assert len(begun) == 1  # and it is not asked again for each program
 
 
@@ -354,12 +369,6 @@ def test_paths_that_are_no_strings_relative_or_gone(
     monkeypatch.setattr(sys, "path", [*sys.path, Path("no string")])
     monkeypatch.setenv("MIRAGE_HF_CACHE", "relative")
     first, second = program(9), program(10)
-    hits: list[bool] = []
-    monkeypatch.setattr(
-        compiler_of_kernels.knobs.compilation,
-        "listener",
-        lambda **what: hits.append(what["cache_hit"]),
-    )
     for p, change in (
         (first, lambda: None),
         (second, lambda: monkeypatch.chdir("elsewhere")),
@@ -373,9 +382,8 @@ def test_paths_that_are_no_strings_relative_or_gone(
         ),
     ):
         change()
-        (result,) = compiler.compiling([p], 90, threads=1)
-        assert isinstance(result, list) and result[0].asm["cubin"]
-    assert hits == [True] * 3
+        (result,) = compiler.Compilation([p], 90, threads=1)
+        assert result is None and is_in_cache(p)
     for pool in workers._shared.values():
         pool.close()
 
@@ -489,8 +497,8 @@ def test_threads_compile_where_sockets_cannot_be_passed(monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler, "PROCESSES_FROM", 1)
     monkeypatch.setattr(compiler, "FEW", 1)
     monkeypatch.setattr(workers, "_shared", {})
-    (result,) = compiler.compiling([program(18)], 90, threads=2)
-    assert isinstance(result, list) and result[0].asm["cubin"]
+    (result,) = compiler.Compilation([program(18)], 90, threads=2)
+    assert result is None and is_in_cache(program(18))
 
 
 def test_threads_of_this_process_may_parse_at_the_same_time() -> None:

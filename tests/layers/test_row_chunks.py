@@ -157,7 +157,7 @@ def test_kernels_are_compiled_together_before_they_are_checked(
             yield done[-1]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(row_chunks, "compiling", compiling)
+    monkeypatch.setattr(row_chunks, "Compilation", compiling)
     monkeypatch.setattr(
         row_chunks, "_check", lambda made, chunks: done.append(made.graph.inputs[0].dims[0])
     )

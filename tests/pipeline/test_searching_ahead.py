@@ -56,7 +56,7 @@ def requests(target: str = "sm_90") -> list[Request]:
 def wait_until_asked(wanted: Sequence[Request]) -> None:
     """Wait until workers have begun the searches, or have failed to."""
     for request in wanted:
-        search = searching_ahead._begun[searching_ahead._name(request)]
+        search = searching_ahead._begun[searching_ahead.name_of(request)]
         until = time.monotonic() + 60
         while not (search._is_taken.locked() or search.answer.done()):
             assert time.monotonic() < until, "no worker was ready"
@@ -114,7 +114,7 @@ def test_the_caller_works_while_a_worker_still_searches(is_done: bool) -> None:
     request = requests()[0]
     search = searching_ahead._Search(searching_ahead._task(request))
     assert search.begins()  # a worker
-    searching_ahead._begun[searching_ahead._name(request)] = search
+    searching_ahead._begun[searching_ahead.name_of(request)] = search
     worked = []
 
     def work() -> None:
@@ -139,7 +139,7 @@ def test_a_search_that_is_known_is_not_waited_for() -> None:
         assert search.begins()  # a worker
         if is_done:
             search.answer.set_result(answer)
-        searching_ahead._begun[searching_ahead._name(request)] = search
+        searching_ahead._begun[searching_ahead.name_of(request)] = search
         assert searching_ahead.take(request) is (verified if is_done else None)
 
 
@@ -152,7 +152,7 @@ def test_a_search_that_another_thread_is_taking_stays_its_own(
     monkeypatch.setattr(workers.ForkServer, "fork", lambda _: may_start.wait(60) and None)
     wanted = requests()
     with searching_ahead.searching(wanted):
-        taken = searching_ahead._begun.pop(searching_ahead._name(wanted[0]))
+        taken = searching_ahead._begun.pop(searching_ahead.name_of(wanted[0]))
     assert taken.begins(), "it would wait for an answer"
     may_start.set()
 

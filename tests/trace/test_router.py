@@ -247,8 +247,8 @@ def test_the_kernel_compiles_and_waits(name: str, sm: int) -> None:
     names = [f"in{n}" for n in range(len(router.inputs))]
     names += [f"out{n}" for n in range(len(router.results))]
     signature = [(n, TYPES[form.dtype]) for n, form in zip(names, forms, strict=True)]
-    module = compiler.load(text.source, text.digest)
-    kernel = compile_kernel(module, (text.name, signature, text.num_warps, 1), sm)
+    function = getattr(compiler.load(text.source, text.digest), text.name)
+    kernel = compile_kernel(function, signature, text.num_warps, 1, sm)
     ptx = kernel.asm["ptx"]
     waits, triggers = (
         ptx.count(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents")

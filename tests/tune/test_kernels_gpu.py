@@ -114,7 +114,7 @@ def test_every_schedule_of_the_space(name):
     ]
     schedules = [[r[min(n, len(r) - 1)] for r in ranked] for n in range(max(map(len, ranked)))]
     programs = [triton.generate(ugraph, s) for s in schedules]
-    compiled = list(compiler.compiling(programs, sm))
+    compiled = list(compiler.Compilation(programs, sm))
     reference = Reference(ugraph.program)
     wrong = [
         f"{[*map(str, s)]}: {c}"

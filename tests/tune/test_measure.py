@@ -17,7 +17,7 @@ from mirage_hf.verify.verdict import Accepted
 from tests.helpers.schedule_cases import SPACES
 
 
-def bench_with(check, checks_slow):
+def bench_with(check, checks_slow, run=None):
     """Return the means to try candidates, with a numeric check of the test's own."""
     return tuner._Bench(
         sm=90,
@@ -27,7 +27,18 @@ def bench_with(check, checks_slow):
         replays=1,
         checks_slow=checks_slow,
         progress=lambda done, total, what: None,
+        load=lambda source, digest: SimpleNamespace(run=run),
     )
+
+
+def measured(bench, *args):
+    """Return what a bench measures, without a wait for the compiler."""
+    steps = bench.measure(*args)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch):
@@ -47,12 +58,9 @@ def test_a_kernel_whose_results_differ_from_call_to_call_is_rejected(monkeypatch
         measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([1.0], 1)
     )
     for run, status in ((steady, MEASURED), (racy, REJECTED)):
-        monkeypatch.setattr(
-            measure.compiler, "load", lambda source, digest, run=run: SimpleNamespace(run=run)
-        )
-        bench = bench_with(SimpleNamespace(judge=lambda run: Accepted()), checks_slow=True)
+        bench = bench_with(SimpleNamespace(judge=lambda run: Accepted()), True, run)
         program = SimpleNamespace(source="", digest="")
-        tried = bench.try_one(candidate, program, [], math.inf)
+        tried = bench.try_one(candidate, program, None, math.inf)
         assert tried.status == status and ("race" in tried.reason) == (status == REJECTED)
 
 
@@ -74,12 +82,10 @@ def test_only_a_candidate_that_may_be_chosen_is_checked(
     monkeypatch.setattr(
         measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([us], 1)
     )
-    monkeypatch.setattr(
-        measure.compiler, "load", lambda source, digest: SimpleNamespace(run=lambda inputs: [])
-    )
     check = SimpleNamespace(judge=lambda run: checked.append(run) or Rejected("wrong"))
     program = SimpleNamespace(source="", digest="")
-    tried = bench_with(check, checks_slow).try_one(candidate, program, [], 1.0)
+    bench = bench_with(check, checks_slow, lambda inputs: [])
+    tried = bench.try_one(candidate, program, None, 1.0)
     is_checked = checks_slow or not is_slow
     assert bool(checked) == is_checked
     assert tried.status == (REJECTED if is_checked else TOO_SLOW)
@@ -111,9 +117,9 @@ def test_a_round_ends_after_candidates_without_a_gain(
         return replace(candidate, status=MEASURED, timing=measure.timing([us], 1))
 
     monkeypatch.setattr(tuner._Bench, "try_one", try_one)
-    monkeypatch.setattr(compiler, "compiling", lambda makers, sm: (make() for make in makers))
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
     library = [c for c in ranked if c.is_library]
-    found = bench_with(None, False).measure([*searched, *library], patience, known_us)
+    found = measured(bench_with(None, False), [*searched, *library], patience, known_us)
     assert [c.is_library for c in found] == [True] + [False] * tried
 
 
@@ -138,7 +144,7 @@ def test_a_candidate_that_cannot_be_written_is_rejected_alone(monkeypatch):
     monkeypatch.setattr(type(broken), "generate", written)
     monkeypatch.setattr(tuner._Bench, "try_one", try_one)
     monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
-    found = bench_with(None, False).measure([good, broken, library], 0)
+    found = measured(bench_with(None, False), [good, broken, library], 0)
     assert {c.schedules: (c.status, c.reason) for c in found} == {
         broken.schedules: (REJECTED, "its tile is too large"),
         library.schedules: (MEASURED, ""),

@@ -87,7 +87,7 @@ def test_kernels_are_chosen_by_the_time_of_all_together(monkeypatch):
     }
     numbers = {triton.generate(c.ugraph, c.schedules).digest: n for n, c in enumerate(found)}
     monkeypatch.setattr(layer.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(measure, "run_of", lambda program: numbers[program.digest])
+    monkeypatch.setattr(measure, "run_of", lambda program, load: numbers[program.digest])
     monkeypatch.setattr(
         measure,
         "Layer",

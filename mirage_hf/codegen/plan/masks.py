@@ -74,5 +74,5 @@ class Masks:
         if op.over is not None:
             return False
         operands_are_zero = all(self.is_zero_padded(a, axis) for a in op.args if isinstance(a, str))
-        numbers = [None if isinstance(a, str) else a for a in op.args]
-        return operands_are_zero and keeps_zero(op.fn, numbers, dict(op.attrs))
+        numbers = tuple(None if isinstance(a, str) else a for a in op.args)
+        return operands_are_zero and keeps_zero(op.fn, numbers, tuple(op.attrs))
