@@ -19,7 +19,7 @@ import torch
 
 from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
-from mirage_hf.codegen import cubin_launch, triton
+from mirage_hf.codegen import cubin_launch, loaded_cubin, triton
 from mirage_hf.errors import MirageError, Rejected, described
 from mirage_hf.gpus import DEVICES, device_named
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -142,10 +142,15 @@ def _of_gpu(device: torch.device) -> Finding:
 
 
 def _compilers() -> list[Finding]:
-    """Return what Triton needs at run time: a C compiler and Python's headers, for its launcher."""
+    """Return what Triton's launchers need at run time: a C compiler and Python's headers.
+
+    Kernels are launched without Triton if the bindings of the driver are there.
+    """
     if importlib.util.find_spec("triton") is None:
         return []  # the requirements say so
-    missing = PROBLEM if torch.cuda.is_available() else LIMIT
+    needs_launchers = torch.cuda.is_available() and not loaded_cubin.can_launch()
+    missing = PROBLEM if needs_launchers else LIMIT
+    launchers = "builds launchers with it, for GPUs without the bindings of the driver"
     found = []
     named = os.environ.get("CC")
     compiler_path = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
@@ -154,14 +159,14 @@ def _compilers() -> list[Finding]:
     else:
         text = f"CC is {named!r}, which is not there" if named else "there is no gcc or clang"
         way_out = "install gcc (apt install gcc), or name a compiler in CC"
-        text += "; Triton builds its launcher with one, on a GPU"
+        text += f"; Triton {launchers}"
         found.append(Finding(missing, "C compiler", errors.printable(text), way_out))
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if header.exists():
         found.append(Finding(OK, "Python's headers", str(header)))
     else:
         way_out = "install python3-dev, or use a Python that has them"
-        text = f"there is no {header}; Triton builds its launcher with it, on a GPU"
+        text = f"there is no {header}; Triton {launchers}"
         found.append(Finding(missing, "Python's headers", text, way_out))
     return found
 

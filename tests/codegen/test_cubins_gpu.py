@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -118,16 +121,47 @@ def test_launching_takes_the_host_no_longer_than_triton(by_triton):
 
 def test_a_first_generate_of_a_packaged_model_compiles_nothing(monkeypatch, tmp_path):
     """Two layers of Llama-3.2-1B, greedy, in a cache of 256 slots."""
-    from triton import knobs
+    import triton
 
     import mirage_hf as mi
 
-    compiled = []
+    compiled, compile_source = [], triton.compile
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
-    with knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"]) and False
-        model = random_model("llama-3.2-1b", DEVICE, layers=2)
-        mi.optimize(model)
-        prompt = torch.randint(0, 1000, (1, 100), device=DEVICE)
-        model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    monkeypatch.setattr(
+        triton,
+        "compile",
+        lambda source, **how: compiled.append(source) or compile_source(source, **how),
+    )
+    model = random_model("llama-3.2-1b", DEVICE, layers=2)
+    mi.optimize(model)
+    prompt = torch.randint(0, 1000, (1, 100), device=DEVICE)
+    model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
     assert not compiled
+
+
+NEW_MODEL = """
+import torch, mirage_hf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=320, intermediate_size=832, num_hidden_layers=2, vocab_size=512)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=5)).bfloat16().cuda().eval()
+mirage_hf.optimize(model, tune="never")
+prompt = torch.randint(0, 500, (1, 20), device="cuda")
+for sampling in ({"do_sample": False}, {"do_sample": True, "top_p": 0.9, "top_k": 20}):
+    for _ in range(3):
+        model.generate(prompt, max_new_tokens=40, min_new_tokens=40, pad_token_id=0, **sampling)
+report = model.mirage.report
+assert len(report.swapped) == 11 and not report.fallbacks, report
+"""
+
+
+def test_a_model_without_packaged_kernels_needs_no_c_compiler(tmp_path):
+    """CC names a program that fails, in a process with empty caches."""
+    empty = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "MIRAGE_HF_CACHE": str(tmp_path)}
+    subprocess.run(
+        [sys.executable, "-c", NEW_MODEL],
+        env={**os.environ, **empty, "CC": "/bin/false"},
+        check=True,
+        timeout=300,
+    )
+    assert any((tmp_path / "triton").rglob("*.cubin"))
