@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -146,8 +147,9 @@ def _compile(kernels: Sequence[Resolved], device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     sm = 10 * major + minor
     programs = [kernel.entry.generate() for kernel in kernels]
-    for _ in Compilation([p for p in programs if not has_all(p, sm)], sm):
-        pass  # a kernel that cannot be compiled raises when it is run
+    with closing(Compilation([p for p in programs if not has_all(p, sm)], sm)) as compilation:
+        for _ in compilation:
+            pass  # a kernel that cannot be compiled raises when it is run
 
 
 def _check(made: _ChunkKernel, chunks: RowChunks) -> None:

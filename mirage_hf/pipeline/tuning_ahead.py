@@ -26,8 +26,8 @@ from mirage_hf.tune.tuner import Tuning
 #: The most programs that are tuned at once. Each keeps its inputs on the GPU.
 AT_ONCE = 4
 
-#: Another program begins only if the GPU has this many times the bytes of its inputs free, and this
-#: many bytes more. Checks hold weights in float64, which takes four times their bytes in 16 bits.
+#: Another program begins only if the GPU has so many times the bytes of the inputs of all programs
+#: free, and so many bytes more. Checks hold weights in float64: four times their bytes in 16 bits.
 _FREE_FACTOR, _FREE_BYTES = 8, 1 << 30
 
 #: Seconds between looks at the compiler while all programs wait for it.
@@ -65,11 +65,18 @@ class _Wanted(threading.local):
     Attributes:
         requests: The requests that nobody has taken and that have not begun, by name.
         begun: The programs that nobody has taken.
+        taken: The program that `finish` measures, if it does.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
         self.begun: dict[str, UnderWay] = {}
+        self.taken: UnderWay | None = None
+
+    def under_way(self) -> list[UnderWay]:
+        """Return the programs that are not measured to the end."""
+        each = [*self.begun.values(), *filter(None, [self.taken])]
+        return [program for program in each if not program.is_done]
 
 
 _wanted = _Wanted()
@@ -83,7 +90,7 @@ def tuning(requests: Sequence[Request]) -> Iterator[None]:
     that have begun. What nobody took is dropped.
     """
     measured = [r for r in requests if r.device is not None and not r.all_candidates]
-    named = {searching_ahead.name_of(r): r for r in measured}
+    named = {_name_of(r): r for r in measured}
     new = named.keys() - _wanted.requests.keys() - _wanted.begun.keys()
     _wanted.requests |= {name: named[name] for name in named if name in new}
     try:
@@ -99,7 +106,7 @@ def take(request: Request) -> UnderWay | None:
     """Return what has begun for a request, or None. It does not begin by itself any more."""
     if request.device is None or request.all_candidates:
         return None
-    name = searching_ahead.name_of(request)
+    name = _name_of(request)
     _wanted.requests.pop(name, None)
     return _wanted.begun.pop(name, None)
 
@@ -116,12 +123,14 @@ def finish(under_way: UnderWay, progress: ProgressCallback | None = None) -> Out
         return under_way.outcome
     if progress is not None:
         tuning.progress = lambda *detail: progress("tune", detail)
+    _wanted.taken = under_way
     try:
         tune_others_until(lambda: not tuning.is_waiting)
         while tuning.result is None:
             tuning.step()
             tune_others_until(lambda: not tuning.is_waiting)
     finally:
+        _wanted.taken = None
         _close(under_way)
     return with_times(under_way.outcome, tuning.result)
 
@@ -131,7 +140,7 @@ def tune_others_until(is_over: Callable[[], bool]) -> None:
     while not is_over():
         if _step():
             continue
-        if all(other.is_done for other in _wanted.begun.values()):
+        if all(other is _wanted.taken for other in _wanted.under_way()):
             return
         time.sleep(_LOOK_SECONDS)
 
@@ -160,7 +169,7 @@ def _step() -> bool:
 
 def _next_to_begin() -> str | None:
     """Return the name of the next program that was searched, if another may begin."""
-    if sum(not other.is_done for other in _wanted.begun.values()) + 1 >= AT_ONCE:
+    if len(_wanted.under_way()) >= AT_ONCE:
         return None
     for name, request in _wanted.requests.items():
         if searching_ahead.has_answer(request) and _has_memory_for(request):
@@ -175,9 +184,15 @@ def _begin(name: str) -> None:
         _wanted.begun[name] = begin(schedule_candidates(request, verified, lambda: ()))
 
 
+def _name_of(request: Request) -> str:
+    """Return a name for all that decides what is measured for a request."""
+    return repr((searching_ahead.name_of(request), request.device, request.effort))
+
+
 def _has_memory_for(request: Request) -> bool:
     device = request.device
-    size = sum(map(stored_bytes, request.program.inputs))
+    programs = [request.program, *(each.outcome.request.program for each in _wanted.under_way())]
+    size = sum(stored_bytes(t) for program in programs for t in program.inputs)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
     return free >= _FREE_FACTOR * size + _FREE_BYTES

@@ -150,8 +150,7 @@ prompt = torch.randint(0, 500, (1, 20), device="cuda")
 for sampling in ({"do_sample": False}, {"do_sample": True, "top_p": 0.9, "top_k": 20}):
     for _ in range(3):
         model.generate(prompt, max_new_tokens=40, min_new_tokens=40, pad_token_id=0, **sampling)
-report = model.mirage.report
-assert len(report.swapped) == 11 and not report.fallbacks, report
+assert "6 calls with all steps by kernels" in str(model.mirage.report), model.mirage.report
 """
 
 
