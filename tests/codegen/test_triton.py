@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib.util
+import inspect
 import itertools
+import linecache
 import marshal
 import math
 import os
@@ -739,6 +741,16 @@ def test_loaded_sources_are_forgotten_unless_someone_holds_them(tmp_path, monkey
         and run.__globals__["mirage_0"].fn.__name__ == "mirage_0"
     )
     assert compiler.load(held.source, held.digest).run is not run
+
+
+def test_the_text_of_a_loaded_kernel_outlives_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    program = triton.generate(kernel_cases.rms_norm_linear(1, 512, 48))
+    module = compiler.load(program.source, program.digest)
+    Path(module.__file__).unlink()
+    linecache.checkcache()
+    text = inspect.getsource(module.mirage_0.fn)
+    assert text in program.source and "def mirage_0(" in text
 
 
 def test_an_input_that_is_stored_as_it_is_is_not_written_over():

@@ -174,6 +174,19 @@ def test_programs_are_written_and_compiled_shortly_before_they_are_wanted(
     assert sorted(compiled) == sorted(f"# {n}" for n in range(20))
 
 
+def test_a_caller_may_let_fewer_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(compiler, "FEW", 100)
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
+    found = compiler.Compilation([partial(written, begun, n) for n in range(20)], 90, threads=4)
+    assert next(found) is None and len(begun) == 5
+    found.most_under_way = 1
+    for n in range(1, 20):
+        assert next(found) is None
+        assert len(begun) == min(20, max(5, n + 2))
+    assert next(found, "over") == "over" and begun == [*range(20)]
+
+
 def test_a_caller_that_stops_does_not_wait_for_what_is_under_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

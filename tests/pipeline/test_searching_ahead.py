@@ -229,3 +229,16 @@ def test_stored_kernels_are_not_searched_for(monkeypatch: pytest.MonkeyPatch) ->
         assert len(searching_ahead._begun) == 2
         wait_until_asked([finder.request(g) for g in others])
         assert [finder.resolve(g).source for g in graphs()] == ["cache", "searched", "searched"]
+
+
+@pytest.mark.parametrize("threads", [1, searching_ahead.THREADS_FROM])
+def test_the_process_that_forks_workers_starts_before_a_search(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIRAGE_HF_THREADS", str(threads))
+    monkeypatch.setattr(workers, "_shared", {})
+    with searching_ahead.ready_to_search():
+        servers = [pool._server for pool in workers._shared.values()]
+        assert [server._process is not None for server in servers] == [True] * (threads > 1)
+    for pool in workers._shared.values():
+        pool.close()

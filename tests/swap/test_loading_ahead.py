@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from mirage_hf.swap import loading_ahead
 
@@ -41,6 +42,20 @@ def test_a_cpu_loads_nothing(monkeypatch):
     monkeypatch.setattr(loading_ahead.threading, "Thread", None)
     with loading_ahead.loading_ahead(torch.nn.Linear(2, 2), torch.device("cpu"), "cpu"):
         pass
+
+
+@pytest.mark.parametrize(
+    "width, is_likely", [(2048, False), (960, True), (1248, True), (None, False)]
+)
+def test_workers_start_early_if_no_kernel_of_the_width_is_stored(
+    width, is_likely, monkeypatch, tmp_path
+):
+    """The digest of a packaged kernel ends with 960."""
+    monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading_ahead, "target_of", lambda device: "sm_90")
+    model = torch.nn.Linear(2, 2)
+    model.config = LlamaConfig(hidden_size=width) if width else None
+    assert loading_ahead.likely_to_search(model, torch.device("cuda"), None) == is_likely
 
 
 @pytest.mark.gpu
