@@ -150,7 +150,7 @@ def _compilers() -> list[Finding]:
         return []  # the requirements say so
     needs_launchers = torch.cuda.is_available() and not loaded_cubin.can_launch()
     missing = PROBLEM if needs_launchers else LIMIT
-    launchers = "builds launchers with it, for GPUs without the bindings of the driver"
+    launchers = "builds launchers with it, if torch brings no bindings of the driver"
     found = []
     named = os.environ.get("CC")
     compiler_path = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import linecache
 import logging
@@ -38,7 +39,7 @@ _log = logging.getLogger("mirage_hf")
 Load = Callable[[str, str], ModuleType]
 
 _loaded: dict[str, ModuleType] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage collection inside it may forget sources
 
 
 def load(source: str, digest: str) -> ModuleType:
@@ -78,8 +79,8 @@ def was_loaded(digest: str) -> bool:
     return digest in _loaded or _is_kept(folder / f"{digest}.py", digest)
 
 
-#: References to a function that only its module holds, one of which is `getrefcount`'s own.
-_UNHELD = 2
+#: `sys.getrefcount` of an object that one other holds. The call itself adds one.
+_HELD_ONCE = 2
 
 
 @contextlib.contextmanager
@@ -92,21 +93,33 @@ def passing() -> Iterator[Load]:
     new: set[str] = set()
 
     def load_for_now(source: str, digest: str) -> ModuleType:
-        if digest not in _loaded:
-            new.add(digest)
-        return load(source, digest)
+        with _lock:
+            if digest not in _loaded:
+                new.add(digest)
+            return load(source, digest)
 
     try:
         yield load_for_now
     finally:
         with _lock:
-            forgotten = [_loaded.pop(digest) for digest in new & _loaded.keys()]
-        for module in forgotten:
-            sys.modules.pop(module.__name__, None)
-            linecache.cache.pop(str(module.__file__), None)
-            # The functions of a module refer to it. To collect such garbage would take longer.
-            if sys.getrefcount(module.run) == _UNHELD:
-                module.__dict__.clear()
+            is_empty = [_forget(digest) for digest in new & _loaded.keys()]
+        if not all(is_empty):
+            gc.collect()
+
+
+def _forget(digest: str) -> bool:
+    """Forget a loaded source. Return whether its functions are gone, too.
+
+    A module's functions refer to all that it holds, so they go once it is emptied. It is not if
+    somebody holds it or its function, such as Triton after it compiled in this process.
+    """
+    module = _loaded.pop(digest)
+    sys.modules.pop(module.__name__, None)
+    linecache.cache.pop(str(module.__file__), None)
+    is_held = sys.getrefcount(module) > _HELD_ONCE or sys.getrefcount(module.run) > _HELD_ONCE
+    if not is_held:
+        module.__dict__.clear()
+    return not is_held
 
 
 def prepare_triton() -> None:
@@ -227,10 +240,15 @@ class Compiled:
         return str(self.asm["ptx"])
 
 
-def ahead_of_time(program: GeneratedProgram, sm: int) -> list[Compiled]:
+def ahead_of_time(program: GeneratedProgram, sm: int, load: Load = load) -> list[Compiled]:
     """Compile every kernel of a program for a compute capability, without a GPU.
 
     Pointers are taken as 16-byte aligned, as torch's are.
+
+    Args:
+        program: The program.
+        sm: The compute capability.
+        load: Imports its source.
 
     Raises:
         CodegenError: If the compiler rejects a kernel. The message quotes the compiler.
@@ -283,8 +301,8 @@ MOST_PROCESSES = 16
 class Compilation:
     """Compiles programs in parallel. Iterate for what became of each, in order.
 
-    That is None if a program's kernels are in Triton's cache now, where their first launch finds
-    them, and the error if they do not compile.
+    That is None if a program compiles, and the error if not. Its first launch finds Triton's
+    kernels in Triton's cache.
 
     Programs are generated in the caller's thread. In other threads they would take Python's lock
     from a caller that measures.
@@ -299,6 +317,7 @@ class Compilation:
         programs: Sequence[GeneratedProgram | Callable[[], GeneratedProgram]],
         sm: int,
         threads: int | None = None,
+        load: Load = load,
     ):
         """Compile the first programs.
 
@@ -307,9 +326,10 @@ class Compilation:
                 compiler.
             sm: The compute capability.
             threads: Threads to use; by default MIRAGE_HF_THREADS.
+            load: Imports sources that this process compiles itself.
         """
         threads = threads or settings().threads
-        self._sm, self._programs = sm, deque(programs)
+        self._sm, self._load, self._programs = sm, load, deque(programs)
         self._is_over = threading.Event()
         self._workers: workers.Workers | None = None
         self._at_end = contextlib.ExitStack()
@@ -322,7 +342,11 @@ class Compilation:
             self._at_end.callback(self._pool.shutdown, wait=False)
         self.most_under_way = threads
         self._under_way: deque[Future[errors.CodegenError | None]] = deque()
-        self._begin_more()
+        try:
+            self._begin_more()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_waiting(self) -> bool:
@@ -373,7 +397,7 @@ class Compilation:
                         return None
             if not self._is_wanted():
                 return None
-            ahead_of_time(program, self._sm)
+            ahead_of_time(program, self._sm, self._load)
         except errors.CodegenError as e:
             return e
         if refused is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mirage_hf.codegen import ahead, cubins
-from mirage_hf.codegen.cubins import CubinError, CubinFile
+from mirage_hf.codegen.cubins import CubinError, CubinFile, TooLargeError
 from mirage_hf.codegen.generated_program import POINTER_TYPES, GeneratedProgram
 from mirage_hf.codegen.loaded_cubin import LoadedCubin, bindings
 from mirage_hf.settings import settings
@@ -109,15 +109,18 @@ class CubinLauncher:
         """Return a cubin that Triton compiles or finds in its cache, if it can be launched.
 
         Raises:
+            TooLargeError: The kernel needs more than the GPU has.
             Exception: Whatever Triton raises if the kernel does not compile.
         """
+        if not POINTER_TYPES.keys() >= set(dtypes):
+            return None
+        types = [POINTER_TYPES[dtype] for dtype in dtypes]
         major, minor = torch.cuda.get_device_capability(device)
         sm = 10 * major + minor
         skipped = {"overlaps", *self.constants}
         names = [name for name in kernel.arg_names if name not in skipped]
         try:
             bindings()
-            types = [POINTER_TYPES[dtype] for dtype in dtypes]
             digest = cubins.digest_of(
                 self.source, kernel.__name__, types, num_warps, num_stages, sm
             )
@@ -128,9 +131,12 @@ class CubinLauncher:
                 kernel, signature, num_warps, num_stages, sm, self.constants
             )
             cubin = LoadedCubin(*cubins.cubin_of(digest, made, len(types)), device)
-            return _loaded.setdefault((digest, device), cubin)
-        except KeyError:
-            return None
+            with _lock:
+                cubin = _loaded.get((digest, device)) or cubin
+                _loaded[digest, device] = cubin
+            return cubin
+        except TooLargeError:
+            raise
         except CubinError as e:
             _log_once(str(e))
             return None

@@ -49,7 +49,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 class CubinError(Exception):
-    """An error raised if a cubin is not used. Its kernel is then compiled from the source."""
+    """An error raised if a cubin is not used. Triton then launches its kernel."""
+
+
+class TooLargeError(CubinError):
+    """An error raised if a kernel needs more than the GPU has, however it is launched."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mirage_hf.codegen.cubins import SCRATCH_POINTERS, Cubin, CubinError
+from mirage_hf.codegen.cubins import SCRATCH_POINTERS, Cubin, CubinError, TooLargeError
 
 #: Dynamic shared memory that a block gets without asking, in bytes.
 _SHARED_WITHOUT_ASKING = 48 * 1024
@@ -84,7 +84,10 @@ class LoadedCubin:
             function,
         )
         if 32 * cubin.num_warps > most_threads:
-            raise CubinError(f"{most_threads} threads a block are too few")
+            raise TooLargeError(
+                f"{cubin.kernel}: needs {32 * cubin.num_warps} threads a block, "
+                f"and may have {most_threads}"
+            )
         if cubin.shared > _SHARED_WITHOUT_ASKING:
             most_shared = self._call(
                 driver.cuDeviceGetAttribute,
@@ -97,7 +100,10 @@ class LoadedCubin:
                 function,
             )
             if cubin.shared > most_shared - static:
-                raise CubinError(f"{most_shared} bytes of shared memory a block are too few")
+                raise TooLargeError(
+                    f"{cubin.kernel}: needs {cubin.shared} bytes of shared memory a block, "
+                    f"and this GPU has {most_shared - static}"
+                )
             prefer_shared = driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED
             self._call(driver.cuFuncSetCacheConfig, function, prefer_shared)
             self._call(

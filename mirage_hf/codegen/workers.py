@@ -181,7 +181,7 @@ class Workers:
     Call `close` when done.
 
     Attributes:
-        threads: As many threads, each of which can wait for one worker.
+        threads: Threads that wait for workers, one for each.
     """
 
     def __init__(self, count: int, module: str = COMPILER):
@@ -274,7 +274,7 @@ class Workers:
         self._server.close()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage collection inside it may end a use
 _shared: dict[tuple[str, int], Workers] = {}
 _using = 0
 _timer: threading.Timer | None = None
@@ -312,7 +312,7 @@ def _rest() -> None:
 def _forget() -> None:
     """Forget the workers in a forked process: they answer the process that started them."""
     global _lock, _using, _timer
-    _lock, _using, _timer = threading.Lock(), 0, None
+    _lock, _using, _timer = threading.RLock(), 0, None
     _shared.clear()
 
 

@@ -61,15 +61,41 @@ def schedule_candidates(
             _scheduled(c) if _has_schedules(c, request) else c.ugraph for c in verified.candidates
         ]
         return Outcome(request, verified, (*scheduled, library))
-    early, streams = request.key.next_may_launch_early, may_stream(request)
-    ranked = promising(verified.candidates, early, streams)
-    best = first_scheduled(ranked[0], request.runs_generated, early, streams)
-    if best.is_fused and takes_relatives(request):
-        best = _like_a_relative(ranked, tuned(), request) or best
+    best = _best_scheduled(verified.candidates, request, tuned)
     if not best.is_fused:
         reason = "the numbers of every candidate were rejected for all of its schedules"
         return Outcome(request, verified, (library,), reason)
     return Outcome(request, verified, (best, library))
+
+
+def _best_scheduled(
+    candidates: Sequence[Candidate], request: Request, tuned: Callable[[], Sequence[Tuned]]
+) -> UGraph:
+    """Return the best of candidates that have kernels, with schedules. Else the library path."""
+    early, streams = request.key.next_may_launch_early, may_stream(request)
+    ranked = promising(candidates, early, streams)
+    best = first_scheduled(ranked[0], request.runs_generated, early, streams)
+    if best.is_fused and takes_relatives(request):
+        best = _like_a_relative(ranked, tuned(), request) or best
+    return best
+
+
+def place_of_choice(
+    candidates: Sequence[Candidate], request: Request, tuned: Callable[[], Sequence[Tuned]]
+) -> int | None:
+    """Return which candidate `schedule_candidates` would choose without measuring.
+
+    None if the library would run.
+    """
+    early = request.key.next_may_launch_early
+    places = {
+        id(c.ugraph.kernels): place
+        for place, c in enumerate(candidates)
+        if not space.obstacle(place_kernels(c.ugraph, early))
+    }
+    usable = [candidates[place] for place in places.values()]
+    best = _best_scheduled(usable, request, tuned) if usable else None
+    return None if best is None else places.get(id(best.kernels))
 
 
 def _in_cuda(request: Request, verified: VerifiedCandidates, library: UGraph) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,7 +11,7 @@ from mirage_hf.errors import Rejected
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import searching_ahead, tuning_ahead
 from mirage_hf.pipeline.checkpoint import CheckpointJournal
-from mirage_hf.pipeline.choose import schedule_candidates, takes_relatives
+from mirage_hf.pipeline.choose import place_of_choice, schedule_candidates, takes_relatives
 from mirage_hf.pipeline.outcome import Outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import Results, StoredEntry
@@ -17,6 +19,7 @@ from mirage_hf.pipeline.reuse import reused
 from mirage_hf.pipeline.search_and_verify import VerifiedCandidates, search_and_verify
 from mirage_hf.pipeline.windows import ProgressCallback
 from mirage_hf.search.search_journal import SearchJournal
+from mirage_hf.tune.relatives import Tuned
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,20 @@ def find_outcome(
         return loaded
     if isinstance(loaded, VerifiedCandidates):
         tuned = partial(results.tuned, request.key.target)
-        outcome = schedule_candidates(request, loaded, tuned)
-        return NewOutcome(tuning_ahead.finish(tuning_ahead.begin(outcome), progress))
+        under_way = tuning_ahead.begin(schedule_candidates(request, loaded, tuned))
+        with contextlib.closing(under_way):
+            return NewOutcome(tuning_ahead.finish(under_way, progress))
     journal = None if loaded is None or isinstance(loaded, Rejected) else loaded
-    under_way = tuning_ahead.take(request)
-    if under_way is None:
-        under_way = tuning_ahead.begin(_scheduled(request, results, journal, progress))
-    results.keep_search(under_way.outcome)
-    if request.all_candidates:
-        unkept = results.store(under_way.outcome)
-        outcome = tuning_ahead.finish(under_way, progress)
-    else:
-        outcome = tuning_ahead.finish(under_way, progress)
-        unkept = results.store(outcome)
+    ahead = tuning_ahead.take(request)
+    under_way = ahead or tuning_ahead.begin(_scheduled(request, results, journal, progress))
+    with contextlib.closing(under_way):
+        results.keep_search(under_way.outcome)
+        if request.all_candidates:
+            unkept = results.store(under_way.outcome)
+            outcome = tuning_ahead.finish(under_way, progress)
+        else:
+            outcome = tuning_ahead.finish(under_way, progress)
+            unkept = results.store(outcome)
     if isinstance(loaded, Rejected):
         outcome = with_notes(outcome, f"{loaded.reason}; searched anew")
     elif isinstance(loaded, CheckpointJournal) and loaded.loaded:
@@ -85,9 +89,10 @@ def _scheduled(
     tuned = partial(results.tuned, request.key.target)
     verified = None
     if journal is None:
-        tuning_ahead.tune_others_until(lambda: not searching_ahead.is_under_way(request))
+        name = searching_ahead.name_of(request)
+        tuning_ahead.tune_others_until(lambda: not searching_ahead.is_under_way(name))
         meanwhile = tuned if takes_relatives(request) else lambda: ()
-        verified = searching_ahead.take(request, meanwhile) or _reused(request, results)
+        verified = searching_ahead.take(request, meanwhile) or _reused(request, results, tuned)
     if verified is None:
         verified = search_and_verify(
             request.program,
@@ -101,8 +106,13 @@ def _scheduled(
     return schedule_candidates(request, verified.resized(request.program), tuned)
 
 
-def _reused(request: Request, results: Results) -> VerifiedCandidates | None:
-    """Return the candidates of a search for other sizes that may run, or None."""
+def _reused(
+    request: Request, results: Results, tuned: Callable[[], Sequence[Tuned]]
+) -> VerifiedCandidates | None:
+    """Return the candidates of a search for other sizes that may run, or None.
+
+    If nothing will be measured, the one that runs is enough.
+    """
     known = request.known or results.known_search(request)
     if known is None:
         return None
@@ -118,6 +128,9 @@ def _reused(request: Request, results: Results) -> VerifiedCandidates | None:
         seed=request.seed,
         next_may_launch_early=request.key.next_may_launch_early,
         gpu=request.runs_on,
+        choose=partial(place_of_choice, request=request, tuned=tuned)
+        if takes_relatives(request)
+        else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from mirage_hf.tune import space
 from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.verify.accept import Candidate, kind_of
 from mirage_hf.verify.numeric import NumericChecks
+from mirage_hf.verify.verdict import Accepted
 from mirage_hf.zoo.known_search import MOST_KERNELS, KnownSearch
 from mirage_hf.zoo.structure import structure_of
 
@@ -41,6 +42,7 @@ def reused(
     seed: int,
     next_may_launch_early: bool,
     gpu: torch.device | None = None,
+    choose: Callable[[Sequence[Candidate]], int | None] | None = None,
 ) -> VerifiedCandidates | None:
     """Return the candidates of a search for other sizes that may run, best estimate first.
 
@@ -50,10 +52,12 @@ def reused(
         known: The search.
         program: The program.
         like: See `Request`. Rounding is checked at the smaller of both.
-        keep: How many candidates to prove.
+        keep: How many candidates to look at.
         seed: The seed of the proofs' random inputs.
         next_may_launch_early: See `placement.place_kernels`.
         gpu: The GPU that checks the rounding of large programs. None: the CPU does.
+        choose: Returns the place of the candidate that will run, if all of them pass. Then only
+            this one is proven. None, or no place: all of them are.
 
     Returns:
         None if no candidate passes.
@@ -61,22 +65,28 @@ def reused(
     start = time.perf_counter()
     small = min((program, like or program), key=by_elements)
     ugraphs, smaller = (_usable(known, each) for each in (program, small))
-    candidates: list[Candidate] = []
     rejected: list[RejectedCandidate] = []
+    proven: dict[int, Candidate] = {}
     checks = NumericChecks(gpu)
-    for number in _by_estimate(ugraphs, next_may_launch_early):
-        if len(candidates) == keep:
+    left = [n for n in _by_estimate(ugraphs, next_may_launch_early) if n in smaller]
+    while kept := left[:keep]:
+        place = choose([proven.get(n) or _assumed(ugraphs[n]) for n in kept]) if choose else None
+        wanted = kept if place is None else [kept[place]]
+        number = next((n for n in wanted if n not in proven), None)
+        if number is None:
             break
-        if number not in smaller:
-            continue
         candidate = examined_ugraph(smaller[number], seed, checks)
         if isinstance(candidate, Rejected):
             rejected.append(RejectedCandidate(number, candidate.reason))
+            left.remove(number)
             continue
-        # What runs is what was proven, cut to the sizes of the program.
-        with contextlib.suppress(GraphError):
+        try:  # what runs is what was proven, cut to the sizes of the program
             ugraph = symbolic.for_program(candidate.ugraph, program)
-            candidates.append(replace(candidate, ugraph=ugraph))
+        except GraphError:
+            left.remove(number)
+        else:
+            proven[number] = replace(candidate, ugraph=ugraph)
+    candidates = [proven[n] for n in (wanted if kept else ())]
     if not candidates:
         return None
     report = SearchReport(
@@ -89,6 +99,11 @@ def reused(
         proof_seconds=time.perf_counter() - start,
     )
     return VerifiedCandidates(tuple(candidates), report)
+
+
+def _assumed(ugraph: UGraph) -> Candidate:
+    """Return a µGraph as a candidate that passes all checks, to ask whether it would be chosen."""
+    return Candidate(ugraph, 0.0, 0.0, Accepted(), Accepted())
 
 
 def _usable(known: KnownSearch, program: KernelGraph) -> dict[int, UGraph]:

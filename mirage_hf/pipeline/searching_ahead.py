@@ -107,15 +107,15 @@ def searching(requests: Sequence[Request]) -> Iterator[None]:
                 future.cancel()
 
 
-def has_answer(request: Request) -> bool:
-    """Return whether a worker has searched for a request, so that `take` gives the candidates."""
-    search = _begun.get(name_of(request))
+def has_answer(name: str) -> bool:
+    """Return whether a worker has done the search of a name, so that `take` gives candidates."""
+    search = _begun.get(name)
     return search is not None and search.answer.done() and search.answer.result() is not None
 
 
-def is_under_way(request: Request) -> bool:
-    """Return whether a worker may still search for a request."""
-    search = _begun.get(name_of(request))
+def is_under_way(name: str) -> bool:
+    """Return whether the search of a name is still for a worker to do."""
+    search = _begun.get(name)
     return search is not None and not search.answer.done()
 
 

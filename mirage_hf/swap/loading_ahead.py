@@ -50,9 +50,10 @@ def likely_to_search(model: nn.Module, device: torch.device, zoo: Any) -> bool:
 
     This is known before the model is matched, which takes a second or more.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    width = getattr(text, "hidden_size", None)
+    width = None
+    with contextlib.suppress(Exception):  # whatever a config of several models leads to
+        config: Any = model.config
+        width = config.get_text_config(decoder=True).hidden_size
     if not isinstance(width, int):
         return False
     of_width = re.compile(rf"x{width}\b")

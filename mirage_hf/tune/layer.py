@@ -60,17 +60,26 @@ def choose_for_layer(
         The chosen candidates, and the time of all programs.
     """
     with torch.cuda.device(device), torch.no_grad(), compiler.passing() as load:
-        layer = measure.Layer([c[0].ugraph.program for c in choices], device)
-        tried = [_worth_trying(found) for found in choices]
-        runs = [[measure.run_of(c.generate(), load) for c in found] for found in tried]
+        return _chosen(choices, device, replays, load)
 
-        def time(at: Sequence[int], to_beat: float) -> Timing:
-            chosen_runs = [run[k] for run, k in zip(runs, at, strict=True)]
-            return undisturbed(partial(layer.time, chosen_runs, replays, to_beat))
 
-        search = _Descent(time, [len(run) for run in runs])
-        search.run()
-        return [found[k] for found, k in zip(tried, search.chosen, strict=True)], search.best
+def _chosen(
+    choices: Sequence[Sequence[ScheduledCandidate]],
+    device: torch.device | str,
+    replays: int,
+    load: compiler.Load,
+) -> tuple[list[ScheduledCandidate], Timing]:
+    layer = measure.Layer([c[0].ugraph.program for c in choices], device)
+    tried = [_worth_trying(found) for found in choices]
+    runs = [[measure.run_of(c.generate(), load) for c in found] for found in tried]
+
+    def time(at: Sequence[int], to_beat: float) -> Timing:
+        chosen_runs = [run[k] for run, k in zip(runs, at, strict=True)]
+        return undisturbed(partial(layer.time, chosen_runs, replays, to_beat))
+
+    search = _Descent(time, [len(run) for run in runs])
+    search.run()
+    return [found[k] for found, k in zip(tried, search.chosen, strict=True)], search.best
 
 
 class _Descent:

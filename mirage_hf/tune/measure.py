@@ -196,7 +196,7 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # the inputs may still be written on another stream
     with torch.cuda.stream(stream):
         run(sets[0])
         torch.cuda.synchronize()

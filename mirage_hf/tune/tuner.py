@@ -21,6 +21,7 @@ from mirage_hf.codegen.generated_program import TRITON
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.gpus import device_named
+from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import measure, space
 from mirage_hf.tune.candidates import MEASURED, TOO_SLOW, ScheduledCandidate, TuneResult, fastest
@@ -37,7 +38,7 @@ TuneProgress = Callable[[int, int, str], Any]
 
 Result = TypeVar("Result")
 
-#: Work that yields a compilation before it takes a result of it, and returns something at its end.
+#: A generator that yields its compilation before it waits for a result, and returns something.
 Steps: TypeAlias = Generator[compiler.Compilation, None, Result]
 
 #: A round of measurements ends after this many candidates in a row that are no better.
@@ -46,7 +47,7 @@ PATIENCE = 24
 #: Least relative gain that counts as better.
 LEAST_GAIN = 0.005
 
-#: Compiled ahead are those candidates that are measured in any case, but at least so many.
+#: The fewest candidates that are compiled ahead. Those that are measured in any case are, too.
 LEAST_UNDER_WAY = 4
 
 #: Measuring a candidate stops at this many times the fastest's time.
@@ -148,7 +149,11 @@ class Tuning:
         return self._compilation is not None and self._compilation.is_waiting
 
     def step(self) -> None:
-        """Go on until a result of the compiler is needed, or until the end."""
+        """Go on until a result of the compiler is needed, or until the end.
+
+        Raises:
+            CodegenError: An earlier step failed, or the tuning was closed.
+        """
         is_gpu = self._device.type == "cuda"
         on_device = torch.cuda.device(self._device) if is_gpu else contextlib.nullcontext()
         with on_device, torch.no_grad():
@@ -156,11 +161,16 @@ class Tuning:
                 self._compilation = next(self._steps)
             except StopIteration as end:
                 self._compilation, self.result = None, end.value
+                if self.result is None:
+                    raise errors.CodegenError("tune: it ended early; begin anew") from None
 
     def finish(self) -> TuneResult:
         """Do all steps that are left, and return the result."""
-        while self.result is None:
-            self.step()
+        try:
+            while self.result is None:
+                self.step()
+        finally:
+            self.close()
         return self.result
 
     def close(self) -> None:
@@ -254,7 +264,8 @@ class _Bench:
             return programs[n]
 
         best_us, since_best = known_us, 0
-        outcomes = compiler.Compilation([partial(written, n) for n in range(len(order))], self.sm)
+        makers = [partial(written, n) for n in range(len(order))]
+        outcomes = compiler.Compilation(makers, self.sm, load=self.load)
         try:
             for n, c in enumerate(order):
                 yield outcomes
@@ -350,19 +361,26 @@ def check_compiled(
     """
     program = triton.generate(ugraph, schedules, next_may_launch_early=next_may_launch_early)
     with torch.cuda.device(device), torch.no_grad(), compiler.passing() as load:
-        properties = torch.cuda.get_device_properties(device)
-        try:
-            compiler.ahead_of_time(program, 10 * properties.major + properties.minor)
-            run = measure.run_of(program, load)
-            verdict = NumericCheck(ugraph.program, device).judge(run)
-            if isinstance(verdict, Rejected):
-                return verdict
-            if not _repeats(run, measure.cold_inputs(ugraph.program, device)):
-                return Rejected("different results for the same inputs, so it has a race")
+        return _checked(program, ugraph.program, device, load)
+
+
+def _checked(
+    program: triton.GeneratedProgram, graph: KernelGraph, device: torch.device, load: compiler.Load
+) -> Verdict:
+    """Compile a generated program and check its numbers."""
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        compiler.ahead_of_time(program, 10 * properties.major + properties.minor, load)
+        run = measure.run_of(program, load)
+        verdict = NumericCheck(graph, device).judge(run)
+        if isinstance(verdict, Rejected):
             return verdict
-        except Exception as e:  # for example out of shared memory, which is known only at launch
-            torch.cuda.synchronize()
-            return Rejected(errors.described(e))
+        if not _repeats(run, measure.cold_inputs(graph, device)):
+            return Rejected("different results for the same inputs, so it has a race")
+        return verdict
+    except Exception as e:  # for example out of shared memory, which is known only at launch
+        torch.cuda.synchronize()
+        return Rejected(errors.described(e))
 
 
 def _repeats(run: Run, sets: Sequence[list[torch.Tensor]]) -> bool:

@@ -23,7 +23,7 @@ from mirage_hf.codegen import (
 )
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen.cubin_launch import CubinLauncher
-from mirage_hf.codegen.cubins import Cubin, CubinError
+from mirage_hf.codegen.cubins import Cubin, CubinError, TooLargeError
 from mirage_hf.codegen.generated_program import POINTER_TYPES
 from mirage_hf.codegen.loaded_cubin import LoadedCubin
 from mirage_hf.decode.kernels import sampling
@@ -359,6 +359,22 @@ def test_a_damaged_package_compiles(gpu, program, monkeypatch, tmp_path, caplog)
         cubins.packaged.cache_clear()
     assert len(gpu.compiled) == 1 and gpu.driver.images == [COMPILED]
     assert "cannot be read" in caplog.text
+
+
+def test_a_packaged_cubin_that_cannot_be_unpacked_is_compiled(gpu, program, monkeypatch, caplog):
+    monkeypatch.setattr(cubins, "lzma", None)
+    with caplog.at_level(logging.DEBUG, "mirage_hf"):
+        launch_first(program, gpu)
+    assert len(gpu.compiled) == 1 and gpu.driver.images == [COMPILED] and not gpu.by_triton
+    assert len(gpu.driver.launches) == 2 and "without the module lzma" in caplog.text
+
+
+def test_a_kernel_that_needs_more_than_the_gpu_has_is_an_error(gpu, program):
+    """Triton could not launch it either."""
+    gpu.driver.max_threads = 32
+    with pytest.raises(TooLargeError, match=r"needs \d+ threads a block, and may have 32"):
+        launch_first(program, gpu, digest="0" * 64)
+    assert not gpu.by_triton
 
 
 def test_cubins_of_users_are_never_opened(gpu, monkeypatch, tmp_path):

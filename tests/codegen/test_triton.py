@@ -1,5 +1,6 @@
 """Generated Triton: its results, its compiled code, and the file that holds it."""
 
+import gc
 import hashlib
 import importlib.util
 import inspect
@@ -713,8 +714,13 @@ def test_an_input_that_is_an_output_too_is_not_written_over():
     assert written_over(False) == ((0, 0),) and written_over(True) == ()
 
 
-def test_loaded_sources_are_forgotten_unless_someone_holds_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_this_process", [False, True])
+def test_loaded_sources_are_forgotten_unless_someone_holds_them(
+    in_this_process, tmp_path, monkeypatch
+):
+    """Triton holds what it compiles in this process."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_loaded", {})
     before, tried, held, meanwhile = (
         triton.generate(
             kernel_cases.rms_norm_linear(1, 512, 64),
@@ -723,13 +729,18 @@ def test_loaded_sources_are_forgotten_unless_someone_holds_them(tmp_path, monkey
         for n in (1, 2, 4, 8)
     )
     known = compiler.load(before.source, before.digest)
-    with compiler.passing() as load:
-        passed = weakref.ref(load(tried.source, tried.digest))
-        compiler.ahead_of_time(tried, 90)
-        assert load(before.source, before.digest) is known
-        run = load(held.source, held.digest).run
-        counters = run.__globals__["_zeros"]
-        kept = compiler.load(meanwhile.source, meanwhile.digest)
+    gc.disable()  # so that nothing else frees them
+    try:
+        with compiler.passing() as load:
+            assert load(before.source, before.digest) is known
+            if in_this_process:
+                compiler.ahead_of_time(tried, 90, load)
+            passed = weakref.ref(load(tried.source, tried.digest).run)
+            run = load(held.source, held.digest).run
+            counters = run.__globals__["_zeros"]
+            kept = compiler.load(meanwhile.source, meanwhile.digest)
+    finally:
+        gc.enable()
     assert compiler.load(meanwhile.source, meanwhile.digest) is kept
     assert passed() is None and f"mirage_hf_generated_{tried.digest[:16]}" not in sys.modules
     assert (

@@ -161,7 +161,7 @@ def test_programs_are_written_and_compiled_shortly_before_they_are_wanted(
     compiled: list[str] = []
     monkeypatch.setattr(compiler, "FEW", 100)
     monkeypatch.setattr(
-        compiler, "ahead_of_time", lambda program, sm: compiled.append(program.source)
+        compiler, "ahead_of_time", lambda program, sm, load: compiled.append(program.source)
     )
     found = compiler.Compilation([partial(written, begun, n) for n in range(20)], 90, threads=2)
     assert next(found) is None and compiled[0] == "# 0"
@@ -174,10 +174,27 @@ def test_programs_are_written_and_compiled_shortly_before_they_are_wanted(
     assert sorted(compiled) == sorted(f"# {n}" for n in range(20))
 
 
+def test_an_interrupt_while_texts_are_written_ends_what_is_under_way() -> None:
+    begun: list[int] = []
+
+    def interrupted() -> GeneratedProgram:
+        raise KeyboardInterrupt
+
+    before = {thread.ident for thread in threading.enumerate()}
+    with pytest.raises(KeyboardInterrupt):
+        compiler.Compilation([partial(written, begun, 0), interrupted], 90, threads=1)
+    until = time.monotonic() + 20
+    left = before
+    while left and time.monotonic() < until:
+        time.sleep(0.01)
+        left = {thread.ident for thread in threading.enumerate()} - before
+    assert begun == [0] and not left
+
+
 def test_a_caller_may_let_fewer_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     monkeypatch.setattr(compiler, "FEW", 100)
-    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm, load: [])
     found = compiler.Compilation([partial(written, begun, n) for n in range(20)], 90, threads=4)
     assert next(found) is None and len(begun) == 5
     found.most_under_way = 1
@@ -206,7 +223,7 @@ def test_a_caller_that_stops_does_not_wait_for_what_is_under_way(
 
     compiled: list[str] = []
 
-    def compile_here(program: GeneratedProgram, sm: int) -> list[Any]:
+    def compile_here(program: GeneratedProgram, sm: int, load: Any) -> list[Any]:
         compiled.append(program.source)
         return [program.source]
 

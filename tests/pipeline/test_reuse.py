@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 
 import mirage_hf as mi
 from mirage_hf import files
+from mirage_hf.errors import Rejected
 from mirage_hf.graph import json_format, symbolic
 from mirage_hf.graph.ugraph import UGraph, library_ugraph
 from mirage_hf.pipeline import find_outcome as pipeline
 from mirage_hf.pipeline import resolver, reuse, searching_ahead
+from mirage_hf.pipeline.choose import place_of_choice
 from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.results import SEARCHED, ZooResults
@@ -87,6 +90,67 @@ def test_candidates_are_proven_for_the_new_sizes(
     monkeypatch.setattr(reuse, "examined_ugraph", counted)
     verified = found(request(new), results).outcome.verified
     assert 0 < len(verified.candidates) <= len(examined) <= known_search.MOST_KERNELS
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_only_what_is_chosen_is_proven(
+    refused: int, results: ZooResults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the choice is refused, the next one is. What runs is what would run if all were proven."""
+    found(request(program(160)), results)
+    search = results.known_search(request(program(224)))
+    assert search is not None
+    examined: list[str] = []
+    bad: list[str] = []
+
+    def noted(ugraph: Any, *options: Any) -> Any:
+        examined.append(str(ugraph.kernels))
+        if len(bad) < refused and str(ugraph.kernels) not in bad:
+            bad.append(str(ugraph.kernels))
+        return Rejected("bad") if str(ugraph.kernels) in bad else examined_ugraph(ugraph, *options)
+
+    monkeypatch.setattr(reuse, "examined_ugraph", noted)
+    wanted = request(program(224))
+    choose = partial(place_of_choice, request=wanted, tuned=lambda: ())
+    options: dict[str, Any] = {"like": None, "keep": 4, "seed": 0, "next_may_launch_early": False}
+    one = reuse.reused(search, program(224), choose=choose, **options)
+    assert one is not None and len(one.candidates) == 1
+    assert len(examined) == len(set(examined)) == refused + 1
+    assert [r.reason for r in one.report.rejected] == ["bad"] * refused
+    every = reuse.reused(search, program(224), **options)
+    assert every is not None and len(every.candidates) > 1
+    chosen = [
+        pipeline.schedule_candidates(wanted, verified, lambda: ()).ugraphs[0]
+        for verified in (one, every)
+    ]
+    assert str(chosen[0].kernels) == str(chosen[1].kernels) == examined[refused]
+    assert chosen[0].schedules == chosen[1].schedules
+
+
+def test_a_choice_is_made_again_if_its_rounding_forbids_it(
+    results: ZooResults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16 rows tensor cores would be chosen. Their rounding is refused for each candidate."""
+    found(request(program(160, rows=16)), results)
+    wanted = request(program(224, rows=16))
+    search = results.known_search(wanted)
+    assert search is not None
+
+    def without_tensor_cores(ugraph: Any, *options: Any) -> Any:
+        candidate = examined_ugraph(ugraph, *options)
+        assert isinstance(candidate, Candidate)
+        return replace(candidate, tensor_cores=Rejected("too inexact"))
+
+    monkeypatch.setattr(reuse, "examined_ugraph", without_tensor_cores)
+    choose = partial(place_of_choice, request=wanted, tuned=lambda: ())
+    options: dict[str, Any] = {"like": None, "keep": 4, "seed": 0, "next_may_launch_early": False}
+    chosen = []
+    for option in ({"choose": choose}, {}):
+        verified = reuse.reused(search, wanted.program, **option, **options)
+        assert verified is not None
+        chosen.append(pipeline.schedule_candidates(wanted, verified, lambda: ()).ugraphs[0])
+    assert str(chosen[0].kernels) == str(chosen[1].kernels)
+    assert chosen[0].schedules == chosen[1].schedules
 
 
 def test_known_searches_are_checked_on_the_gpu_that_will_run_them(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from mirage_hf.errors import CodegenError
 from mirage_hf.pipeline import choose, searching_ahead, tuning_ahead
 from mirage_hf.pipeline.find_outcome import NewOutcome, find_outcome
 from mirage_hf.pipeline.request import Request
@@ -70,7 +72,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 
     broken: set[int] = set()
     monkeypatch.setattr(choose, "Tuning", FakeTuning)
-    monkeypatch.setattr(tuning_ahead, "_has_memory_for", lambda request: True)
+    monkeypatch.setattr(tuning_ahead, "_has_memory", lambda device, *more: True)
     monkeypatch.setattr(searching_ahead, "_begun", {})
     monkeypatch.setattr(tuning_ahead, "_wanted", tuning_ahead._Wanted())
     monkeypatch.setattr(FakeTuning, "broken", broken, raising=False)
@@ -135,6 +137,9 @@ def test_others_are_measured_while_a_worker_searches(log: list[tuple[str, Any]])
                 self.set_result(answer)
             return super().done()
 
+        def result(self, timeout: float | None = None) -> Any:
+            return super().result(timeout or 60)
+
     search.answer = Late()
     with tuning_ahead.tuning([first, second]):
         assert outcome_of(first).tuned is not None
@@ -163,3 +168,66 @@ def test_a_program_that_fails_fails_in_its_own_turn(
         with pytest.raises(RuntimeError, match="out of memory"):
             outcome_of(requests[1])
     assert log.count(("begin", 128)) == 2
+
+
+def test_others_give_way_if_memory_is_short(
+    log: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second and third program have begun when the first one's turn comes."""
+    requests = [request_of(n) for n in (64, 128, 192)]
+    answered(requests[1:])
+    with tuning_ahead.tuning(requests):
+        tuning_ahead.tune_others_until(lambda: ("step 0", 192) in log)
+        monkeypatch.setattr(
+            tuning_ahead, "_has_memory", lambda device, *more: not more and not others()
+        )
+        answered(requests[:1])
+        assert outcome_of(requests[0]).tuned is not None
+        assert [what for what, name in log if name == 64][:1] == ["begin"]
+        closed = [name for what, name in log if what == "close"]
+        assert closed[:2] == [192, 128] and not tuning_ahead._wanted.begun
+        monkeypatch.setattr(tuning_ahead, "_has_memory", lambda device, *more: True)
+        for request in requests[1:]:
+            outcome = outcome_of(request)
+            assert outcome.tuned is not None and outcome.request is request
+    assert log.count(("begin", 128)) == log.count(("begin", 192)) == 2
+
+
+def others() -> bool:
+    return bool(tuning_ahead._wanted.begun)
+
+
+def test_an_interrupt_while_another_is_measured_ends_both(
+    log: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request_of(n) for n in (64, 128)]
+    answered(requests)
+    step = choose.Tuning.step
+
+    def interrupted(tuning: Any) -> None:
+        if tuning.name == 128 and ("step 0", 128) in log:
+            raise KeyboardInterrupt
+        step(tuning)
+
+    monkeypatch.setattr(choose.Tuning, "step", interrupted)
+    with tuning_ahead.tuning(requests):
+        with pytest.raises(KeyboardInterrupt):
+            outcome_of(requests[0])
+        assert {("close", 64), ("close", 128)} <= set(log)
+        assert not tuning_ahead._wanted.begun and tuning_ahead._wanted.taken is None
+
+
+def test_the_outcome_is_that_of_the_request_that_takes_it(log: list[tuple[str, Any]]) -> None:
+    requests = [request_of(n) for n in (64, 128)]
+    answered(requests)
+    with tuning_ahead.tuning(requests):
+        outcome_of(requests[0])
+        again = replace(requests[1], pattern="another")
+        assert outcome_of(again).request is again
+
+
+def test_a_tuning_that_ended_early_says_so() -> None:
+    tuning = tuner.Tuning([kernel_cases.rms_norm_linear(1, 256, 64)], device="cpu")
+    tuning.close()
+    with pytest.raises(CodegenError, match="ended early"):
+        tuning.finish()

@@ -58,6 +58,17 @@ def test_workers_start_early_if_no_kernel_of_the_width_is_stored(
     assert loading_ahead.likely_to_search(model, torch.device("cuda"), None) == is_likely
 
 
+def test_a_config_of_several_models_starts_nothing_early(monkeypatch):
+    class Config:
+        def get_text_config(self, **options):
+            raise ValueError("Multiple valid text configs were found")
+
+    monkeypatch.setattr(loading_ahead, "target_of", lambda device: "sm_90")
+    model = torch.nn.Linear(2, 2)
+    model.config = Config()
+    assert not loading_ahead.likely_to_search(model, torch.device("cuda"), None)
+
+
 @pytest.mark.gpu
 def test_attention_and_triton_load_without_an_error():
     loading_ahead._attend(torch.device("cuda"), {torch.bfloat16, torch.float32})

@@ -117,7 +117,7 @@ def test_a_round_ends_after_candidates_without_a_gain(
         return replace(candidate, status=MEASURED, timing=measure.timing([us], 1))
 
     monkeypatch.setattr(tuner._Bench, "try_one", try_one)
-    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm, load: [])
     library = [c for c in ranked if c.is_library]
     found = measured(bench_with(None, False), [*searched, *library], patience, known_us)
     assert [c.is_library for c in found] == [True] + [False] * tried
@@ -143,7 +143,7 @@ def test_a_candidate_that_cannot_be_written_is_rejected_alone(monkeypatch):
 
     monkeypatch.setattr(type(broken), "generate", written)
     monkeypatch.setattr(tuner._Bench, "try_one", try_one)
-    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm: [])
+    monkeypatch.setattr(compiler, "ahead_of_time", lambda program, sm, load: [])
     found = measured(bench_with(None, False), [good, broken, library], 0)
     assert {c.schedules: (c.status, c.reason) for c in found} == {
         broken.schedules: (REJECTED, "its tile is too large"),
