@@ -69,7 +69,7 @@ def _chosen(
     replays: int,
     load: compiler.Load,
 ) -> tuple[list[ScheduledCandidate], Timing]:
-    """Choose as `choose_for_layer`. All functions are released before their sources are forgotten."""
+    """Choose as `choose_for_layer`. Functions are released before their sources are forgotten."""
     layer = measure.Layer([c[0].ugraph.program for c in choices], device)
     tried = [_worth_trying(found) for found in choices]
     runs = [[measure.run_of(c.generate(), load) for c in found] for found in tried]
