@@ -48,6 +48,7 @@ class CudaKernel:
         loaded_ahead: Vectors of 16 bytes that a thread holds for the next tile of a loop.
         loaded_early: How many of them it reads before it waits for the previous kernel.
         helpers: Device functions that it calls and few others do. They come before the text.
+        unaligned: Inputs of the block graph that it may read at any address.
     """
 
     source: str
@@ -58,6 +59,7 @@ class CudaKernel:
     loaded_ahead: int = 0
     loaded_early: int = 0
     helpers: str = ""
+    unaligned: frozenset[str] = frozenset()
 
 
 def write_kernel(

@@ -95,15 +95,19 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     return cuda_kernel.write_kernel(block, operands, outputs, name, schedule)
 
 
-def _read_anywhere(op: PlacedOp) -> tuple[int, ...]:
+def _read_anywhere(op: PlacedOp, unaligned: frozenset[str]) -> tuple[int, ...]:
     """Return the inputs of a kernel that it reads at any address, by number.
 
-    These are an index, and scales and biases that it chooses. Copying them would cost memory and
-    time.
+    These are an index, scales and biases that it chooses, and scales and shifts that take turns.
+    Copying them would cost memory and time.
     """
     assert op.block is not None
     sources = [(i, op.operands[s].dtype) for i in op.block.inputs for s in i.sources]
-    chosen = [n for n, (i, dtype) in enumerate(sources) if i.taken and dtype not in ZEROS]
+    chosen = [
+        n
+        for n, (i, dtype) in enumerate(sources)
+        if (i.taken and dtype not in ZEROS) or i.name in unaligned
+    ]
     indices = {i.taken.index for i in op.block.inputs if i.taken is not None}
     return (*chosen, *range(len(sources), len(sources) + len(indices)))
 
@@ -134,6 +138,6 @@ def write_kernel(op: PlacedOp, schedule: Schedule, name: str) -> tuple[KernelTex
         cuda=True,
         shared=kernel.shared,
         num_outputs=len(written),
-        anywhere=_read_anywhere(op),
+        anywhere=_read_anywhere(op, kernel.unaligned),
     )
     return KernelText(name, source, (), arguments, 0, 0), launch

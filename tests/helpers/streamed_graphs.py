@@ -123,6 +123,11 @@ def shifted_coding(rows: int, columns: int, group: int) -> Coding:
     return torchao_int4.coding_of_rows(rows, columns, group, torch.bfloat16, shifts=True)
 
 
+def tile_coding(rows: int, columns: int, group: int) -> Coding:
+    """Return a weight of torchao in tiles, with 256 columns that only fill up the last tiles."""
+    return torchao_int4.coding_of_tiles(rows, columns, columns + 256, group, torch.bfloat16)
+
+
 #: Codings by name.
 HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "GPTQ": gptq_coding,
@@ -133,6 +138,7 @@ HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "float zero points": float_coding,
     "int8, float zero points": partial(float_coding, code=torch.uint8),
     "shifts": shifted_coding,
+    "tiles": tile_coding,
 }
 
 
@@ -201,6 +207,11 @@ LINEARS = {
     "shifts, gate and up": lambda: coded_gate("shifts", 64, 512, 64),
     "shifts, 3 rows": lambda: coded_linear("shifts", 64, 512, batch=3),
     "shifts, gate and up, 8 rows": lambda: coded_gate("shifts", 64, 256, batch=8),
+    "tiles": lambda: coded_linear("tiles", 64, 512),
+    "tiles, norm and joined linears": lambda: coded_linear("tiles", 64, 640, 128, (32,), True),
+    "tiles, gate and up": lambda: coded_gate("tiles", 48, 512, 256),
+    "tiles, 3 rows": lambda: coded_linear("tiles", 64, 512, 128, (16,), True, 3),
+    "tiles, gate and up, 8 rows": lambda: coded_gate("tiles", 64, 384, batch=8),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -268,6 +279,11 @@ CASES = {
     "shifts, gate and up": Linear("shifts, gate and up", tile=4),
     "shifts, 3 rows": Linear("shifts, 3 rows", tile=2, stages=3),
     "shifts, gate and up, 8 rows": Linear("shifts, gate and up, 8 rows", tile=1, stages=3),
+    "tiles": Linear("tiles", tile=2, stages=3),
+    "tiles, norm and joined linears": Linear("tiles, norm and joined linears", tile=2, warps=4),
+    "tiles, gate and up": Linear("tiles, gate and up", tile=1, stages=4, warps=4),
+    "tiles, 3 rows": Linear("tiles, 3 rows", tile=1, stages=3),
+    "tiles, gate and up, 8 rows": Linear("tiles, gate and up, 8 rows", tile=4),
     "NF4, norm and joined linears": Case("nf4", "qkv", warps=4),
     "NF4, gate and up": Case("nf4", "gate_up", tile=2, stages=3),
     "NF4, residual": Case("nf4", "down", width=640, tile=2),

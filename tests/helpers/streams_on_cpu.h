@@ -370,6 +370,19 @@ Words<rows> words_of_rows(const unsigned char* from, int step, int last) {
   return found;
 }
 
+// Pairs of elements that are eight elements apart.
+template <class T>
+uint4 load_pairs(const T* from) {
+  uint4 loaded;
+  for (unsigned n = 0; n < sizeof(loaded) / sizeof(T); ++n)
+    reinterpret_cast<T*>(&loaded)[n] = from[n / 2 * 8 + n % 2];
+  return loaded;
+}
+template <class T>
+uint4 load_constant_pairs(const T* from) {
+  return load_pairs(from);
+}
+
 inline unsigned pick_bytes(unsigned a, unsigned b, unsigned selector) {
   if (selector & 0x8888) cuda_on_cpu::stop("pick_bytes has no sign mode");
   const unsigned long long both = (unsigned long long)b << 32 | a;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <queue>
@@ -56,11 +57,9 @@ std::optional<Variant> as_written(const EGraph& graph) {
   return build(graph, chosen);
 }
 
-// Axes that every input and output has both of, or neither: sums over them may come in any order, and
-// other sums between them gain nothing. The longer one is summed first.
-struct Twins {
-  AxisId first, second;
-};
+// Axes that every input has all of, or none, and no output has: sums over them may come in any order,
+// and other sums between them gain nothing. They are summed in the order of the list, the longest first.
+using Twins = std::vector<AxisId>;
 
 std::vector<Twins> twins_of(const Program& program, const EGraph& graph) {
   std::vector<AxisSet> together;
@@ -73,16 +72,21 @@ std::vector<Twins> twins_of(const Program& program, const EGraph& graph) {
   }
   AxisSet stored;
   for (const ValueId output : graph.outputs) stored |= graph.values[output].axes;
-  std::vector<Twins> twins;
-  for (const AxisId a : program.axes.ids())
-    for (const AxisId b : program.axes.ids()) {
-      if (a == b || stored.has(a) || stored.has(b)) continue;
-      const bool is_first = std::pair(-program.size(a), a) < std::pair(-program.size(b), b);
-      const auto has_one = [&](AxisSet axes) { return axes.has(a) != axes.has(b); };
-      if (is_first && std::none_of(together.begin(), together.end(), has_one))
-        twins.push_back({a, b});
-    }
-  return twins;
+  std::map<std::vector<bool>, Twins> by_inputs;
+  for (const AxisId axis : program.axes.ids()) {
+    if (stored.has(axis)) continue;
+    std::vector<bool> has_it;
+    for (const AxisSet axes : together) has_it.push_back(axes.has(axis));
+    by_inputs[has_it].push_back(axis);
+  }
+  std::vector<Twins> all;
+  for (auto& [_, axes] : by_inputs) {
+    if (axes.size() < 2) continue;
+    std::stable_sort(axes.begin(), axes.end(),
+                     [&](AxisId a, AxisId b) { return program.size(a) > program.size(b); });
+    all.push_back(std::move(axes));
+  }
+  return all;
 }
 
 // What each value costs by itself at least, and which of its derivations are worth a try.
@@ -154,23 +158,22 @@ class DerivationCosts {
     }
   }
 
-  // Whether a derivation sums over axes that have a twin in another order than the chosen one,
-  // although the value has a derivation in that one.
+  // Whether a derivation sums over twins in another order than theirs, although the value has a
+  // derivation in that one.
   bool sums_twins_otherwise(ValueId value, const Derivation& derivation) const {
     if (derivation.op != Op::sum) return false;
     const AxisSet axes = graph_.values[value].axes;
-    const auto carried = [&](const Derivation& d) { return graph_.values[d.args[0]].axes; };
-    for (const auto& [first, second] : twins_) {
-      if (axes.has(first)) continue;
-      const auto is_in_order = [&](const Derivation& d) {
-        if (d.op != Op::sum) return false;
-        return axes.has(second) ? d.axis == first : d.axis == second && !carried(d).has(first);
-      };
-      const bool is_other = axes.has(second)
-                                ? derivation.axis != first
-                                : derivation.axis == first && !carried(derivation).has(second);
-      const std::vector<Derivation>& all = graph_.values[value].derivations;
-      if (is_other && std::any_of(all.begin(), all.end(), is_in_order)) return true;
+    const std::vector<Derivation>& all = graph_.values[value].derivations;
+    for (const Twins& twins : twins_) {
+      const auto is_left = [&](AxisId axis) { return axes.has(axis); };
+      const auto left = std::find_if(twins.begin(), twins.end(), is_left);
+      // none is summed yet, or one that follows another that is not
+      if (left == twins.begin() || !std::all_of(left, twins.end(), is_left)) continue;
+      const AxisId last = *std::prev(left);
+      const bool is_twin = std::find(twins.begin(), twins.end(), derivation.axis) != twins.end();
+      const bool is_other = derivation.axis != last && (is_twin || left != twins.end());
+      const auto sums_last = [&](const Derivation& d) { return d.op == Op::sum && d.axis == last; };
+      if (is_other && std::any_of(all.begin(), all.end(), sums_last)) return true;
     }
     return false;
   }

@@ -146,13 +146,24 @@ class FactorWriter(StreamWriter):
         if self.found.is_of_pieces(value):
             self.load_of_piece(value, pointer, of_batch)
             return
+        first, step = "at", 4
+        if self.found.is_in_lanes:
+            load, first, step = f"{load.removesuffix('_plain')}_pairs", self.first_of_pairs, 16
         for n in range(self.width(value)):
             held = f"{self.var(value)}_held{'[m]' if of_batch else ''}[r][{n}]"
-            more = f" + {4 * n}" if n else ""
-            text = f"{load}({pointer} + at{more})"
+            more = f" + {step * n}" if n else ""
+            text = f"{load}({pointer} + {first}{more})"
             if self.is_partial:
                 text = f"at < {self.end_of_columns} ? {text} : uint4{{0, 0, 0, 0}}"
             self.put(f"{held} = {text};")
+
+    @property
+    def first_of_pairs(self) -> str:
+        """The first of a thread's columns if words lie as lanes load them.
+
+        The others follow by pairs, eight columns apart. The four lanes of a row take turns.
+        """
+        return "at / 32 * 32 + at / 8 % 4 * 2"
 
     def load_of_piece(self, value: str, pointer: str, of_batch: bool) -> None:
         """Write the load of the element that the piece of a thread's columns has."""
@@ -257,6 +268,8 @@ class FactorWriter(StreamWriter):
         with self.scope("for (int h = 0; h < 2; ++h)"):
             self.put("unsigned bits[4];", "#pragma unroll")
             which = self.in_byte("2 * j + h" if is_packed else "4 * h + j")
+            if self.found.is_in_lanes:  # a code of the upper half follows that of the lower one
+                which = "j % 2 * 4 + 2 * h + j / 2"
             self.put(
                 f"for (int j = 0; j < 4; ++j) bits[j] = __float_as_uint(fmaf(factor[{which}], up, "
                 f"{_DIGIT_OFFSET})) << 1;",
@@ -281,9 +294,10 @@ class FactorWriter(StreamWriter):
     def place_of_columns(self) -> str:
         """Return the name of the place of a thread's columns in a unit, lane after lane.
 
-        If words are column-major, lanes take turns: each has the columns of every fourth word.
+        If words are column-major, or lie as lanes load them, lanes take turns: each has the columns
+        of every fourth word.
         """
-        if not self.found.is_column_major:
+        if not (self.found.is_column_major or self.found.is_in_lanes):
             return "at"
         unit, columns = self.layout.unit, self.layout.lane_columns
         self.put(f"const int place = at / 8 % 4 * {columns} + at % {unit} / 32 * 8;")
@@ -303,7 +317,7 @@ class FactorWriter(StreamWriter):
         """
         unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
         which = "j / 2 + j % 2 * 4" if self.found.bits == 4 and not self.found.values else "j"
-        which = self.in_byte(which)
+        which = "j" if self.found.is_in_lanes else self.in_byte(which)
         at = self.place_of_columns()
         piece = f" + {at} % {columns} / 8 * {64 * batch}" if columns > 8 else ""
         row = " + b * 64" if batch > 1 else ""

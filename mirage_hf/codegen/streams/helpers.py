@@ -250,3 +250,29 @@ template <int rows> __device__ __forceinline__ Words<rows> words_of_rows(const u
 }
 
 """
+
+#: What kernels call besides, if words lie as lanes load them.
+LANES_HELPERS = """\
+// Pairs of elements that are eight elements apart: four of 16 bits, or two of 32. Constants are loaded
+// as `load_constant` loads them.
+template <class T> __device__ __forceinline__ uint4 load_pairs(const T* from) {
+  const unsigned* words = reinterpret_cast<const unsigned*>(from);
+  if constexpr (sizeof(T) == 4) return uint4{words[0], words[1], words[8], words[9]};
+  return uint4{words[0], words[4], words[8], words[12]};
+}
+template <class T> __device__ __forceinline__ uint4 load_constant_pairs(const T* from) {
+#ifdef __CUDA_ARCH__
+  const unsigned* words = reinterpret_cast<const unsigned*>(from);
+  constexpr int second = sizeof(T) == 4 ? 1 : 4, fourth = sizeof(T) == 4 ? 9 : 12;
+  uint4 x;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(x.x) : "l"(words));
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(x.y) : "l"(words + second));
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(x.z) : "l"(words + 8));
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(x.w) : "l"(words + fourth));
+  return x;
+#else
+  return load_pairs(from);
+#endif
+}
+
+"""

@@ -12,7 +12,7 @@ warps add up their sums and store the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST, CudaKernel
@@ -22,6 +22,7 @@ from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.helpers import (
     COLUMN_MAJOR_HELPERS,
+    LANES_HELPERS,
     POWER_HELPERS,
     POWER_OF_PAIR_HELPERS,
     ROWS_IN_WORDS_HELPERS,
@@ -32,7 +33,6 @@ from mirage_hf.codegen.streams.pairs import PairWriter
 from mirage_hf.codegen.streams.products import Product
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY
 from mirage_hf.errors import CodegenError
-from mirage_hf.graph.block import BlockInput
 from mirage_hf.graph.coded import is_exponent, is_packed
 from mirage_hf.graph.printing import format_block_graph
 from mirage_hf.ops.dtypes import CODES_PER_WORD
@@ -91,6 +91,11 @@ class _KernelWriter(PairWriter):
             is_clustered=False,
             threads=threads,
             helpers=self.more_helpers(),
+            unaligned=frozenset(
+                name
+                for n, (_, name) in enumerate(self.found.grouped)
+                if name is not None and layout.is_spaced(n)
+            ),
         )
 
     def more_helpers(self) -> str:
@@ -105,6 +110,8 @@ class _KernelWriter(PairWriter):
             helpers += COLUMN_MAJOR_HELPERS
         if self.found.has_rows_in_words:
             helpers += ROWS_IN_WORDS_HELPERS
+        if self.found.is_in_lanes:
+            helpers += LANES_HELPERS
         return helpers
 
     # -- before the body --------------------------------------------------------------------------
@@ -306,6 +313,16 @@ class _KernelWriter(PairWriter):
                     "~15;  // whole units of 16 bytes",
                 )
             scales = " + ".join(f"size_{n}" for n in scaled)
+        for n in of_chunks:
+            if layout.is_spaced(n):
+                self.put(
+                    f"const auto* begin_{n} = reinterpret_cast<const unsigned char*>"
+                    f"({self.first_of_tile(n)});",
+                    f"const int shift_{n} = int(reinterpret_cast<unsigned long long>(begin_{n}) & "
+                    "15);",
+                    f"const int size_{n} = (shift_{n} + {layout.spaced_bytes(n) + 15}) & ~15;  "
+                    "// whole units of 16 bytes",
+                )
         with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
             self.put(
                 "const int s = n % stages;",
@@ -323,13 +340,17 @@ class _KernelWriter(PairWriter):
                 )
                 size = "size"
             more = [f"(c == 0 ? {scales} : 0)"] if scales else []
-            if of_chunks:
+            spaced = [n for n in of_chunks if layout.is_spaced(n)]
+            if len(spaced) < len(of_chunks):
                 sizes = [
-                    sum(layout.scale_bytes(n, columns) for n in of_chunks)
+                    sum(layout.scale_bytes(n, columns) for n in of_chunks if n not in spaced)
                     for columns in (layout.chunk, layout.last_chunk)
                 ]
                 of_last = f"({self.chunk_number} + 1 < chunks ? {sizes[0]} : {sizes[1]})"
                 more.append(of_last if sizes[0] != sizes[1] else str(sizes[0]))
+            if spaced:
+                both = " + ".join(f"size_{n}" for n in spaced)
+                more.append(f"{self.groups_of_chunk()} * ({both})")
             if self.found.is_column_major:
                 if self.found.has_rows_in_words:
                     self.copy_columns(size)
@@ -459,6 +480,9 @@ class _KernelWriter(PairWriter):
     def copy_rows(self, size: str) -> None:
         """Write the copies of a chunk's rows: one for each, or one for all if they lie together."""
         layout, found, rows = self.layout, self.found, self.layout.rows
+        if found.is_in_lanes:
+            self.copy_eight_rows(size)
+            return
         own = f"row_0 % {found.num_own_rows}" if self.has_index else "row_0"
         self.put(f"const long long first = {own};")
         addresses = [self.row_of(p) for p in found.products]
@@ -488,6 +512,24 @@ class _KernelWriter(PairWriter):
                         "&shared.full[s]);"
                     )
 
+    def copy_eight_rows(self, size: str) -> None:
+        """Write the copies of a chunk whose words lie as lanes load them: one for eight rows."""
+        layout, found = self.layout, self.found
+        for n, p in enumerate(found.products):
+            step = found.eight_rows_stride(p.codes) // 2
+
+            def address(at: str, step: int = step) -> str:
+                return f" + {at} / 8 * {step}"
+
+            for eight in range(layout.tile_rows // 8):
+                row = f"(row_0 + {8 * eight})" if eight else "row_0"
+                i, to = self.inputs[p.codes], n * layout.tile_rows + 8 * eight
+                begin = self._of_source(i, found.source_rows(p.codes), row, address)
+                self.put(
+                    f"copy_bytes(shared.codes[s] + {to} * pitch, {begin} + "
+                    f"{self.chunk_number} * chunk_bytes * 8, {size} * 8, &shared.full[s]);"
+                )
+
     def row_of(self, product: Product) -> str:
         """Return the address of a row of a product's codes."""
         i, found = self.inputs[product.codes], self.found
@@ -498,18 +540,6 @@ class _KernelWriter(PairWriter):
         return self._of_source(
             i, found.source_rows(product.codes), "row", lambda at: f" + {at} * row_bytes"
         )
-
-    def _of_source(
-        self, i: BlockInput, pieces: Sequence[int], row: str, address: Callable[[str], str]
-    ) -> str:
-        """Return an address in the source of an input that holds a row."""
-        text, start = "", 0
-        for k, count in enumerate(pieces):
-            at = f"({row} - {start})" if start else row
-            piece = f"{self.pointer(i, k)}{address(at)}"
-            start += count
-            text += piece if k == len(pieces) - 1 else f"{row} < {start} ? {piece} : "
-        return f"({text})" if len(pieces) > 1 else text
 
     def copy_scales(self, scaled: Sequence[int]) -> None:
         """Write the copies of a tile's scales."""
@@ -537,23 +567,31 @@ class _KernelWriter(PairWriter):
             text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
             self.put(f"copy_bytes({self.scale_slot(n)}, {text}, {size}, &shared.full[s]);")
 
+    def groups_of_chunk(self) -> str:
+        """Return the text of how many groups of columns a chunk has."""
+        layout, group = self.layout, self.found.group
+        whole, last = layout.chunk // group, layout.last_chunk // group
+        if last == whole:
+            return f"{whole}"
+        return f"({self.chunk_number} + 1 < chunks ? {whole} : {last})"
+
     def copy_scales_of_chunk(self, number: int) -> None:
         """Write the copies of a chunk's scales, where those of successive rows lie side by side."""
         layout, (p, name) = self.layout, self.found.grouped[number]
         assert name is not None
-        i, rows = self.inputs[name], self.found.source_rows(p.codes)
-        of_word = "/ 2" if is_packed(self.found.tensor(name).dtype) else ""  # bytes of rows
-        address = self._of_source(i, rows, "row_0", lambda at: f" + {at} {of_word}".rstrip())
-        whole, last = (n // self.found.group for n in (layout.chunk, layout.last_chunk))
+        rows, step = self.found.source_rows(p.codes), self.found.row_step(name)
+        whole = layout.chunk // self.found.group
         size = layout.scale_bytes(number) // whole
-        count = f"({self.chunk_number} + 1 < chunks ? {whole} : {last})"
-        with self.scope(
-            f"for (int group = 0; group < {count if last != whole else whole}; ++group)"
-        ):
-            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)} {of_word}"
+        of_row = "/ 2" if is_packed(self.found.tensor(name).dtype) else ""  # bytes
+        begin, count, slot = self.first_of_tile(number), f"{size}", self.scale_slot(number)
+        if layout.is_spaced(number):
+            of_row = f"* {step * self.found.tensor(name).dtype.itemsize}"
+            begin, count = f"begin_{number} - shift_{number}", f"size_{number}"
+        with self.scope(f"for (int group = 0; group < {self.groups_of_chunk()}; ++group)"):
+            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)} {of_row}"
             self.put(
-                f"copy_bytes({self.scale_slot(number)} + group * {size}, {address} + "
-                f"{at.rstrip()}, {size}, &shared.full[s]);"
+                f"copy_bytes({slot} + group * {size}, {begin} + {at.rstrip()}, {count}, "
+                "&shared.full[s]);"
             )
 
     # -- outputs ----------------------------------------------------------------------------------

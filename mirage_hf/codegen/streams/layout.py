@@ -147,13 +147,14 @@ class StreamLayout:
         While one team adds up its sums and waits, the others multiply. Each stage of the ring
         belongs to one team, because a warp must wait for every phase of a barrier: parities repeat.
 
-        If words are column-major, chunks may be parts of tiles. There are so many teams that all
-        warps of one have units. Scales that come with the first chunk allow no teams, because the
-        other teams do not wait for that chunk.
+        If words are column-major, or lie as lanes load them, chunks may be parts of tiles. There
+        are so many teams that all warps of one have units. Scales that come with the first chunk
+        allow no teams, because the other teams do not wait for that chunk.
         """
         least, most = _LEAST_WARPS, 4
         if self.chunks > 1:
-            if not self.products.is_column_major or self.has_scales_of_tiles:
+            found = self.products
+            if not (found.is_column_major or found.is_in_lanes) or self.has_scales_of_tiles:
                 return 1
             least, most = 1, self.warps * self.unit // self.chunk
         every = (n for n in (4, 2) if self.stages % n == 0 and self.warps >= n * least)
@@ -260,6 +261,8 @@ class StreamLayout:
         for count in (16, 8, 4):
             unit = 4 * count * 8 // p.bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
+            if p.is_in_lanes:
+                fits &= count == VECTOR_BYTES
             if p.has_rows_in_words:
                 fits &= self.rows // 8 * count // WORD_BYTES <= _MOST_HELD
             if fits and count >= p.bits:
@@ -356,15 +359,19 @@ class StreamLayout:
     @property
     def stage_bytes(self) -> int:
         """Bytes of a chunk in shared memory."""
-        return self.rows * (self.chunk_bytes if self.products.is_column_major else self.pitch)
+        has_pitch = not (self.products.is_column_major or self.products.is_in_lanes)
+        return self.rows * (self.pitch if has_pitch else self.chunk_bytes)
 
     @property
     def pitch(self) -> int:
         """Bytes from a row of a chunk to the next one. The lanes of a load meet different banks.
 
         If words are column-major, these are rows of words, and vectors of 16 bytes are swapped. If
-        words hold codes of eight rows, they are columns of a product.
+        words hold codes of eight rows, they are columns of a product. If words lie as lanes load
+        them, a unit of eight rows is followed by the next unit.
         """
+        if self.products.is_in_lanes:
+            return self.chunk_bytes
         if self.products.has_rows_in_words:
             return self.tile_rows // 2
         if self.products.is_column_major:
@@ -412,10 +419,34 @@ class StreamLayout:
         dtype = found.tensor(name).dtype
         if is_packed(dtype):
             return self.scale_rows(name) * groups // 2
+        if self.is_spaced(number):
+            return groups * self.spaced_slot_bytes(number)
         if found.taken is None:
             return self.scale_rows(name) * groups * dtype.itemsize
         # what lies from the first row to the last, at any address
         return ((self.scale_rows(name) - 1) * found.row_stride(name) + groups) * dtype.itemsize
+
+    def is_spaced(self, number: int) -> bool:
+        """Return whether scales or offsets of rows have gaps, as if two kinds take turns.
+
+        A copy brings what lies from the first row to the last. It may begin at any address.
+        """
+        _, name = self.products.grouped[number]
+        return name is not None and self.products.row_step(name) > 1
+
+    def spaced_bytes(self, number: int) -> int:
+        """Return the bytes from a group's first scale or offset to the end of its last one."""
+        _, name = self.products.grouped[number]
+        assert name is not None
+        size = self.products.tensor(name).dtype.itemsize
+        return ((self.tile_rows - 1) * self.products.row_step(name) + 1) * size
+
+    def spaced_slot_bytes(self, number: int) -> int:
+        """Return the bytes of shared memory that hold those of a group, wherever they begin."""
+        _, name = self.products.grouped[number]
+        assert name is not None
+        most = VECTOR_BYTES - self.products.tensor(name).dtype.itemsize  # bytes before the first
+        return -(-(most + self.spaced_bytes(number)) // VECTOR_BYTES) * VECTOR_BYTES
 
     def is_cut(self, number: int) -> bool:
         """Return whether a copy of scales or offsets is no multiple of 16 bytes."""

@@ -42,10 +42,14 @@ class ProductWriter(FactorWriter):
             *others, last = (self.row_text(n, half) for n, half in sets)
             rows = f"rows {', '.join(others)} and {last}" if others else f"row {last}"
             self.put(f"float {totals};  // of {rows}")
-            if self.has_index:
+            spaced = [n for n in range(len(self.found.grouped)) if self.layout.is_spaced(n)]
+            if self.has_index or spaced:
                 self.put(
                     f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.layout.tile_rows};"
                 )
+            for n in spaced:
+                address = f"reinterpret_cast<unsigned long long>({self.first_of_tile(n)})"
+                self.put(f"const int first_{n} = int({address} & 15);")
             with self.each_piece():
                 self.multiply_chunks()
             self.join_lanes()
@@ -336,6 +340,14 @@ class ProductWriter(FactorWriter):
         if found.is_column_major:
             self.load_columns(words)
             return
+        if found.is_in_lanes:
+            self.put(
+                "const unsigned char* codes = shared.codes[s] + u * 512 + lane * 16;",
+                "const auto a = *reinterpret_cast<const Words<4>*>(codes);",
+            )
+            if self.has_lower:
+                self.put("const auto b = *reinterpret_cast<const Words<4>*>(codes + 8 * pitch);")
+            return
         self.put(
             "const unsigned char* codes = shared.codes[s] + g * pitch + "
             f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
@@ -573,7 +585,12 @@ class ProductWriter(FactorWriter):
         if layout.comes_with_chunks(number):
             group = self.group_at(f"u * {layout.unit}")
             group = f"({group})" if "+" in group else group
-            at = f"{group} * {layout.tile_rows // per_word} + {place}"
+            if layout.is_spaced(number):
+                step, size = found.row_step(name), layout.spaced_slot_bytes(number)
+                slot = f"{slot} + {group} * {size} + first_{number}"
+                at = f"{place} * {step}"
+            else:
+                at = f"{group} * {layout.tile_rows // per_word} + {place}"
         else:
             at = f"{place} * {groups} + {group}" if row != "0" else group
         if per_word > 1:

@@ -8,7 +8,9 @@ All rows of codes share `other`, and any sums that no row of codes enters, such 
 squares of a norm. What follows the sums is elementwise.
 
 The words that hold codes are row-major, or column-major as those of GPTQ and AWQ. So are scales. A
-word of GPTQ holds codes of one row, and a word of AWQ those of eight rows of one column.
+word of GPTQ holds codes of one row, and a word of AWQ those of eight rows of one column. Or words
+lie in the order in which the lanes of a warp load them, as those of torchao's tiles do. There, the
+scales and shifts of a row lie side by side.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
@@ -42,6 +44,17 @@ _ROWS_IN_WORDS = 64, 32
 
 #: The sizes and strides of the two axes that number eight rows, in a word that holds their codes.
 _ORDER_IN_WORD = (4, 1), (2, 4)
+
+#: The sizes and strides of the axes that number the codes of eight rows and 128 columns, if words
+#: lie as lanes load them: the row, the words of a lane, the codes of half a word, the four lanes of
+#: a row, and the halves of a word.
+_ORDER_OF_LANES = (8, 128), (4, 8), (4, 1), (4, 32), (2, 4)
+
+#: Codes of eight rows that lie in this order side by side.
+_CODES_OF_LANES = 1024
+
+#: The most elements from a row to the next one of scales and shifts that lie in turns.
+_IN_TURNS = 2
 
 #: The number that each dtype of codes has to have subtracted. The instructions multiply signed
 #: bytes, or halves.
@@ -149,6 +162,7 @@ class Products:
         word: The last of `columns` if it numbers the codes of a word, and words are column-major.
         word_rows: The last two of `rows` if they number the codes of a word. They are of rows
             0, 2, 4, 6, 1, 3, 5 and 7 of eight.
+        lanes: The last four of `columns` if words lie as lanes load them: 128 columns of a row.
     """
 
     op: PlacedOp
@@ -163,6 +177,7 @@ class Products:
     pair: str | None = None
     word: str | None = None
     word_rows: tuple[str, ...] = ()
+    lanes: tuple[str, ...] = ()
 
     @property
     def block(self) -> BlockGraph:
@@ -244,7 +259,12 @@ class Products:
     @property
     def is_grouped(self) -> bool:
         """Whether groups of columns may have scales."""
-        return len(self.own_columns) > 1 + (self.pair is not None or self.word is not None)
+        return _is_grouped(self)
+
+    @property
+    def is_in_lanes(self) -> bool:
+        """Whether words lie as lanes load them."""
+        return bool(self.lanes)
 
     @property
     def is_column_major(self) -> bool:
@@ -277,6 +297,18 @@ class Products:
     def least_rows(self) -> int:
         """The fewest rows of each product that a tile has if words are column-major."""
         return self._rows_of_words[-1]
+
+    def eight_rows_stride(self, name: str) -> int:
+        """Return the codes from eight rows to the next eight, if words lie as lanes load them."""
+        i, t = self.block.inputs_by_name[name], self.tensor(name)
+        return t.strides[i.axes.index(self.own_rows[0])]
+
+    def row_step(self, name: str) -> int:
+        """Return the elements from a row to the next one of scales or offsets side by side.
+
+        It is more than 1 if scales and shifts take turns.
+        """
+        return self.row_stride(name) if self.is_in_columns(name) else 1
 
     @property
     def _rows_of_words(self) -> tuple[int, ...]:
@@ -431,6 +463,7 @@ class _Finder:
             self.pair,
             self.word,
             self.word_rows,
+            self.lanes,
         )
         self.check_sizes(found)
         return found
@@ -449,7 +482,8 @@ class _Finder:
         self.pair = self.pair_of(self.coded[0])
         self.word = self.word_of(self.coded[0])
         self.word_rows = self.word_rows_of(self.coded[0])
-        most = 2 + (self.pair is not None or self.word is not None)
+        self.lanes = self.lanes_of(self.coded[0])
+        most = 2 + (self.pair is not None or self.word is not None) + len(self.lanes)
         if not self.own_rows or not 1 <= len(self.own_columns) <= most:
             raise _refused("the codes have no rows, or more than two axes of columns")
         if len(pieces) > 1 or (*self.rows[: len(chosen) - len(pieces)], *pieces) != tuple(chosen):
@@ -489,6 +523,15 @@ class _Finder:
         dims = [(t.dims[n], t.strides[n]) for n in map(i.axes.index, axes)]
         return axes if tuple(dims) == _ORDER_IN_WORD else ()
 
+    def lanes_of(self, i: BlockInput) -> tuple[str, ...]:
+        """Return the four innermost axes of columns if words lie as lanes load them."""
+        t, axes = self.operand(i), self.own_columns[-4:]
+        is_plain = is_packed(t.dtype) and i.taken is None
+        if not is_plain or len(self.own_rows) != 2 or len(self.own_columns) < 5:
+            return ()
+        dims = [(t.dims[n], t.strides[n]) for n in map(i.axes.index, (self.own_rows[1], *axes))]
+        return axes if tuple(dims) == _ORDER_OF_LANES else ()
+
     def check_input(self, i: BlockInput) -> None:
         """Check that an input is read plainly, or by the index, and that codes lie in rows."""
         if i.bounds or i.rotation or i.padding:
@@ -508,8 +551,12 @@ class _Finder:
             raise _refused(f"{i.name} may change, or its parts have different dtypes")
         if (i.taken is None) != (self.taken is None):
             raise _refused(f"{i.name} has no index")
+        if self.lanes and len(self._strides_of_rows(i, sources)) > 1:
+            raise _refused(f"the parts of {i.name} have rows of different lengths")
         for t in sources:
-            if self.word is not None or self.word_rows:
+            if self.lanes:
+                lies = self._lies_in_lanes(i, t)
+            elif self.word is not None or self.word_rows:
                 lies = self._lies_in_columns(i, t)
             else:
                 lies = self._lies_in_rows(i, t) if self.taken is None else self._has_rows(i, t)
@@ -517,8 +564,13 @@ class _Finder:
                 raise _refused(f"the codes of {i.name} have an index, and do not lie in rows")
             if not lies:
                 raise _refused(
-                    f"the codes of {i.name} lie neither row after row nor as in GPTQ or AWQ"
+                    f"the codes of {i.name} lie neither row after row, nor as in GPTQ, AWQ or "
+                    "torchao's tiles"
                 )
+
+    def _strides_of_rows(self, i: BlockInput, sources: list[DTensor]) -> set[int]:
+        """Return the elements from an outer row to the next one, of each source of an input."""
+        return {t.strides[i.axes.index(self.own_rows[0])] for t in sources}
 
     def _lies_in_rows(self, i: BlockInput, t: DTensor) -> bool:
         """Return whether each axis of a tensor follows the one after it without gaps."""
@@ -530,14 +582,31 @@ class _Finder:
                 expected *= self.block.axis(axis).size
         return True
 
-    def _lies_in_columns(self, i: BlockInput, t: DTensor) -> bool:
+    def _lies_in_columns(self, i: BlockInput, t: DTensor, step: int = 1) -> bool:
         """Return whether a tensor has rows side by side, and columns without gaps around them.
 
-        The codes of a word lie within the rows.
+        The codes of a word lie within the rows. `step` is the elements from a row to the next one.
         """
         inner = [a for a in self.own_columns if a == self.word and a in i.axes]
         outer = [a for a in reversed(self.own_columns) if a in i.axes and a not in inner]
-        return self._follow(i, t, (*inner, *self._rows_of(t), *outer))
+        return self._follow(i, t, (*inner, *self._rows_of(t), *outer), step)
+
+    def _lies_in_lanes(self, i: BlockInput, t: DTensor) -> bool:
+        """Return whether all columns of eight rows lie one after another, as lanes load them.
+
+        There may be a gap before the next eight rows.
+        """
+        strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        dims = [(self.block.axis(a).size, strides[a]) for a in (self.own_rows[1], *self.lanes)]
+        if tuple(dims) != _ORDER_OF_LANES:
+            return False
+        expected = _CODES_OF_LANES
+        for axis in reversed(self.own_columns[: -len(self.lanes)]):
+            if strides[axis] != expected:
+                return False
+            expected *= self.block.axis(axis).size
+        rest = strides[self.own_rows[0]] - expected
+        return rest >= 0 and rest % _CODES_OF_LANES == 0
 
     def _rows_of(self, t: DTensor) -> tuple[str, ...]:
         """Return the axes of rows that lie side by side, the inner one first."""
@@ -545,13 +614,13 @@ class _Finder:
             return (*self.word_rows, *reversed(self.own_rows[: -len(self.word_rows)]))
         return self.own_rows[::-1]
 
-    def _follow(self, i: BlockInput, t: DTensor, axes: tuple[str, ...]) -> bool:
+    def _follow(self, i: BlockInput, t: DTensor, axes: tuple[str, ...], step: int = 1) -> bool:
         """Return whether the axes of a tensor follow each other without gaps, the inner one first.
 
-        Others have one element.
+        Others have one element. `step` is the elements from one of the tensor to its next one.
         """
         strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
-        expected = 1
+        expected = step
         for axis in axes:
             if strides.pop(axis, None) != expected:
                 return False
@@ -782,15 +851,21 @@ class _Finder:
         if not (of_rows or of_blocks) or not all(t.constant for t in sources):
             return False
         lies = self._lies_in_rows if self.taken is None else self._has_rows
-        is_in_columns = self.taken is None and of_rows
         return all(lies(i, t) for t in sources) or (
-            is_in_columns and all(self._lies_in_columns(i, t) for t in sources)
+            self.taken is None and of_rows and self._have_rows_side_by_side(i, sources)
+        )
+
+    def _have_rows_side_by_side(self, i: BlockInput, sources: list[DTensor]) -> bool:
+        """Return whether scales or offsets of rows lie side by side, or all with gaps of one."""
+        return any(
+            all(self._lies_in_columns(i, t, step) for t in sources)
+            for step in range(1, _IN_TURNS + 1)
         )
 
     @property
     def is_grouped(self) -> bool:
         """Whether groups of columns may have scales."""
-        return len(self.own_columns) > 1 + (self.pair is not None or self.word is not None)
+        return _is_grouped(self)
 
     def is_offset(self, value: str) -> bool:
         """Return whether a value is an input of zero points or shifts, for each row and group."""
@@ -805,9 +880,9 @@ class _Finder:
         if is_packed(sources[0].dtype):
             is_unsigned = sources[0].dtype is torch.uint4
             return is_unsigned and all(self._lies_in_words(i, t) for t in sources)
-        ways = self._lies_in_rows, self._lies_in_columns
-        return sources[0].dtype in COMPUTE_DTYPES and any(
-            all(lies(i, t) for t in sources) for lies in ways
+        return sources[0].dtype in COMPUTE_DTYPES and (
+            all(self._lies_in_rows(i, t) for t in sources)
+            or self._have_rows_side_by_side(i, sources)
         )
 
     def choose(self) -> None:
@@ -823,8 +898,8 @@ class _Finder:
         self.values = values = products[0][1].values
         is_row = self.batch is None or self.block.axis(self.batch).size == 1
         as_bytes = table_bytes if is_row else table_halves
-        if values and (self.word is not None or self.word_rows):
-            raise _refused("codes of a table lie as in GPTQ or AWQ")
+        if values and (self.word is not None or self.word_rows or self.lanes):
+            raise _refused("codes of a table lie as in GPTQ, AWQ or torchao's tiles")
         if values and as_bytes(values) is None:
             raise _refused("its table has no positive and no negative half, or infinite entries")
         (dtype,) = dtypes
@@ -899,8 +974,11 @@ class _Finder:
         rows = found.rows_of_each if found.is_of_rows(name) else 1
         if rows == 1 and inner % found.rows_of_each:
             raise _refused(f"blocks of {inner} rows share scales, and tiles would cross them")
+        is_plain = rows > 1 and self.taken is None and not is_packed(t.dtype)
         if found.is_in_columns(name):
-            groups = 1  # copies bring one group of all rows of a tile
+            groups = found.row_step(name)  # copies bring one group of all rows of a tile
+        elif is_plain and found.row_stride(name) != groups:
+            raise _refused(f"the rows of {name} have gaps")
         bits = 4 if is_packed(t.dtype) else 8 * t.dtype.itemsize
         if self.taken is None and rows * groups * bits % (8 * _LOADED):
             what = "zero points" if name == p.zero else "shifts" if name == p.shift else "scales"
@@ -927,6 +1005,12 @@ class _Finder:
             strides = found.row_stride(p.codes), found.chosen_stride(p.codes)
             if any(s * found.bits % (8 * _LOADED) for s in strides):
                 raise _refused(f"the rows of {p.codes} do not begin at multiples of 16 bytes")
+
+
+def _is_grouped(found: Products | _Finder) -> bool:
+    """Return whether codes have an axis of groups of columns, or may have one."""
+    of_word = found.pair is not None or found.word is not None
+    return bool(found.lanes) or len(found.own_columns) > 1 + of_word
 
 
 def _place(taken: Taken) -> tuple[int, tuple[str | None, ...], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -12,7 +12,7 @@ from mirage_hf.codegen.cuda_nests import Nest, NestWriter, Operand
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.streams.layout import StreamLayout
 from mirage_hf.graph.block import BlockInput
-from mirage_hf.graph.coded import is_exponent
+from mirage_hf.graph.coded import is_exponent, is_packed
 
 #: Numbers of barriers. At the first one all threads meet, once the other factor is in place. At the
 #: second one the threads that compute meet: before and after a later span's factor is written, and
@@ -35,7 +35,7 @@ _NAMES = frozenset(
 
 
 #: What numbered names of the text begin with.
-_PREFIXES = ("sum_", "table_", "to_", "from_", "words_", "place_")
+_PREFIXES = ("sum_", "table_", "to_", "from_", "words_", "place_", "first_", "begin_")
 
 
 class StreamWriter(NestWriter):
@@ -126,6 +126,34 @@ class StreamWriter(NestWriter):
     def chunk_number(self) -> str:
         """The number of chunk `c` among those of a tile."""
         return f"(span * {self.layout.span_chunks} + c)" if self.has_spans else "c"
+
+    def first_of_tile(self, number: int) -> str:
+        """Return the address of the first scale or offset of a tile in the first group of columns.
+
+        Scales or offsets of successive rows lie side by side.
+        """
+        p, name = self.found.grouped[number]
+        assert name is not None
+        step = self.found.row_step(name)
+        of_row = "/ 2" if is_packed(self.found.tensor(name).dtype) else f"* {step}" * (step > 1)
+        return self._of_source(
+            self.inputs[name],
+            self.found.source_rows(p.codes),
+            "row_0",
+            lambda at: f" + {at} {of_row}".rstrip(),
+        )
+
+    def _of_source(
+        self, i: BlockInput, pieces: Sequence[int], row: str, address: Callable[[str], str]
+    ) -> str:
+        """Return an address in the source of an input that holds a row."""
+        text, start = "", 0
+        for k, count in enumerate(pieces):
+            at = f"({row} - {start})" if start else row
+            piece = f"{self.pointer(i, k)}{address(at)}"
+            start += count
+            text += piece if k == len(pieces) - 1 else f"{row} < {start} ? {piece} : "
+        return f"({text})" if len(pieces) > 1 else text
 
     def scale_slot(self, number: int) -> str:
         """Return the place of scales, zero points or shifts of tile `i`, its piece, or its chunk.
