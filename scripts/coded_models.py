@@ -4,6 +4,8 @@ The formats:
 
     int4        compressed-tensors "pack-quantized": groups of 128 columns, symmetric
     int4-zeros  the same with zero points, which are packed along the rows
+    int4-tiles  torchao Int4WeightOnlyConfig in tiles of tensor cores ("tile_packed_to_4d"): groups
+                of 128 columns. torchao makes them on a GPU only.
     int8        torchao Int8WeightOnlyConfig: a scale for each row
     fp8         transformers' FP8Linear and FP8Experts: a scale for each block of 128 by 128.
                 Weights whose sizes are no multiples of 128 stay as they are.
@@ -95,6 +97,16 @@ def _int8(model: PreTrainedModel) -> None:
 
     mine = {id(linear) for _, _, linear in linears(model)}
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, _: id(m) in mine)
+
+
+def _int4_tiles(model: PreTrainedModel) -> None:
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    mine = {id(linear) for _, _, linear in linears(model)}
+    config = Int4WeightOnlyConfig(
+        group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+    )
+    quantize_(model, config, filter_fn=lambda m, _: id(m) in mine)
 
 
 def _nf4(model: PreTrainedModel) -> None:
@@ -273,12 +285,13 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int4": _int4,
     "int8": _int8,
     "int4-zeros": partial(_int4, symmetric=False),
+    "int4-tiles": _int4_tiles,
     "fp8": _fp8,
     "nf4": _nf4,
     "mxfp4": _mxfp4,
 }
 
-#: The formats of linears.
+#: The formats of linears that a CPU can make.
 LINEAR_FORMATS = ("int4", "int4-zeros", "int8", "fp8", "nf4")
 
 #: The names of the formats.
