@@ -218,7 +218,8 @@ def _trace(
     """Return the traced steps of a model, None without any. Tell the report why."""
     if traces is decoding.Traces.NONE:
         return None
-    bind_coded_modules(optimization.model, optimization.ledger, finder.resolve)
+    # schedules of kernels that decode have good estimates, and checks of their results take long
+    bind_coded_modules(optimization.model, optimization.ledger, finder.measuring_few().resolve)
     is_known = traces is decoding.Traces.EXPERTS
     traced, rows, why = decoding.trace_steps(
         inner, batch_sizes, finder, progress, whole=is_known, draft_tokens=draft_tokens

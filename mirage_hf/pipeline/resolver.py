@@ -20,7 +20,7 @@ from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline import torch_op
 from mirage_hf.pipeline.find_outcome import find_outcome
 from mirage_hf.pipeline.outcome import LIBRARY, OURS, Outcome, library_wins
-from mirage_hf.pipeline.request import FULL, QUICK, Effort, Request
+from mirage_hf.pipeline.request import FEW, FULL, QUICK, Effort, Request
 from mirage_hf.pipeline.results import SEARCHED, StoredEntry, ZooResults
 from mirage_hf.pipeline.searching_ahead import searching
 from mirage_hf.pipeline.torch_op import Run
@@ -203,6 +203,10 @@ class KernelFinder:
     def measures(self) -> bool:
         """Whether kernels are measured before one is chosen."""
         return self.tune != "never" and can_measure(self.device, self.backend)
+
+    def measuring_few(self) -> KernelFinder:
+        """Return a finder that measures few schedules, if this one would measure as usual."""
+        return replace(self, effort=FEW) if self.tune == "auto" else self
 
     def request(self, program: KernelGraph, **options: Any) -> Request:
         """Return the request for the kernel of a program. The options are those of `resolve`."""

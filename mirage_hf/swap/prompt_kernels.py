@@ -20,7 +20,6 @@ from mirage_hf.errors import (
     described,
 )
 from mirage_hf.graph.kernel import KernelGraph
-from mirage_hf.pipeline.request import FEW
 from mirage_hf.pipeline.resolver import KernelFinder
 from mirage_hf.swap.coded_forward import (
     PRODUCT_ROWS,
@@ -121,7 +120,7 @@ def finders_for_linears(finder: KernelFinder) -> list[KernelFinder]:
     """
     finders = [finder_for_prompts(finder)]
     if finder.tune == "auto":
-        finders.append(replace(finder, effort=FEW, noting=None))
+        finders.append(replace(finder.measuring_few(), noting=None))
     return finders
 
 

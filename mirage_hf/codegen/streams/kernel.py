@@ -1,13 +1,13 @@
 """Write kernels that stream codes as CUDA C++.
 
 A thread of one warp copies the codes and scales of a block's tiles through a ring in shared memory,
-from the start of the kernel on. If words of codes are column-major, all lanes of that warp copy. If
-an index chooses them, it waits for the previous kernel first. The other warps first compute the
-other factor. They store it as digits: signed bytes d₀, d₁ and d₂ with d₀ + d₁/2⁸ + d₂/2¹⁶ times a
-power of two, which 256 columns share. Then they multiply codes and digits as signed bytes on tensor
-cores, so these sums are exact. Codes of a table are looked up first. If codes are floats, or if the
-other factor has several rows, codes and the other factor become halves instead. At the end the
-warps add up their sums and store the outputs.
+from the start of the kernel on. If words of codes are column-major, or scales have gaps, all lanes
+of that warp copy. If an index chooses codes, it waits for the previous kernel first. The other
+warps first compute the other factor. They store it as digits: signed bytes d₀, d₁ and d₂ with
+d₀ + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then they multiply codes and
+digits as signed bytes on tensor cores, so these sums are exact. Codes of a table are looked up
+first. If codes are floats, or if the other factor has several rows, codes and the other factor
+become halves instead. At the end the warps add up their sums and store the outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mirage_hf.codegen.streams.helpers import (
     ROWS_IN_WORDS_HELPERS,
     TABLE_HELPERS,
 )
-from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
+from mirage_hf.codegen.streams.layout import VECTOR_BYTES, StreamLayout, stream_layout
 from mirage_hf.codegen.streams.pairs import PairWriter
 from mirage_hf.codegen.streams.products import Product
 from mirage_hf.codegen.streams.writer import COMPUTED, FACTOR_READY
@@ -106,7 +106,7 @@ class _KernelWriter(PairWriter):
             helpers += POWER_OF_PAIR_HELPERS
         if self.found.values:
             helpers += TABLE_HELPERS
-        if self.found.is_column_major:
+        if self.lanes_copy:
             helpers += COLUMN_MAJOR_HELPERS
         if self.found.has_rows_in_words:
             helpers += ROWS_IN_WORDS_HELPERS
@@ -208,6 +208,12 @@ class _KernelWriter(PairWriter):
 
     # -- the warp that copies ---------------------------------------------------------------------
 
+    @property
+    def lanes_copy(self) -> bool:
+        """Whether all lanes of the warp copy: words, or scales with gaps between rows."""
+        every = range(len(self.found.grouped))
+        return self.found.is_column_major or any(map(self.layout.is_spaced, every))
+
     def start(self) -> None:
         """Write what comes first, and the warp that copies."""
         self.put(
@@ -227,7 +233,7 @@ class _KernelWriter(PairWriter):
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
                 # whoever says how many bytes will come, and each lane that copies words itself
-                arrivals = 1 + 32 * self.found.is_column_major
+                arrivals = 1 + 32 * self.lanes_copy
                 self.put(
                     f"for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], {arrivals});"
                 )
@@ -259,7 +265,7 @@ class _KernelWriter(PairWriter):
                     f"const bool lie_together = {first} + row_bytes == {second} || "
                     f"{second} + row_bytes == {first};"
                 )
-            if self.found.is_column_major:
+            if self.lanes_copy:
                 self.copy_tiles()
                 self.put("wait_for_own_copies();")
             else:
@@ -298,8 +304,9 @@ class _KernelWriter(PairWriter):
         layout = self.layout
         whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
         every = [n for n, (_, name) in enumerate(self.found.grouped) if name is not None]
-        of_chunks = [n for n in every if layout.comes_with_chunks(n)]
-        scaled = [n for n in every if n not in of_chunks]
+        spaced = [n for n in every if layout.is_spaced(n)]
+        of_chunks = [n for n in every if layout.comes_with_chunks(n) and n not in spaced]
+        scaled = [n for n in every if not layout.comes_with_chunks(n)]
         scales = str(sum(layout.scale_bytes(n) for n in scaled)) if scaled else ""
         chunks = "chunks"
         if self.has_spans:
@@ -313,16 +320,12 @@ class _KernelWriter(PairWriter):
                     "~15;  // whole units of 16 bytes",
                 )
             scales = " + ".join(f"size_{n}" for n in scaled)
-        for n in of_chunks:
-            if layout.is_spaced(n):
-                self.put(
-                    f"const auto* begin_{n} = reinterpret_cast<const unsigned char*>"
-                    f"({self.first_of_tile(n)});",
-                    f"const int shift_{n} = int(reinterpret_cast<unsigned long long>(begin_{n}) & "
-                    "15);",
-                    f"const int size_{n} = (shift_{n} + {layout.spaced_bytes(n) + 15}) & ~15;  "
-                    "// whole units of 16 bytes",
-                )
+        for n in spaced:
+            self.put(
+                f"const auto* begin_{n} = reinterpret_cast<const unsigned char*>"
+                f"({self.first_of_tile(n)});",
+                f"const int first_{n} = int(reinterpret_cast<unsigned long long>(begin_{n}) & 15);",
+            )
         with self.scope(f"for (int c = 0; c < {chunks}; ++c, ++n)"):
             self.put(
                 "const int s = n % stages;",
@@ -340,30 +343,30 @@ class _KernelWriter(PairWriter):
                 )
                 size = "size"
             more = [f"(c == 0 ? {scales} : 0)"] if scales else []
-            spaced = [n for n in of_chunks if layout.is_spaced(n)]
-            if len(spaced) < len(of_chunks):
+            if of_chunks:
                 sizes = [
-                    sum(layout.scale_bytes(n, columns) for n in of_chunks if n not in spaced)
+                    sum(layout.scale_bytes(n, columns) for n in of_chunks)
                     for columns in (layout.chunk, layout.last_chunk)
                 ]
                 of_last = f"({self.chunk_number} + 1 < chunks ? {sizes[0]} : {sizes[1]})"
                 more.append(of_last if sizes[0] != sizes[1] else str(sizes[0]))
-            if spaced:
-                both = " + ".join(f"size_{n}" for n in spaced)
-                more.append(f"{self.groups_of_chunk()} * ({both})")
             if self.found.is_column_major:
                 if self.found.has_rows_in_words:
                     self.copy_columns(size)
                 else:
                     self.copy_words(size)
+                self.finish_copies_of_lanes(spaced)
                 with self.scope("if (is_elected())"):
                     self.put(f"expect_bytes(&shared.full[s], {' + '.join(more) or 0});")
                     self.copy_all_scales(scaled, of_chunks)
                 return
             total = " + ".join([f"{layout.rows} * {size}", *more])
-            self.put(f"expect_bytes(&shared.full[s], {total});")
-            self.copy_rows(size)
-            self.copy_all_scales(scaled, of_chunks)
+            with self.scope("if (is_elected())") if spaced else nullcontext():
+                self.put(f"expect_bytes(&shared.full[s], {total});")
+                self.copy_rows(size)
+                self.copy_all_scales(scaled, of_chunks)
+            if spaced:
+                self.finish_copies_of_lanes(spaced)
 
     def copy_words(self, size: str) -> None:
         """Write how the lanes copy the words of a chunk, which are column-major, by vectors.
@@ -395,7 +398,6 @@ class _KernelWriter(PairWriter):
                 self.put(
                     f"{is_inside}copy_vector(to_{k} + w * pitch, from + (w + {k}) * word_step);"
                 )
-        self.put("arrive_when_copied(&shared.full[s]);")
 
     def copy_columns(self, size: str) -> None:
         """Write how the lanes copy the columns of a chunk, whose words hold codes of eight rows.
@@ -428,7 +430,6 @@ class _KernelWriter(PairWriter):
             for k in starts:
                 at = f"(w + {k})" if k else "w"
                 self.put(f"copy_vector(to + {at} * pitch, from_{k} + w * word_step);")
-        self.put("arrive_when_copied(&shared.full[s]);")
 
     def begin_vectors(self, row: str) -> None:
         """Write which vector of a row of words a lane copies, and where the tile's first one lies.
@@ -567,6 +568,37 @@ class _KernelWriter(PairWriter):
             text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
             self.put(f"copy_bytes({self.scale_slot(n)}, {text}, {size}, &shared.full[s]);")
 
+    def finish_copies_of_lanes(self, spaced: Sequence[int]) -> None:
+        """Write how the lanes copy scales or offsets with gaps, and that they have no more copies.
+
+        There are many, and a bulk copy of a few bytes takes as long as one of many.
+
+        Args:
+            spaced: Their numbers in `Products.grouped`.
+        """
+        for n in spaced:
+            self.copy_spaced(n)
+        self.put("arrive_when_copied(&shared.full[s]);")
+
+    def copy_spaced(self, number: int) -> None:
+        """Write how the lanes copy a chunk's scales or offsets, which have gaps between rows."""
+        layout, (p, name) = self.layout, self.found.grouped[number]
+        assert name is not None
+        rows, slot = self.found.source_rows(p.codes), layout.spaced_slot_bytes(number)
+        of_row = self.found.row_step(name) * self.found.tensor(name).dtype.itemsize
+        vectors = slot // VECTOR_BYTES
+        self.put("#pragma unroll 4")
+        with self.scope(f"for (int e = lane; e < {self.groups_of_chunk()} * {vectors}; e += 32)"):
+            self.put(
+                f"const int group = e / {vectors}, byte = e % {vectors} * 16;",
+                f"const long long at = ({self.chunk_number} * "
+                f"{layout.chunk // self.found.group} + group) * "
+                f"{self.rows_of_source(rows)} * {of_row}LL;",
+                f"if (byte < first_{number} + {layout.spaced_bytes(number)}) "
+                f"copy_vector({self.scale_slot(number)} + group * {slot} + byte, "
+                f"begin_{number} - first_{number} + at + byte);",
+            )
+
     def groups_of_chunk(self) -> str:
         """Return the text of how many groups of columns a chunk has."""
         layout, group = self.layout, self.found.group
@@ -579,19 +611,14 @@ class _KernelWriter(PairWriter):
         """Write the copies of a chunk's scales, where those of successive rows lie side by side."""
         layout, (p, name) = self.layout, self.found.grouped[number]
         assert name is not None
-        rows, step = self.found.source_rows(p.codes), self.found.row_step(name)
-        whole = layout.chunk // self.found.group
+        rows, whole = self.found.source_rows(p.codes), layout.chunk // self.found.group
         size = layout.scale_bytes(number) // whole
-        of_row = "/ 2" if is_packed(self.found.tensor(name).dtype) else ""  # bytes
-        begin, count, slot = self.first_of_tile(number), f"{size}", self.scale_slot(number)
-        if layout.is_spaced(number):
-            of_row = f"* {step * self.found.tensor(name).dtype.itemsize}"
-            begin, count = f"begin_{number} - shift_{number}", f"size_{number}"
+        of_word = "/ 2" if is_packed(self.found.tensor(name).dtype) else ""  # bytes of rows
         with self.scope(f"for (int group = 0; group < {self.groups_of_chunk()}; ++group)"):
-            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)} {of_row}"
+            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)} {of_word}"
             self.put(
-                f"copy_bytes({slot} + group * {size}, {begin} + {at.rstrip()}, {count}, "
-                "&shared.full[s]);"
+                f"copy_bytes({self.scale_slot(number)} + group * {size}, "
+                f"{self.first_of_tile(number)} + {at.rstrip()}, {size}, &shared.full[s]);"
             )
 
     # -- outputs ----------------------------------------------------------------------------------

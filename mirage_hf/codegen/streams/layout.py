@@ -429,7 +429,7 @@ class StreamLayout:
     def is_spaced(self, number: int) -> bool:
         """Return whether scales or offsets of rows have gaps, as if two kinds take turns.
 
-        A copy brings what lies from the first row to the last. It may begin at any address.
+        Lanes copy what lies from the first row to the last. It may begin at any address.
         """
         _, name = self.products.grouped[number]
         return name is not None and self.products.row_step(name) > 1
