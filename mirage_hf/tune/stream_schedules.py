@@ -20,7 +20,6 @@ from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.layout import (
     StreamLayout,
     fewer_rows,
-    is_of_digits,
     stream_layout,
     tiled_rows,
     tiles_of_rows,
@@ -122,7 +121,7 @@ def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
     lengths = dict.fromkeys(min(n // more, row) for n in _CHUNK_BYTES)
     every_stages = _STAGES if products.taken is None else _CHOSEN_STAGES
     for length, stages, warps in itertools.product(lengths, every_stages, _WARPS):
-        columns = length * 8 // products.bits
+        columns = length * 8 // products.column_bits
         if columns % inner == 0:
             count = next_power_of_two(columns // inner)
             yield Schedule(
@@ -150,7 +149,7 @@ def _rows_of_tiles(products: Products, device: Device) -> tuple[int, ...]:
     whole = products.rows_of_each
     if products.is_column_major:
         return (whole, *fewer_rows(products))
-    if len(products.products) > 1 or not is_of_digits(products):
+    if len(products.products) > 1 or not fewer_rows(products):
         return (whole,)
 
     def share(rows: int) -> float:
@@ -174,7 +173,8 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     op = layout.products.op
     read = _read(op)
     uneven = layout.most_tiles * layout.blocks / layout.tiles
-    under_way = layout.stages * layout.rows * layout.chunk_bytes * min(layout.blocks, device.sms)
+    in_a_block = layout.stages * layout.stored_rows * layout.chunk_bytes
+    under_way = in_a_block * min(layout.blocks, device.sms)
     later = min(device.bandwidth, 1e6 * under_way / _COPY_US)
     pieces = layout.products.num_pieces
     in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks * pieces))

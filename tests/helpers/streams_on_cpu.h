@@ -370,6 +370,14 @@ Words<rows> words_of_rows(const unsigned char* from, int step, int last) {
   return found;
 }
 
+// The codes in the lower and in the upper halves of bytes, of two words in turns.
+inline unsigned lower_of_both(unsigned even, unsigned odd) {
+  unsigned codes = 0;
+  for (int n = 0; n < 8; ++n) codes |= ((n % 2 ? odd : even) >> n / 2 * 8 & 15) << 4 * n;
+  return codes;
+}
+inline unsigned upper_of_both(unsigned even, unsigned odd) { return lower_of_both(even >> 4, odd >> 4); }
+
 // Pairs of elements that are eight elements apart.
 template <class T>
 uint4 load_pairs(const T* from) {

@@ -263,7 +263,7 @@ class FactorWriter(StreamWriter):
             return
         unit, columns = self.layout.unit, self.layout.lane_columns
         row = min(columns, 16)
-        is_packed = self.found.bits == 4 and not self.found.values
+        is_packed = self.found.column_bits == 4 and not self.found.values
         self.put("unsigned digits[3][2];", "#pragma unroll")
         with self.scope("for (int h = 0; h < 2; ++h)"):
             self.put("unsigned bits[4];", "#pragma unroll")
@@ -318,6 +318,8 @@ class FactorWriter(StreamWriter):
         unit, columns, batch = self.layout.unit, self.layout.lane_columns, self.layout.batch
         which = "j / 2 + j % 2 * 4" if self.found.bits == 4 and not self.found.values else "j"
         which = "j" if self.found.is_in_lanes else self.in_byte(which)
+        if self.found.row_pair is not None:  # even columns of eight, then odd ones
+            which = "j % 4 * 2 + j / 4"
         at = self.place_of_columns()
         piece = f" + {at} % {columns} / 8 * {64 * batch}" if columns > 8 else ""
         row = " + b * 64" if batch > 1 else ""

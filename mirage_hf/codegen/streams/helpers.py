@@ -211,8 +211,8 @@ __device__ __forceinline__ void wait_for_own_copies() {
 
 """
 
-#: What kernels call besides, if words hold codes of eight rows.
-ROWS_IN_WORDS_HELPERS = """\
+#: What kernels call besides, if words or bytes hold codes of several rows.
+NIBBLE_HELPERS = """\
 // The codes in the lower and in the upper halves of bytes, of even and of odd columns in turns.
 __device__ __forceinline__ unsigned lower_of_both(unsigned even, unsigned odd) {
   return (even & 0x0f0f0f0fu) | (odd << 4 & 0xf0f0f0f0u);
@@ -220,6 +220,10 @@ __device__ __forceinline__ unsigned lower_of_both(unsigned even, unsigned odd) {
 __device__ __forceinline__ unsigned upper_of_both(unsigned even, unsigned odd) {
   return (even >> 4 & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u);
 }
+"""
+
+#: What kernels call besides, if words hold codes of eight rows.
+ROWS_IN_WORDS_HELPERS = """\
 // Words of eight columns of each row, from eight words `step` bytes apart. Each of these holds codes of
 // eight rows of a column, in the order 0, 2, 4, 6, 1, 3, 5, 7. If four rows are wanted, they are the
 // first or the last ones.

@@ -23,6 +23,7 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.helpers import (
     COLUMN_MAJOR_HELPERS,
     LANES_HELPERS,
+    NIBBLE_HELPERS,
     POWER_HELPERS,
     POWER_OF_PAIR_HELPERS,
     ROWS_IN_WORDS_HELPERS,
@@ -108,6 +109,8 @@ class _KernelWriter(PairWriter):
             helpers += TABLE_HELPERS
         if self.lanes_copy:
             helpers += COLUMN_MAJOR_HELPERS
+        if self.found.has_rows_in_words or self.found.row_pair is not None:
+            helpers += NIBBLE_HELPERS
         if self.found.has_rows_in_words:
             helpers += ROWS_IN_WORDS_HELPERS
         if self.found.is_in_lanes:
@@ -157,7 +160,7 @@ class _KernelWriter(PairWriter):
     def shared(self) -> list[str]:
         """Return the members of the struct of shared memory."""
         layout = self.layout
-        rows = "chunk_bytes / 4" if self.found.is_column_major else str(layout.rows)
+        rows = "chunk_bytes / 4" if self.found.is_column_major else str(layout.stored_rows)
         if self.found.has_rows_in_words:  # columns of all products
             rows = f"{2 * len(self.found.products)} * chunk_bytes"
         lines = [f"alignas(128) unsigned char codes[stages][{rows} * pitch];"]
@@ -302,7 +305,7 @@ class _KernelWriter(PairWriter):
     def copy_chunks(self) -> None:
         """Write how the chunks of a tile are copied, or those of a piece of it."""
         layout = self.layout
-        whole, last = layout.chunk_bytes, layout.last_chunk * self.found.bits // 8
+        whole, last = layout.chunk_bytes, layout.last_chunk * self.found.column_bits // 8
         every = [n for n, (_, name) in enumerate(self.found.grouped) if name is not None]
         spaced = [n for n in every if layout.is_spaced(n)]
         of_chunks = [n for n in every if layout.comes_with_chunks(n) and n not in spaced]
@@ -360,7 +363,7 @@ class _KernelWriter(PairWriter):
                     self.put(f"expect_bytes(&shared.full[s], {' + '.join(more) or 0});")
                     self.copy_all_scales(scaled, of_chunks)
                 return
-            total = " + ".join([f"{layout.rows} * {size}", *more])
+            total = " + ".join([f"{layout.stored_rows} * {size}", *more])
             with self.scope("if (is_elected())") if spaced else nullcontext():
                 self.put(f"expect_bytes(&shared.full[s], {total});")
                 self.copy_rows(size)
@@ -480,11 +483,15 @@ class _KernelWriter(PairWriter):
 
     def copy_rows(self, size: str) -> None:
         """Write the copies of a chunk's rows: one for each, or one for all if they lie together."""
-        layout, found, rows = self.layout, self.found, self.layout.rows
+        layout, found, rows = self.layout, self.found, self.layout.stored_rows
         if found.is_in_lanes:
             self.copy_eight_rows(size)
             return
-        own = f"row_0 % {found.num_own_rows}" if self.has_index else "row_0"
+        own, of_each = "row_0", rows // len(found.products)
+        if self.has_index:
+            own = f"row_0 % {found.num_own_rows}"
+        if found.row_pair is not None:
+            own = "row_0 / 2"
         self.put(f"const long long first = {own};")
         addresses = [self.row_of(p) for p in found.products]
         if layout.has_whole_tiles:
@@ -502,10 +509,10 @@ class _KernelWriter(PairWriter):
         at = f" + {self.chunk_number} * chunk_bytes"
         with self.scope("else") if layout.has_whole_tiles else nullcontext():
             self.put("#pragma unroll")
-            with self.scope(f"for (int r = 0; r < {layout.tile_rows}; ++r)"):
+            with self.scope(f"for (int r = 0; r < {of_each}; ++r)"):
                 self.put("const long long row = first + r;")
                 for n, address in enumerate(addresses):
-                    to = f"({n * layout.tile_rows} + r)" if n else "r"
+                    to = f"({n * of_each} + r)" if n else "r"
                     if layout.is_in_turns:
                         to = f"(2 * r + (is_swapped ? {1 - n} : {n}))"
                     self.put(
@@ -566,7 +573,28 @@ class _KernelWriter(PairWriter):
                 return f" + {index} * {of_row}"
 
             text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
+            if self.found.row_pair is not None:
+                self.copy_scales_of_pairs(n, size)
+                continue
             self.put(f"copy_bytes({self.scale_slot(n)}, {text}, {size}, &shared.full[s]);")
+
+    def copy_scales_of_pairs(self, number: int, size: int) -> None:
+        """Write the copies of a tile's scales, where the codes of two rows share bytes.
+
+        Args:
+            number: Their number in `Products.grouped`.
+            size: The bytes of all.
+        """
+        _, name = self.found.grouped[number]
+        assert name is not None
+        i, t = self.inputs[name], self.found.tensor(name)
+        pair = t.strides[i.axes.index(self.found.row_pair)]
+        for half, to in enumerate(("", f" + {size // 2}")):
+            begin = f" + {pair}LL" if half else ""
+            self.put(
+                f"copy_bytes({self.scale_slot(number)}{to}, {self.pointer(i, 0)}{begin} + "
+                f"row_0 / 2 * {self.found.num_groups}, {size // 2}, &shared.full[s]);"
+            )
 
     def finish_copies_of_lanes(self, spaced: Sequence[int]) -> None:
         """Write how the lanes copy scales or offsets with gaps, and that they have no more copies.

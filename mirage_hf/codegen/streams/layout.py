@@ -95,6 +95,11 @@ class StreamLayout:
         return self.tile_rows * len(self.products.products)
 
     @property
+    def stored_rows(self) -> int:
+        """Rows of codes that a tile has in memory. Two rows may share bytes."""
+        return self.rows // (1 if self.products.row_pair is None else 2)
+
+    @property
     def is_in_turns(self) -> bool:
         """Whether the rows of two products may lie in turns in memory.
 
@@ -123,7 +128,10 @@ class StreamLayout:
         found, whole = self.products, self.products.row_bytes
         if found.is_column_major:
             return False
-        strides = {found.row_stride(p.codes) * found.bits // 8 for p in found.products}
+        per_row = 1 + (found.row_pair is not None)  # codes of a column
+        strides = {
+            found.row_stride(p.codes) // per_row * found.column_bits // 8 for p in found.products
+        }
         return (
             self.chunks == 1
             and self.pitch == whole
@@ -182,7 +190,7 @@ class StreamLayout:
 
         Until the ring is full, each further one is requested when one has arrived.
         """
-        return -(-_FIRST_BYTES // (self.rows * self.chunk_bytes))
+        return -(-_FIRST_BYTES // (self.stored_rows * self.chunk_bytes))
 
     @cached_property
     def chunk(self) -> int:
@@ -259,7 +267,7 @@ class StreamLayout:
         p = self.products
         span = p.group * self.groups_of_unit if p.is_grouped else p.piece_columns
         for count in (16, 8, 4):
-            unit = 4 * count * 8 // p.bits
+            unit = 4 * count * 8 // p.column_bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
             if p.is_in_lanes:
                 fits &= count == VECTOR_BYTES
@@ -281,13 +289,15 @@ class StreamLayout:
         and the digits of other lanes are 0.
         """
         sizes = self.products.group, self.chunk % 64, self.last_chunk % 64
-        is_single = self.is_in_halves or self.products.is_column_major or self.products.has_offsets
+        found = self.products
+        is_single = self.is_in_halves or found.is_column_major or found.has_offsets
+        is_single |= found.row_pair is not None
         return 2 if sizes == (32, 0, 0) and not is_single else 1
 
     @property
     def lane_columns(self) -> int:
         """Columns of a unit that belong to one lane."""
-        return self.lane_bytes * 8 // self.products.bits
+        return self.lane_bytes * 8 // self.products.column_bits
 
     @property
     def unit(self) -> int:
@@ -354,13 +364,13 @@ class StreamLayout:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a row of a chunk."""
-        return self.chunk * self.products.bits // 8
+        return self.chunk * self.products.column_bits // 8
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a chunk in shared memory."""
         has_pitch = not (self.products.is_column_major or self.products.is_in_lanes)
-        return self.rows * (self.pitch if has_pitch else self.chunk_bytes)
+        return self.stored_rows * (self.pitch if has_pitch else self.chunk_bytes)
 
     @property
     def pitch(self) -> int:
@@ -521,7 +531,7 @@ def fewer_rows(products: Products) -> tuple[int, ...]:
     """Return how many rows of each product a tile may have, other than the most."""
     if products.is_column_major:
         return (products.least_rows,)
-    return (ROWS // 2,) if is_of_digits(products) else ()
+    return (ROWS // 2,) if is_of_digits(products) and products.row_pair is None else ()
 
 
 def tiled_rows(products: Products, rows: int) -> dict[str, int]:

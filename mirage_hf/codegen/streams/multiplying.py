@@ -175,6 +175,13 @@ class ProductWriter(FactorWriter):
             half: 0 for the upper half, 1 for the lower one.
             of_product: Whether to count the rows of its product only.
         """
+        if self.found.row_pair is not None:
+            if (
+                of_product
+            ):  # the rows of a product whose codes are in one half of bytes, then others
+                return f"g + {8 * half}" if half else "g"
+            at = self.layout.tile_rows * number + half
+            return f"2 * g + {at}" if at else "2 * g"
         if not self.found.is_column_major:
             is_first = of_product and len(self.found.products) > 1
             return "g + 8" if half and not is_first else "g"
@@ -187,6 +194,8 @@ class ProductWriter(FactorWriter):
 
     def product_of(self, number: int, half: int) -> int:
         """Return the number of the product that half of a set of rows belongs to."""
+        if self.found.row_pair is not None:
+            return number
         if self.found.is_column_major:
             return 16 * number // self.layout.tile_rows
         return half if len(self.found.products) > 1 else 0
@@ -340,6 +349,9 @@ class ProductWriter(FactorWriter):
         if found.is_column_major:
             self.load_columns(words)
             return
+        if found.row_pair is not None:
+            self.load_pairs_of_rows(words)
+            return
         if found.is_in_lanes:
             self.put(
                 "const unsigned char* codes = shared.codes[s] + u * 512 + lane * 16;",
@@ -355,6 +367,20 @@ class ProductWriter(FactorWriter):
         )
         if self.has_lower:
             self.put(f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);")
+
+    def load_pairs_of_rows(self, count: int) -> None:
+        """Write the loads of a lane's words of a unit if two rows share bytes.
+
+        Args:
+            count: How many words a lane has.
+        """
+        self.put(
+            "const unsigned char* codes = shared.codes[s] + g * pitch + "
+            f"u * {16 * count} + t * {4 * count};"
+        )
+        for number in range(len(self.found.products)):
+            at = f"codes + {8 * number} * pitch" if number else "codes"
+            self.put(f"const auto words_{number} = *reinterpret_cast<const Words<{count}>*>({at});")
 
     def load_columns(self, count: int) -> None:
         """Write the loads of a lane's words of a unit if they are column-major.
@@ -404,7 +430,12 @@ class ProductWriter(FactorWriter):
                 )
 
     def word_text(self, row: str, j: int, number: int) -> str:
-        """Return the text of a lane's word `j` of its row "a" or "b" in a set of rows."""
+        """Return the text of a lane's word `j` of its row "a" or "b" in a set of rows.
+
+        If two rows share bytes, it holds codes of both.
+        """
+        if self.found.row_pair is not None:
+            return f"words_{number}.w[{j}]"
         if not self.found.is_column_major:
             return f"{row}.w[{j}]"
         load, word = divmod(2 * number + (row == "b"), self.layout.lane_rows)
@@ -438,7 +469,7 @@ class ProductWriter(FactorWriter):
             "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
         )
         heads, each = [f"for (int piece = 0; piece < {layout.pieces}; ++piece)"], ["piece"]
-        if self.found.is_column_major:
+        if self.found.is_column_major or self.found.row_pair is not None:
             each = [str(n) for n in range(layout.pieces)]
             heads = [""] * layout.pieces
         else:
@@ -462,7 +493,11 @@ class ProductWriter(FactorWriter):
             f"{64 * self.layout.batch});"
         )
         for name, row in (("left", "a"), ("right", "b")):
-            if self.found.is_column_major:
+            if self.found.row_pair is not None:
+                both = "upper_of_both" if row == "a" else "lower_of_both"
+                first, second = (self.word_text(row, 2 * int(piece) + n, number) for n in (0, 1))
+                loaded = [f"{both}({first}, {second})"]
+            elif self.found.is_column_major:
                 loaded = [self.word_text(row, int(piece), number)]
             else:
                 loaded = [
@@ -484,6 +519,16 @@ class ProductWriter(FactorWriter):
 
     def digit_products(self, words: int, number: int) -> None:
         """Write the products of a set's codes and digits, as signed bytes."""
+        if self.found.row_pair is not None:
+            flipped = "0u" if self.is_signed else "0x80808080u"
+            for j in range(0, words, 2):
+                codes = [
+                    f"upper_codes({self.word_text(row, k, number)}{shift}, {flipped})"
+                    for k in (j, j + 1)
+                    for row, shift in (("a", ""), ("b", " << 4"))
+                ]
+                self.put(f"multiply_digits(sums, {', '.join(codes)}, x.w[{j}], x.w[{j + 1}]);")
+            return
         if self.found.bits == 4:
             flipped = "0u" if self.is_signed else "0x80808080u"
             for j in range(words):

@@ -10,7 +10,7 @@ squares of a norm. What follows the sums is elementwise.
 The words that hold codes are row-major, or column-major as those of GPTQ and AWQ. So are scales. A
 word of GPTQ holds codes of one row, and a word of AWQ those of eight rows of one column. Or words
 lie in the order in which the lanes of a warp load them, as those of torchao's tiles do. There, the
-scales and shifts of a row lie side by side.
+scales and shifts of a row lie side by side. A byte of HQQ holds codes of two rows.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
@@ -163,6 +163,7 @@ class Products:
         word_rows: The last two of `rows` if they number the codes of a word. They are of rows
             0, 2, 4, 6, 1, 3, 5 and 7 of eight.
         lanes: The last four of `columns` if words lie as lanes load them: 128 columns of a row.
+        row_pair: The last of `rows` if it numbers the two codes of a byte, the higher one first.
     """
 
     op: PlacedOp
@@ -178,6 +179,7 @@ class Products:
     word: str | None = None
     word_rows: tuple[str, ...] = ()
     lanes: tuple[str, ...] = ()
+    row_pair: str | None = None
 
     @property
     def block(self) -> BlockGraph:
@@ -291,6 +293,8 @@ class Products:
         """The most rows of each product that a tile has."""
         if self.is_column_major:
             return self._rows_of_words[0]
+        if self.row_pair is not None:
+            return ROWS
         return ROWS // len(self.products)
 
     @property
@@ -325,9 +329,14 @@ class Products:
         return 4 if is_packed(self.dtype) else 8
 
     @property
+    def column_bits(self) -> int:
+        """Bits of a column: those of a code, or of both codes that share a byte."""
+        return self.bits if self.row_pair is None else 8
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a row of codes."""
-        return self.piece_columns * self.bits // 8
+        """Bytes of a row of codes, or of two that share bytes."""
+        return self.piece_columns * self.column_bits // 8
 
     def row_stride(self, name: str) -> int:
         """Return the elements between rows of an input of codes or scales, which may be codes."""
@@ -464,6 +473,7 @@ class _Finder:
             self.word,
             self.word_rows,
             self.lanes,
+            self.row_pair,
         )
         self.check_sizes(found)
         return found
@@ -476,7 +486,10 @@ class _Finder:
         axes = [*chosen, *own]
         self.rows = tuple(a for a in axes if self.block.role(a) is Role.GRID)
         self.columns = tuple(a for a in axes if a not in self.rows)
-        self.own_rows = tuple(a for a in own if a in self.rows)
+        self.stored_rows = self.own_rows = tuple(a for a in own if a in self.rows)
+        self.row_pair = self.row_pair_of(self.coded[0])
+        if self.row_pair is not None:  # a tile has both rows of a byte
+            self.rows = self.own_rows = (*self.own_rows[1:], self.row_pair)
         self.own_columns = tuple(a for a in own if a in self.columns)
         pieces = tuple(a for a in chosen if a in self.columns)
         self.pair = self.pair_of(self.coded[0])
@@ -504,6 +517,12 @@ class _Finder:
         t = self.operand(i)
         dim = high_first(t.dims, t.strides)
         return i.axes[dim] if dim == len(t.dims) - 1 else None
+
+    def row_pair_of(self, i: BlockInput) -> str | None:
+        """Return the outer axis of rows if it numbers two codes of a byte, the higher one first."""
+        t = self.operand(i)
+        is_outer = high_first(t.dims, t.strides) == 0 and len(self.own_rows) == 2
+        return self.own_rows[0] if is_outer and i.taken is None else None
 
     def word_of(self, i: BlockInput) -> str | None:
         """Return the innermost axis of codes if it fills a word, and words are column-major."""
@@ -545,7 +564,7 @@ class _Finder:
             raise _refused(f"{i.name} is joined along {i.joined}")
         if i not in self.coded:
             return
-        if tuple(a for a in i.axes if a) != (*self.own_rows, *self.own_columns):
+        if tuple(a for a in i.axes if a) != (*self.stored_rows, *self.own_columns):
             raise _refused(f"the axes of {i.name} are not those of the other codes")
         if any(t.dtype is not sources[0].dtype or not t.constant for t in sources):
             raise _refused(f"{i.name} may change, or its parts have different dtypes")
@@ -554,7 +573,9 @@ class _Finder:
         if self.lanes and len(self._strides_of_rows(i, sources)) > 1:
             raise _refused(f"the parts of {i.name} have rows of different lengths")
         for t in sources:
-            if self.lanes:
+            if self.row_pair is not None:
+                lies = self._lies_in_pairs_of_rows(i, t)
+            elif self.lanes:
                 lies = self._lies_in_lanes(i, t)
             elif self.word is not None or self.word_rows:
                 lies = self._lies_in_columns(i, t)
@@ -564,7 +585,7 @@ class _Finder:
                 raise _refused(f"the codes of {i.name} have an index, and do not lie in rows")
             if not lies:
                 raise _refused(
-                    f"the codes of {i.name} lie neither row after row, nor as in GPTQ, AWQ or "
+                    f"the codes of {i.name} lie neither row after row, nor as in GPTQ, AWQ, HQQ or "
                     "torchao's tiles"
                 )
 
@@ -590,6 +611,18 @@ class _Finder:
         inner = [a for a in self.own_columns if a == self.word and a in i.axes]
         outer = [a for a in reversed(self.own_columns) if a in i.axes and a not in inner]
         return self._follow(i, t, (*inner, *self._rows_of(t), *outer), step)
+
+    def _lies_in_pairs_of_rows(self, i: BlockInput, t: DTensor) -> bool:
+        """Return whether bytes hold a code of each of two rows, column after column."""
+        strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        if strides.pop(self.stored_rows[0]) != -1:
+            return False
+        expected = 2
+        for axis in (*reversed(self.own_columns), self.stored_rows[1]):
+            if strides.pop(axis) != expected:
+                return False
+            expected *= self.block.axis(axis).size
+        return not strides
 
     def _lies_in_lanes(self, i: BlockInput, t: DTensor) -> bool:
         """Return whether all columns of eight rows lie one after another, as lanes load them.
@@ -845,8 +878,9 @@ class _Finder:
             return False
         axes = tuple(a for a in i.axes if a is not None)
         inner = len(self.own_rows) - 1
-        of_rows = axes == (*self.own_rows, self.own_columns[0])
-        of_blocks = inner > 0 and axes == (*self.own_rows[:inner], self.own_columns[0])
+        of_rows = axes == (*self.stored_rows, self.own_columns[0])
+        of_blocks = inner > 0 and axes == (*self.stored_rows[:inner], self.own_columns[0])
+        of_blocks &= self.row_pair is None
         sources = [self.op.operands[s] for s in i.sources]
         if not (of_rows or of_blocks) or not all(t.constant for t in sources):
             return False
@@ -857,6 +891,8 @@ class _Finder:
 
     def _have_rows_side_by_side(self, i: BlockInput, sources: list[DTensor]) -> bool:
         """Return whether scales or offsets of rows lie side by side, or all with gaps of one."""
+        if self.row_pair is not None:
+            return False
         return any(
             all(self._lies_in_columns(i, t, step) for t in sources)
             for step in range(1, _IN_TURNS + 1)
@@ -875,10 +911,11 @@ class _Finder:
         axes = tuple(a for a in i.axes if a is not None)
         groups = self.own_columns[:1] if self.is_grouped else ()
         sources = [self.op.operands[s] for s in i.sources]
-        if axes != (*self.own_rows, *groups) or not all(t.constant for t in sources):
+        if axes != (*self.stored_rows, *groups) or not all(t.constant for t in sources):
             return False
         if is_packed(sources[0].dtype):
             is_unsigned = sources[0].dtype is torch.uint4
+            is_unsigned &= self.row_pair is None
             return is_unsigned and all(self._lies_in_words(i, t) for t in sources)
         return sources[0].dtype in COMPUTE_DTYPES and (
             all(self._lies_in_rows(i, t) for t in sources)
@@ -898,8 +935,8 @@ class _Finder:
         self.values = values = products[0][1].values
         is_row = self.batch is None or self.block.axis(self.batch).size == 1
         as_bytes = table_bytes if is_row else table_halves
-        if values and (self.word is not None or self.word_rows or self.lanes):
-            raise _refused("codes of a table lie as in GPTQ, AWQ or torchao's tiles")
+        if values and (self.word is not None or self.word_rows or self.lanes or self.row_pair):
+            raise _refused("codes of a table lie as in GPTQ, AWQ, HQQ or torchao's tiles")
         if values and as_bytes(values) is None:
             raise _refused("its table has no positive and no negative half, or infinite entries")
         (dtype,) = dtypes
