@@ -12,8 +12,8 @@ from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune.measure import Timing
 
-#: The status of a candidate: estimated only, measured, measured but too slow to be checked, or
-#: rejected with a reason.
+#: The status of a candidate: estimated only, measured, measured but slower than what is worth a
+#: check, or rejected with a reason.
 RANKED, MEASURED, TOO_SLOW, REJECTED = "ranked", "measured", "too slow", "rejected"
 
 

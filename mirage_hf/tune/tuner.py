@@ -113,7 +113,9 @@ class Tuning:
             next_may_launch_early: See `placement.place_kernels`.
             patience: End a round after so many candidates in a row that were no better; 0 measures
                 all. In the first round it counts for each generator.
-            checks_slow: Also check the numbers of candidates that are too slow to be chosen.
+            checks_slow: Also check the numbers of candidates that are too slow to be chosen. If
+                not, and without rounds, candidates are checked from the fastest on, until one is
+                right.
             generators: Which generators write the kernels: "triton", "cuda" or both.
             in_cuda: The schedules of CUDA kernels to try for an op, best first.
 
@@ -140,6 +142,7 @@ class Tuning:
         self._schedules, self._resplit = schedules, resplit
         self._rounds, self._patience, self._replays = rounds, patience, replays
         self._first_patience, self._checks_slow = patience * len(generators), checks_slow
+        self._checks_last = rounds == 0 and not checks_slow
         self._compilation: compiler.Compilation | None = None
         self._steps = self._measured() if self._device.type == "cuda" else self._estimated()
 
@@ -197,10 +200,13 @@ class Tuning:
                 chain=measure.Chain(program, cold),
                 replays=self._replays,
                 checks_slow=self._checks_slow,
+                checks_last=self._checks_last,
                 progress=lambda *done: self.progress(*done),
                 load=load,
             )
             tried = yield from bench.measure(candidates, self._first_patience)
+            if self._checks_last:
+                tried = bench.with_one_checked(tried)
             for _ in range(self._rounds):
                 best_us = _best_us(tried)
                 climbers = fastest(tried, CLIMBERS)
@@ -232,6 +238,7 @@ class _Bench:
         chain: The chain of dependent calls.
         replays: Replays of each timing.
         checks_slow: As in `Tuning`.
+        checks_last: Whether candidates are checked once all are timed.
         progress: Called with progress.
         load: Imports sources for as long as they are tried.
     """
@@ -242,6 +249,7 @@ class _Bench:
     chain: measure.Chain
     replays: int
     checks_slow: bool
+    checks_last: bool
     progress: TuneProgress
     load: compiler.Load
 
@@ -295,7 +303,7 @@ class _Bench:
         outcome: errors.CodegenError | None,
         fast_us: float,
     ) -> ScheduledCandidate:
-        """Time one compiled candidate, and check it unless it is too slow.
+        """Time one compiled candidate, and check it unless it is too slow or checks come last.
 
         Args:
             candidate: The candidate.
@@ -314,17 +322,47 @@ class _Bench:
             timing = measure.time_run(run, self.sets, self.replays, SLOW * fast_us)
             if timing.us > _nearly(candidate) * fast_us and not self.checks_slow:
                 return replace(candidate, status=TOO_SLOW, timing=timing)
-            verdict = self.check.judge(run)
-            if isinstance(verdict, Rejected):
-                return candidate.rejected(verdict.reason)
-            if not _repeats(run, self.sets):
-                return candidate.rejected(
-                    "gives different results for the same inputs, so it has a race"
-                )
-            return replace(candidate, status=MEASURED, timing=timing)
+            done = replace(candidate, status=MEASURED, timing=timing)
+            return done if self.checks_last else self._checked(done, run)
         except Exception as e:  # for example out of shared memory, which is known only at launch
             torch.cuda.synchronize()
             return candidate.rejected(errors.described(e))
+
+    def with_one_checked(
+        self, candidates: Sequence[ScheduledCandidate]
+    ) -> list[ScheduledCandidate]:
+        """Return all candidates, with the fastest ones checked until one is right.
+
+        Those that are slower count as too slow.
+        """
+        found = {id(c): c for c in candidates}
+        is_done = False
+        for c in fastest(candidates, len(candidates)):
+            if is_done:
+                found[id(c)] = replace(c, status=TOO_SLOW)
+                continue
+            found[id(c)] = undisturbed(partial(self._checked_anew, c))
+            is_done = found[id(c)].status == MEASURED
+        return [found[id(c)] for c in candidates]
+
+    def _checked_anew(self, candidate: ScheduledCandidate) -> ScheduledCandidate:
+        """Check a candidate whose kernels are loaded again."""
+        try:
+            return self._checked(candidate, measure.run_of(candidate.generate(), self.load))
+        except Exception as e:
+            torch.cuda.synchronize()
+            return candidate.rejected(errors.described(e))
+
+    def _checked(self, candidate: ScheduledCandidate, run: Run) -> ScheduledCandidate:
+        """Return a candidate as it is, or rejected with the reason."""
+        verdict = self.check.judge(run)
+        if isinstance(verdict, Rejected):
+            return candidate.rejected(verdict.reason)
+        if not _repeats(run, self.sets):
+            return candidate.rejected(
+                "gives different results for the same inputs, so it has a race"
+            )
+        return candidate
 
     def chained(self, candidates: Sequence[ScheduledCandidate]) -> list[ScheduledCandidate]:
         """Return all candidates, the fastest few and the library measured in a chain as well."""

@@ -17,7 +17,7 @@ from mirage_hf.verify.verdict import Accepted
 from tests.helpers.schedule_cases import SPACES
 
 
-def bench_with(check, checks_slow, run=None):
+def bench_with(check, checks_slow, run=None, checks_last=False):
     """Return the means to try candidates, with a numeric check of the test's own."""
     return tuner._Bench(
         sm=90,
@@ -26,6 +26,7 @@ def bench_with(check, checks_slow, run=None):
         chain=None,
         replays=1,
         checks_slow=checks_slow,
+        checks_last=checks_last,
         progress=lambda done, total, what: None,
         load=lambda source, digest: SimpleNamespace(run=run),
     )
@@ -89,6 +90,36 @@ def test_only_a_candidate_that_may_be_chosen_is_checked(
     is_checked = checks_slow or not is_slow
     assert bool(checked) == is_checked
     assert tried.status == (REJECTED if is_checked else TOO_SLOW)
+
+
+@pytest.mark.parametrize(
+    "are_right, statuses",
+    [
+        ((True, True, True), (TOO_SLOW, MEASURED, TOO_SLOW)),
+        ((True, False, True), (MEASURED, REJECTED, TOO_SLOW)),
+        ((False, False, False), (REJECTED, REJECTED, REJECTED)),
+    ],
+    ids=["the fastest", "the second", "none"],
+)
+def test_candidates_are_checked_from_the_fastest_on_until_one_is_right(
+    are_right, statuses, monkeypatch
+):
+    ranked = rank_by_estimate([SPACES["norm linear"]], per_graph=3)
+    searched = [c for c in ranked if not c.is_library][:3]
+    times = iter((2.0, 1.0, 3.0))
+    monkeypatch.setattr(
+        measure, "time_run", lambda run, sets, replays, to_beat: measure.timing([next(times)], 1)
+    )
+    runs = {c.generate().digest: (lambda inputs: []) for c in searched}
+    right = {id(run): ok for run, ok in zip(runs.values(), are_right, strict=True)}
+    check = SimpleNamespace(judge=lambda run: Accepted() if right[id(run)] else Rejected("wrong"))
+    bench = replace(
+        bench_with(check, False, checks_last=True),
+        load=lambda source, digest: SimpleNamespace(run=runs[digest]),
+    )
+    tried = [bench.try_one(c, c.generate(), None, math.inf) for c in searched]
+    assert {c.status for c in tried} == {MEASURED}  # nothing is checked yet
+    assert tuple(c.status for c in bench.with_one_checked(tried)) == statuses
 
 
 @pytest.mark.parametrize(
