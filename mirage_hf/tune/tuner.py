@@ -68,6 +68,10 @@ NEARLY = 1.06
 #: a layer, because it leaves room on a multiprocessor (see `layer.NEARLY`).
 NEARLY_OF_STREAMS = 1.35
 
+#: A library path that takes more than this many times the best time is not measured in a chain. It
+#: may take milliseconds, for example if it decodes a weight.
+HOPELESS = 3.0
+
 #: Fewest calls whose results are compared with those of an earlier one.
 _REPEATS = 16
 
@@ -367,10 +371,12 @@ class _Bench:
     def chained(self, candidates: Sequence[ScheduledCandidate]) -> list[ScheduledCandidate]:
         """Return all candidates, the fastest few and the library measured in a chain as well."""
         fast = fastest(candidates, CHAINED)
-        fast = [c for c in fast if c.us <= NEARLY * fast[0].us]
+        best_us = fast[0].us if fast else math.inf
+        fast = [c for c in fast if c.us <= NEARLY * best_us]
         found = []
         for c in candidates:
-            if c.status == MEASURED and (c in fast or c.is_library):
+            is_rival = c.is_library and c.us <= HOPELESS * best_us
+            if c.status == MEASURED and (c in fast or is_rival):
                 run = measure.run_of(c.generate(), self.load)
                 c = replace(c, chain=undisturbed(partial(self.chain.time, run, self.replays)))
             found.append(c)
