@@ -218,7 +218,7 @@ def _trace(
     """Return the traced steps of a model, None without any. Tell the report why."""
     if traces is decoding.Traces.NONE:
         return None
-    # schedules of kernels that decode have good estimates, and checks of their results take long
+    # kernels that decode weights have good estimates, and checks of their results take long
     bind_coded_modules(optimization.model, optimization.ledger, finder.measuring_few().resolve)
     is_known = traces is decoding.Traces.EXPERTS
     traced, rows, why = decoding.trace_steps(

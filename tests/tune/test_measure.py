@@ -97,9 +97,10 @@ def test_only_a_candidate_that_may_be_chosen_is_checked(
     [
         ((True, True, True), (TOO_SLOW, MEASURED, TOO_SLOW)),
         ((True, False, True), (MEASURED, REJECTED, TOO_SLOW)),
+        ((False, False, True), (REJECTED, REJECTED, MEASURED)),
         ((False, False, False), (REJECTED, REJECTED, REJECTED)),
     ],
-    ids=["the fastest", "the second", "none"],
+    ids=["the fastest", "the second", "the slowest", "none"],
 )
 def test_candidates_are_checked_from_the_fastest_on_until_one_is_right(
     are_right, statuses, monkeypatch
@@ -117,7 +118,10 @@ def test_candidates_are_checked_from_the_fastest_on_until_one_is_right(
         bench_with(check, False, checks_last=True),
         load=lambda source, digest: SimpleNamespace(run=runs[digest]),
     )
-    tried = [bench.try_one(c, c.generate(), None, math.inf) for c in searched]
+    tried, best_us = [], math.inf
+    for c in searched:
+        tried.append(bench.try_one(c, c.generate(), None, best_us))
+        best_us = min(best_us, tried[-1].us)
     assert {c.status for c in tried} == {MEASURED}  # nothing is checked yet
     assert tuple(c.status for c in bench.with_one_checked(tried)) == statuses
 

@@ -167,7 +167,7 @@ class DerivationCosts {
     for (const Twins& twins : twins_) {
       const auto is_left = [&](AxisId axis) { return axes.has(axis); };
       const auto left = std::find_if(twins.begin(), twins.end(), is_left);
-      // none is summed yet, or one that follows another that is not
+      // no twin is summed yet, or one is that follows another which is not
       if (left == twins.begin() || !std::all_of(left, twins.end(), is_left)) continue;
       const AxisId last = *std::prev(left);
       const bool is_twin = std::find(twins.begin(), twins.end(), derivation.axis) != twins.end();

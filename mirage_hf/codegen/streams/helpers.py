@@ -196,7 +196,7 @@ __device__ __forceinline__ float power_of_two_or_nan(unsigned byte) {
 """
 
 #: What kernels call besides, if lanes copy: words that are column-major, or scales with gaps.
-COLUMN_MAJOR_HELPERS = """\
+COPYING_LANES_HELPERS = """\
 // 16 bytes, by one thread
 __device__ __forceinline__ void copy_vector(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(shared_address(to)), "l"(from) : "memory");

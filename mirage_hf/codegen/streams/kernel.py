@@ -21,7 +21,7 @@ from mirage_hf.codegen.cuda_nests import Nest
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams.helpers import (
-    COLUMN_MAJOR_HELPERS,
+    COPYING_LANES_HELPERS,
     LANES_HELPERS,
     NIBBLE_HELPERS,
     POWER_HELPERS,
@@ -108,7 +108,7 @@ class _KernelWriter(PairWriter):
         if self.found.values:
             helpers += TABLE_HELPERS
         if self.lanes_copy:
-            helpers += COLUMN_MAJOR_HELPERS
+            helpers += COPYING_LANES_HELPERS
         if self.found.has_rows_in_words or self.found.row_pair is not None:
             helpers += NIBBLE_HELPERS
         if self.found.has_rows_in_words:

@@ -273,7 +273,7 @@ class StreamLayout:
                 fits &= count == VECTOR_BYTES
             if p.has_rows_in_words:
                 fits &= self.rows // 8 * count // WORD_BYTES <= _MOST_HELD
-            if fits and count >= p.bits:
+            if fits and count >= p.column_bits:
                 return count
         raise errors.CodegenError(
             f"{self.schedule}: chunks of {self.chunk} columns are no multiple of what four lanes "

@@ -176,9 +176,8 @@ class ProductWriter(FactorWriter):
             of_product: Whether to count the rows of its product only.
         """
         if self.found.row_pair is not None:
-            if (
-                of_product
-            ):  # the rows of a product whose codes are in one half of bytes, then others
+            # scales lie half after half, and sums row after row
+            if of_product:
                 return f"g + {8 * half}" if half else "g"
             at = self.layout.tile_rows * number + half
             return f"2 * g + {at}" if at else "2 * g"

@@ -312,7 +312,8 @@ class Products:
 
         It is more than 1 if scales and shifts take turns.
         """
-        return self.row_stride(name) if self.is_in_columns(name) else 1
+        has_words = is_packed(self.tensor(name).dtype)
+        return self.row_stride(name) if self.is_in_columns(name) and not has_words else 1
 
     @property
     def _rows_of_words(self) -> tuple[int, ...]:
@@ -376,10 +377,25 @@ class Products:
 
     def is_in_columns(self, name: str) -> bool:
         """Return whether scales or zero points of successive rows lie side by side."""
-        i, t = self.block.inputs_by_name[name], self.tensor(name)
-        strides = {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+        t, strides = self.tensor(name), self._strides(name)
+        axes = self.block.inputs_by_name[name].axes
         of_groups = strides.get(self.own_columns[0], 0)
-        return self.num_groups > 1 and of_groups > max(strides.get(a, 0) for a in self.own_rows)
+        # an axis of one element may have any stride
+        of_rows = [
+            strides[a] for a, n in zip(axes, t.dims, strict=True) if a in self.own_rows and n > 1
+        ]
+        return self.num_groups > 1 and of_groups > max(of_rows, default=0)
+
+    def _strides(self, name: str) -> dict[str, int]:
+        """Return the strides of an input by axis: of the first source, if several are joined."""
+        i, t = self.block.inputs_by_name[name], self.tensor(name)
+        return {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
+
+    def has_groups_side_by_side(self, name: str) -> bool:
+        """Return whether scales or offsets of a row lie side by side."""
+        strides = self._strides(name)
+        is_plain = strides.get(self.own_columns[0], 1) == 1 or self.num_groups == 1
+        return is_plain and self.row_stride(name) == self.num_groups
 
     @property
     def num_groups(self) -> int:
@@ -560,7 +576,8 @@ class _Finder:
         sources = [self.op.operands[s] for s in i.sources]
         if any(_is_unread(t.dtype) for t in sources):
             raise _refused(f"{i.name} holds codes that it does not multiply")
-        if i.joined not in (None, self.own_rows[0]) or (i.joined and self.taken is not None):
+        are_single = self.taken is not None or self.row_pair is not None
+        if i.joined not in (None, self.own_rows[0]) or (i.joined and are_single):
             raise _refused(f"{i.name} is joined along {i.joined}")
         if i not in self.coded:
             return
@@ -1014,8 +1031,10 @@ class _Finder:
         is_plain = rows > 1 and self.taken is None and not is_packed(t.dtype)
         if found.is_in_columns(name):
             groups = found.row_step(name)  # copies bring one group of all rows of a tile
-        elif is_plain and found.row_stride(name) != groups:
+        elif is_plain and not found.has_groups_side_by_side(name):
             raise _refused(f"the rows of {name} have gaps")
+        if found.row_pair is not None:
+            rows //= 2  # a copy brings those of one half
         bits = 4 if is_packed(t.dtype) else 8 * t.dtype.itemsize
         if self.taken is None and rows * groups * bits % (8 * _LOADED):
             what = "zero points" if name == p.zero else "shifts" if name == p.shift else "scales"
