@@ -27,6 +27,7 @@ from mirage_hf.api import optimize, optimized, restore
 from mirage_hf.errors import OptimizeError, OptimizeWarning, Rejected, SearchError
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.pipeline import progress_bar, resolver
+from mirage_hf.pipeline.request import FEW, Effort
 from mirage_hf.swap import check, optimization
 from mirage_hf.swap.swap_report import Report, ReportRow
 from tests.helpers.thorough import count
@@ -287,6 +288,22 @@ def test_options_reach_the_resolver(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         for pattern in [*layer, "rms_norm_linear"]
     ]
     assert "2.0 (3.0)" in str(model.mirage.report)
+
+
+@pytest.mark.parametrize(("tune", "effort"), [("auto", FEW), ("full", None), ("never", None)])
+def test_kernels_of_weights_in_codes_are_measured_briefly(
+    tune: str, effort: Effort | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tune="full" they are measured as all kernels are."""
+
+    def bind(_: Any, __: Any, resolve: Any) -> None:
+        assert resolve.__self__.tune == tune and resolve.__self__.effort == effort
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api.decoding, "wanted_traces", lambda *_: api.decoding.Traces.STEPS)
+    monkeypatch.setattr(api, "bind_coded_modules", bind)
+    with pytest.raises(KeyboardInterrupt):
+        optimize(tiny("llama"), tune=tune)
 
 
 def test_the_library_path_leaves_its_part_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:

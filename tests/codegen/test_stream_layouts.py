@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mirage_hf.codegen.cuda_kernel import CudaKernel
+from mirage_hf.codegen.cuda_text import write_kernel
 from mirage_hf.codegen.streams import layout
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import StreamLayout, stream_layout
@@ -20,7 +21,9 @@ from tests.helpers.streamed_graphs import (
     SHIFTS,
     Hand,
     random_column_hand,
+    random_gap_hand,
     random_hand,
+    random_lane_hand,
     random_row_hand,
     random_shift_hand,
 )
@@ -34,8 +37,15 @@ MORE_STARTS = (pytest.param(n * AT_ONCE, marks=pytest.mark.thorough) for n in (3
 COLUMNS_AT_ONCE = 16
 MORE_COLUMNS = [pytest.param(n, marks=pytest.mark.thorough) for n in range(3, 8)]
 #: What draws such layouts. The words of the second one hold codes of eight rows. The third one has
-#: shifts, and codes in any order.
-COLUMN_HANDS = (random_column_hand, random_row_hand, random_shift_hand)
+#: shifts, and codes in any order. The words of the fourth one lie as lanes load them. The fifth one
+#: has gaps between scales, and codes in any other order.
+COLUMN_HANDS = (
+    random_column_hand,
+    random_row_hand,
+    random_shift_hand,
+    random_lane_hand,
+    random_gap_hand,
+)
 
 
 def check(hands: list[Hand], kernels: list[CudaKernel], folder: Path) -> None:
@@ -152,6 +162,77 @@ def test_random_layouts_with_shifts_are_of_each_kind():
         assert {getattr(hand, has) for hand in hands} == {True, False}, has
 
 
+def test_random_layouts_of_lanes_are_of_each_kind():
+    hands = drawn_columns(random_lane_hand)
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    assert all(x.products.is_in_lanes for x in layouts)
+    assert {x.tile_rows for x in layouts} == {8, 16}
+    assert {x.teams > 1 for x in layouts} == {x.chunks > 1 for x in layouts} == {True, False}
+    assert {x.last_chunk < x.chunk for x in layouts} == {True, False}
+    assert len({x.batch for x in layouts}) >= 4
+    assert {hand.group for hand in hands} == {128, 256, 384}
+    assert {hand.codes for hand in hands} == {"uint4", "int4"}
+    assert {hand.dtype for hand in hands} == {"bfloat16", "float16", "float32"}
+    assert {hand.shifts for hand in hands} == {"", *SHIFTS}
+    orders = {(0 in hand.scale_columns, 0 in hand.shift_columns) for hand in hands}
+    assert orders >= {(True, True), (True, False), (False, True)}
+    assert {len(hand.rows) > 1 for hand in hands} == {True, False}
+    assert {hand.padding > 0 for hand in hands} == {True, False}
+    for has in ("has_norm", "has_gate", "has_residual", "has_zeros", "scale_gaps"):
+        assert {getattr(hand, has) for hand in hands} == {True, False}, has
+
+
+def test_random_layouts_with_gaps_are_of_each_kind():
+    hands = drawn_columns(random_gap_hand)
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    spaced = [[n for n, _ in enumerate(x.products.grouped) if x.is_spaced(n)] for x in layouts]
+    assert all(spaced) and {len(x) for x in spaced} >= {1, 2, 3}
+    assert {(hand.has_columns, hand.has_rows_in_words) for hand in hands} == {
+        (True, False),
+        (False, True),
+        (False, False),
+    }
+    kinds = {(bool(hand.shifts), hand.has_zeros) for hand in hands}
+    assert kinds == {(True, False), (False, True), (False, False)}
+    assert {x.teams > 1 for x in layouts} == {x.chunks > 1 for x in layouts} == {True, False}
+    assert len({x.batch for x in layouts}) >= 4
+    assert {hand.dtype for hand in hands} == {"bfloat16", "float16", "float32"}
+
+
+@pytest.mark.parametrize("rows", [(64,), (64, 128)])
+def test_one_block_of_rows_may_share_scales(rows, tmp_path):
+    """An axis of one block may have any stride, so it does not tell how scales lie."""
+    blocks = {"codes": "float8_e4m3fn", "square": 64, "scales_first": False}
+    hand = Hand(rows=rows, columns=512, group=128, dtype="float32", **blocks)
+    check([hand], [hand.kernel("kernel_0")], tmp_path)
+
+
+@pytest.mark.parametrize("rows", [(8,), (8, 16), (16, 8)])
+def test_eight_rows_may_be_a_part_of_a_weight_in_tiles(rows, tmp_path):
+    both = (0, 1)
+    shape = {"rows": rows, "group": 128, "columns": 384, "dtype": "float32"}
+    hand = Hand(has_gate=True, scale_columns=both, has_lanes=True, scale_gaps=True, **shape)
+    assert stream_layout(hand.op, hand.schedule).is_spaced(0)
+    check([hand], [hand.kernel("kernel_0")], tmp_path)
+
+
+@pytest.mark.parametrize("shift_columns", [(), (0,)])
+def test_scales_and_shifts_with_gaps_are_read_at_any_address(shift_columns):
+    hand = Hand(
+        rows=(64, 32),
+        group=128,
+        scale_columns=(0,),
+        shifts="codes",
+        shift_columns=shift_columns,
+        has_lanes=True,
+        scale_gaps=True,
+    )
+    _, launch = write_kernel(hand.op, hand.schedule, "kernel")
+    names = [t.name for t in hand.op.operands]
+    shifts = ["shifts00", "shifts01"] if shift_columns else []
+    assert [names[n] for n in launch.anywhere] == ["scales00", "scales01", *shifts]
+
+
 def test_pairs_of_groups_may_have_column_major_scales(tmp_path):
     shape = {"rows": (48,), "columns": 192, "group": 32, "tile": 4, "dtype": "float32"}
     hands = [Hand(scale_columns=(0,), **shape), Hand(scale_columns=(0, 1), has_gate=True, **shape)]
@@ -221,6 +302,8 @@ def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
         (random_column_hand, 10, 9),
         (random_row_hand, 6, 8),
         (random_shift_hand, 6, 7),
+        (random_lane_hand, 8, 8),
+        (random_gap_hand, 6, 7),
     ],
 )
 def test_other_factors_in_spans_give_the_results_of_float64(
@@ -273,12 +356,13 @@ def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
     return replace(block, inputs=inputs, stages=stages, outputs=outputs)
 
 
-def test_values_may_have_the_names_of_the_text_of_column_major_words(tmp_path):
+def test_values_may_have_the_names_of_the_text_of_words_in_any_order(tmp_path):
     plain = Hand(has_residual=True, has_zeros=True, scale_columns=(0,), warps=8)
     known = {*_DECLARED.findall(plain.kernel().source)}
     hands, kernels, every = [], [], set()
-    for words in ("has_columns", "has_rows_in_words"):
-        hand = replace(plain, **{words: True})
+    lanes = {"has_lanes": True, "group": 128, "scale_gaps": True}
+    for words in ({"has_columns": True}, {"has_rows_in_words": True}, lanes):
+        hand = replace(plain, **words)
         names = {*_DECLARED.findall(hand.kernel().source)} - known - {*hand.op.block.carried}
         for name in sorted(names - every):
             op = replace(hand.op, block=renamed(hand.op.block, "residual", name))
@@ -286,6 +370,7 @@ def test_values_may_have_the_names_of_the_text_of_column_major_words(tmp_path):
             hands.append(hand)
         every |= names
     assert {"vector", "place", "word_step", "from", "from_16", "words_0_0"} < every
+    assert {"begin_1", "first_1", "e"} < every
     check(hands, kernels, tmp_path)
 
 

@@ -42,7 +42,7 @@ def inputs_of(name: str) -> list[torch.Tensor]:
     hand = KERNELS[name]
     x, *others = hand.inputs
     numbers = torch.arange(hand.batch)[:, None] + torch.arange(hand.columns) // 256
-    return [x * torch.exp2(2 * numbers % 6).view(x.shape), *others]
+    return [x * torch.exp2(2 * numbers % 6).view(x.shape).to(x.dtype), *others]
 
 
 def changed(text: str, m: Mutant) -> str:

@@ -46,7 +46,7 @@ from tests.helpers.rebuilt_graphs import (
 )
 from tests.helpers.streamed_graphs import Hand
 
-NO_ORDER = "the codes of codes0 lie neither row after row nor as in GPTQ or AWQ"
+NO_ORDER = "the codes of codes0 lie neither row after row, nor as in GPTQ, AWQ"
 
 
 def test_codes_have_to_lie_row_after_row():

@@ -11,6 +11,8 @@ import torch
 
 from mirage_hf.codegen.streams.helpers import (
     HELPERS,
+    LANES_HELPERS,
+    NIBBLE_HELPERS,
     POWER_OF_PAIR_HELPERS,
     ROWS_IN_WORDS_HELPERS,
     TABLE_HELPERS,
@@ -195,6 +197,44 @@ __global__ void run(const unsigned char* words, unsigned* converted) {
 }
 """
 
+#: Each thread loads pairs of elements: of 16 and of 32 bits, and in two ways.
+LOAD_PAIRS = r"""
+__global__ void run(const unsigned char* numbers, unsigned* loaded) {
+  const auto halves = reinterpret_cast<const unsigned short*>(numbers) + threadIdx.x * 2;
+  const auto words = reinterpret_cast<const float*>(numbers) + threadIdx.x * 2;
+  auto to = reinterpret_cast<uint4*>(loaded) + threadIdx.x * 4;
+  to[0] = load_pairs(halves);
+  to[1] = load_constant_pairs(halves);
+  to[2] = load_pairs(words);
+  to[3] = load_constant_pairs(words);
+}
+"""
+
+#: `LANES_HELPERS` as a GPU compiles it. Loads are C++.
+LOADS_OF_LANES = re.sub(
+    r'asm volatile\("ld\.global\.u32 %0, \[%1\];" : "=r"\((.*?)\) : "l"\((.*?)\)\);',
+    r"\1 = *(\2);",
+    re.sub(r"#ifdef __CUDA_ARCH__\n(.*?)#else\n.*?#endif\n", r"\1", LANES_HELPERS, flags=re.S),
+)
+
+#: Changes of `LOADS_OF_LANES` that give other pairs.
+OTHER_LOADS = [
+    ("words[1]", "words[2]"),
+    ("words[8], words[9]", "words[4], words[5]"),
+    ("words[8], words[9]", "words[9], words[8]"),
+    ("words[0], words[4]", "words[0], words[1]"),
+    ("words[4], words[8]", "words[8], words[4]"),
+    ("words[12]", "words[9]"),
+    ("if constexpr (sizeof(T) == 4)", "if constexpr (sizeof(T) == 2)"),
+    ("second = sizeof(T) == 4 ? 1 : 4", "second = sizeof(T) == 4 ? 2 : 4"),
+    ("second = sizeof(T) == 4 ? 1 : 4", "second = sizeof(T) == 4 ? 1 : 1"),
+    ("fourth = sizeof(T) == 4 ? 9 : 12", "fourth = sizeof(T) == 4 ? 9 : 9"),
+    ("fourth = sizeof(T) == 4 ? 9 : 12", "fourth = sizeof(T) == 4 ? 12 : 12"),
+    ("(words + 8)", "(words + 4)"),
+    ("(words + second)", "(words + fourth)"),
+    ("x.y = ", "x.x = "),
+]
+
 #: Changes of `ROWS_IN_WORDS_HELPERS` that give other words.
 OTHER_ROW_HELPERS = [
     ("(even & 0x0f0f0f0fu)", "(even & 0x0f0f0f07u)"),
@@ -239,7 +279,7 @@ OTHER_TABLE_HELPERS = [
 #: What all kernels call, and what some do.
 SMALL_HELPERS = HELPERS + TABLE_HELPERS + POWER_OF_PAIR_HELPERS
 
-_FUNCTION = re.compile(r"^(?:template <int \w+> )?__device__ __forceinline__ .*?^\}", re.M | re.S)
+_FUNCTION = re.compile(r"^(?:template <\w+ \w+> )?__device__ __forceinline__ .*?^\}", re.M | re.S)
 _ASM = re.compile(r'asm\("(.*?)"\s*: "=r"\((\w+)\) : (.*?)\);')
 _INPUT = re.compile(r'"r"\(([^()]+)\)')
 _MOVE = re.compile(r"mov\.b32 \{(\w+), (\w+)\}, (\w+)")
@@ -381,8 +421,9 @@ def run(tmp_path_factory):
     source += conversions(HELPERS, OTHER_HELPERS, CONVERT)
     source += conversions(SMALL_HELPERS, OTHER_SMALL_HELPERS, CONVERT_SMALL, "small_")
     source += conversions(HELPERS + TABLE_HELPERS, OTHER_TABLE_HELPERS, CONVERT_TABLE, "table_")
-    rows = HELPERS + ROWS_IN_WORDS_HELPERS
+    rows = HELPERS + NIBBLE_HELPERS + ROWS_IN_WORDS_HELPERS
     source += conversions(rows, OTHER_ROW_HELPERS, CONVERT_ROWS, "rows_")
+    source += conversions(LOADS_OF_LANES, OTHER_LOADS, LOAD_PAIRS, "pairs_")
 
     def run(name, tensors, order=0, threads=96):
         return run_kernel(source, name, 1, threads, 1024, tensors, order, folder)
@@ -567,6 +608,30 @@ def test_the_cuda_text_makes_words_of_rows_as_the_emulation_does(run):
 @pytest.mark.parametrize("n", range(len(OTHER_ROW_HELPERS)))
 def test_a_change_of_the_cuda_text_of_rows_is_noticed(run, n):
     assert not torch.equal(converted_to_rows(run, f"other_{n}"), converted_to_rows(run, "cpu"))
+
+
+def pairs_of(run, name):
+    """Return the memory that each thread loads pairs from, and what a kernel of loads gives."""
+    numbers = torch.arange(2 * 64 + 24, dtype=torch.int32) * 0x10003 + 0x20001
+    loaded = torch.zeros(64, 4, 4, dtype=torch.int32)
+    assert run(f"pairs_{name}", (numbers, loaded), threads=64) == ""
+    return numbers, loaded
+
+
+def test_the_cuda_text_loads_pairs_as_the_emulation_does(run):
+    numbers, loaded = pairs_of(run, "cuda")
+    of_thread = 2 * torch.arange(64)[:, None]
+    for place, of_bits, count in ((0, torch.int16, 8), (2, torch.int32, 4)):
+        columns = torch.tensor([8 * (n // 2) + n % 2 for n in range(count)])
+        want = numbers.view(of_bits)[of_thread + columns]
+        for way in (place, place + 1):
+            assert torch.equal(loaded[:, way].contiguous().view(of_bits), want)
+    assert torch.equal(loaded, pairs_of(run, "cpu")[1])
+
+
+@pytest.mark.parametrize("n", range(len(OTHER_LOADS)))
+def test_a_change_of_the_cuda_text_of_pairs_is_noticed(run, n):
+    assert not torch.equal(pairs_of(run, f"other_{n}")[1], pairs_of(run, "cpu")[1])
 
 
 def outcomes(run, name, copies):

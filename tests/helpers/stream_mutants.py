@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
+from tests.helpers.lane_mutants import LANE_KERNELS, OF_LANES
 from tests.helpers.row_mutants import OF_ROWS, ROW_KERNELS
 from tests.helpers.shift_mutants import OF_SHIFTS, SHIFT_KERNELS
 from tests.helpers.streamed_graphs import Hand
@@ -156,6 +157,7 @@ KERNELS = {
     **COLUMN_KERNELS,
     **ROW_KERNELS,
     **SHIFT_KERNELS,
+    **LANE_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
@@ -604,9 +606,11 @@ OF_ONE_WITH_SPANS = {
 ONE_ROW = ("int4", "int8", "uint8", "float8")
 BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
 RAGGED = ("int8", "int8, spans of 2 rows")
+TEAMS = ("columns, teams", "rows in words, teams", "lanes, teams")
+OF_KERNELS = OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS | OF_SHIFTS | OF_LANES
 MUTANTS = [
     *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
-    *(Mutant(k, *m) for k in ("columns, teams", "rows in words, teams") for m in OF_RING),
+    *(Mutant(k, *m) for k in TEAMS for m in OF_RING),
     *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPAN_CHUNKS)),
     *(Mutant(k, *m) for k in ONE_ROW for m in OF_ONE_SPAN),
     *(Mutant(k, *m) for k in (*ONE_ROW, "int4, spans") for m in OF_ONE_ROW),
@@ -614,9 +618,5 @@ MUTANTS = [
     *(Mutant(k, *m) for k in BATCHES for m in OF_BATCH),
     *(Mutant(k, *m) for k in SPAN_CHUNKS for m in OF_SPANS),
     *(Mutant(*m) for m in OF_ONE),
-    *(
-        Mutant(k, *m)
-        for k, own in (OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS | OF_SHIFTS).items()
-        for m in own
-    ),
+    *(Mutant(k, *m) for k, own in OF_KERNELS.items() for m in own),
 ]

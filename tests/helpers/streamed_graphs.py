@@ -18,7 +18,7 @@ from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
 from mirage_hf.errors import CodegenError
-from mirage_hf.formats import awq, gptq, torchao_int4
+from mirage_hf.formats import awq, gptq, hqq, torchao_int4
 from mirage_hf.formats.bitsandbytes import TABLES
 from mirage_hf.formats.coding import Coding, write_joined
 from mirage_hf.formats.stored import Split
@@ -34,6 +34,7 @@ from mirage_hf.graph.block import (
 )
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import DTensor, KernelGraph
+from mirage_hf.graph.strided import reach
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.ops.dtypes import CODES_PER_WORD, E2M1
 from mirage_hf.ops.table import as_dtype
@@ -128,6 +129,11 @@ def tile_coding(rows: int, columns: int, group: int) -> Coding:
     return torchao_int4.coding_of_tiles(rows, columns, columns + 256, group, torch.bfloat16)
 
 
+def hqq_coding(rows: int, columns: int, group: int) -> Coding:
+    """Return a weight of HQQ with 4 bits. A byte holds codes of two rows."""
+    return hqq.coding_of(rows, columns, group, 4, torch.bfloat16)
+
+
 #: Codings by name.
 HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "GPTQ": gptq_coding,
@@ -139,6 +145,7 @@ HAND_CODINGS: dict[str, Callable[[int, int, int], Coding]] = {
     "int8, float zero points": partial(float_coding, code=torch.uint8),
     "shifts": shifted_coding,
     "tiles": tile_coding,
+    "HQQ": hqq_coding,
 }
 
 
@@ -212,6 +219,11 @@ LINEARS = {
     "tiles, gate and up": lambda: coded_gate("tiles", 48, 512, 256),
     "tiles, 3 rows": lambda: coded_linear("tiles", 64, 512, 128, (16,), True, 3),
     "tiles, gate and up, 8 rows": lambda: coded_gate("tiles", 64, 384, batch=8),
+    "HQQ": lambda: coded_linear("HQQ", 64, 512, 64),
+    "HQQ, norm": lambda: coded_linear("HQQ", 48, 640, 64, (), True),
+    "HQQ, gate and up": lambda: coded_gate("HQQ", 64, 512),
+    "HQQ, 3 rows": lambda: coded_linear("HQQ", 64, 512, 64, (), True, 3),
+    "HQQ, gate and up, 8 rows": lambda: coded_gate("HQQ", 32, 384, 64, 8),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -284,6 +296,11 @@ CASES = {
     "tiles, gate and up": Linear("tiles, gate and up", tile=1, stages=4, warps=4),
     "tiles, 3 rows": Linear("tiles, 3 rows", tile=1, stages=3),
     "tiles, gate and up, 8 rows": Linear("tiles, gate and up, 8 rows", tile=4),
+    "HQQ": Linear("HQQ", tile=2, stages=3),
+    "HQQ, norm": Linear("HQQ, norm", tile=4, stages=3, warps=4),
+    "HQQ, gate and up": Linear("HQQ, gate and up", tile=1, warps=4),
+    "HQQ, 3 rows": Linear("HQQ, 3 rows", tile=2, stages=3),
+    "HQQ, gate and up, 8 rows": Linear("HQQ, gate and up, 8 rows", tile=1, stages=4, warps=8),
     "NF4, norm and joined linears": Case("nf4", "qkv", warps=4),
     "NF4, gate and up": Case("nf4", "gate_up", tile=2, stages=3),
     "NF4, residual": Case("nf4", "down", width=640, tile=2),
@@ -348,13 +365,38 @@ HAND_TABLES = {
 SHIFTS = "codes", "columns", "groups", "sums"
 
 
-def strides_of(dims: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps. `order` names dims from the outermost to the innermost."""
-    strides, step = [1] * len(dims), 1
+#: The sizes and strides of the axes that number 128 columns of a row in torchao's tiles: the words
+#: of a lane, the codes of half a word, the lanes of a row, and the halves of a word.
+LANES = ((4, 8), (4, 1), (4, 32), (2, 4))
+#: Columns of a tile, and the codes of its eight rows.
+LANE_COLUMNS, LANE_CODES = 128, 1024
+
+
+def strides_of(dims: Sequence[int], order: Sequence[int], step: int = 1) -> tuple[int, ...]:
+    """Return strides without gaps, or with `step` elements from one to the next.
+
+    `order` names dims from the outermost to the innermost.
+    """
+    strides = [1] * len(dims)
     for d in reversed(order):
         strides[d] = step
         step *= dims[d]
     return tuple(strides)
+
+
+def has_gaps(x: torch.Tensor) -> bool:
+    """Return whether no two elements of a tensor lie side by side."""
+    return min((s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), default=1) > 1
+
+
+def among_nan(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a tensor with gaps in memory of its own, with NaN in the gaps and around it.
+
+    Its first element lies at a place that depends on a number, most often no multiple of 16 bytes.
+    """
+    first, size = number % 8, reach(x.shape, x.stride())
+    memory = x.new_full((first + size + 8,), math.nan)
+    return memory.as_strided(x.shape, x.stride(), first).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -387,6 +429,10 @@ class Hand:
         zeros_in_words: Whether zero points lie in words as those of AWQ. Otherwise they are floats.
         shifts: What shifts are added to: one of SHIFTS. Empty: there are no shifts.
         shift_columns: The products whose shifts of successive rows lie side by side.
+        has_lanes: Whether words lie as lanes load them, as those of torchao's tiles.
+        padding: Columns that follow those of each row, if words lie so. Nothing reads them.
+        scale_gaps: Whether scales, zero points and shifts that lie side by side have gaps of one.
+            The inputs have NaN in the gaps, and begin at any address.
     """
 
     codes: str = "uint4"
@@ -414,6 +460,9 @@ class Hand:
     zeros_in_words: bool = False
     shifts: str = ""
     shift_columns: tuple[int, ...] = ()
+    has_lanes: bool = False
+    padding: int = 0
+    scale_gaps: bool = False
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -425,29 +474,38 @@ class Hand:
         """The axes of rows."""
         if self.has_rows_in_words:
             return ("n", "o", "p")
-        return ("n", "o") if self.square else ("n",)
+        return ("n", "o") if self.square or self.has_lanes else ("n",)
 
     @property
     def column_axes(self) -> tuple[str, ...]:
         """The summed axes."""
+        if self.has_lanes:
+            return ("k", *("b",) * (self.group > LANE_COLUMNS), "r", "s", "t", "u")
         return ("k", "r")[: 1 + bool(self.group)] + ("s",) * len(self.inner_dims)
 
     @property
     def column_dims(self) -> tuple[int, ...]:
         """The sizes of the summed axes."""
         inner = self.inner_dims
+        if self.has_lanes:
+            blocks = self.group // LANE_COLUMNS
+            return (self.columns // self.group, *(blocks,) * (blocks > 1), *inner)
         dims = (self.columns // self.group, self.group) if self.group else (self.columns,)
         return (*dims[:-1], dims[-1] // math.prod(inner), *inner)
 
     @property
     def inner_dims(self) -> tuple[int, ...]:
-        """The size of the axis of the codes of a byte or a word, if there is one."""
+        """The sizes of the axes of the codes of a byte, a word or a tile, if there are any."""
+        if self.has_lanes:
+            return tuple(size for size, _ in LANES)
         return (CODES_PER_WORD,) if self.has_columns else (2,) * self.is_turned
 
     def row_dims(self, rows: int) -> tuple[int, ...]:
         """Return the sizes of the axes of this many rows."""
         if self.has_rows_in_words:
             return (rows // CODES_PER_WORD, 4, 2)
+        if self.has_lanes:
+            return (rows // 8, 8)
         return (rows // self.square, self.square) if self.square else (rows,)
 
     def column_major(self, dims: int, in_words: bool = False) -> tuple[int, ...]:
@@ -468,6 +526,13 @@ class Hand:
             return (*range(1, dims - 1), 0, dims - 1)
         return self.column_major(dims, True) if self.has_rows_in_words else None
 
+    @property
+    def lane_strides(self) -> tuple[int, ...]:
+        """The strides of codes whose words lie as lanes load them."""
+        blocks = self.group // LANE_COLUMNS
+        outer = (blocks * LANE_CODES, *(LANE_CODES,) * (blocks > 1))
+        return ((self.columns + self.padding) * 8, 128, *outer, *(stride for _, stride in LANES))
+
     @cached_property
     def graph(self) -> KernelGraph:
         """A kernel graph whose only op is the block graph."""
@@ -475,11 +540,24 @@ class Hand:
         tensors: list[DTensor] = []
         inputs: list[BlockInput] = []
 
-        def add(name, dims, axes, dtype, constant, parts=1, turned=False, order=None):
+        def add(
+            name,
+            dims,
+            axes,
+            dtype,
+            constant,
+            parts=1,
+            turned=False,
+            order=None,
+            step=1,
+            lanes=False,
+        ):
             first = len(tensors)
             for n in range(parts):
                 own = dims if parts == 1 else (self.row_dims(self.rows[n])[0], *dims[1:])
-                strides = strides_of(own, order or range(len(own)))
+                strides = strides_of(own, order or range(len(own)), step)
+                if lanes:
+                    strides = self.lane_strides
                 if turned:
                     strides = (*strides[:-1], -1)
                 tensors.append(
@@ -499,8 +577,9 @@ class Hand:
             add("gamma", (1, *column_dims), (None, *column_axes), self.dtype, True)
         for p in self.products:
             dims, axes = (*row_dims, *column_dims), (*row_axes, *column_axes)
-            parts = len(self.rows)
-            add(f"codes{p}", dims, axes, self.codes, True, parts, self.is_turned, self.code_order)
+            parts, step = len(self.rows), 2 if self.scale_gaps and p in self.scale_columns else 1
+            order, turned = self.code_order, self.is_turned
+            add(f"codes{p}", dims, axes, self.codes, True, parts, turned, order, 1, self.has_lanes)
             shared = (row_dims[0], 1) if self.square else row_dims
             axes = ("n", None) if self.square else row_axes
             of_groups = column_dims[:1] if self.group else ()
@@ -509,27 +588,27 @@ class Hand:
             axes = (*axes, *("k",) * len(of_groups), *ones * (None,))
             order = self.column_major(len(dims)) if p in self.scale_columns else None
             if self.group:
-                add(f"scales{p}", dims, axes, self.scale_dtype, True, parts, order=order)
+                add(f"scales{p}", dims, axes, self.scale_dtype, True, parts, order=order, step=step)
             else:
                 add(f"scales{p}", row_dims, row_axes, self.dtype, True)
             if self.has_zeros:
                 dtype = "uint4" if self.zeros_in_words else self.dtype
                 if self.zeros_in_words:
-                    order = self.column_major(len(dims), True)
-                add(f"zeros{p}", dims, axes, dtype, True, parts, order=order)
+                    order, step = self.column_major(len(dims), True), 1
+                add(f"zeros{p}", dims, axes, dtype, True, parts, order=order, step=step)
             if self.shifts:
                 order = self.column_major(len(dims)) if p in self.shift_columns else None
+                step = 2 if self.scale_gaps and p in self.shift_columns else 1
                 shape = (*row_dims, *of_groups, *ones * (1,)), (*row_axes, "k", *ones * (None,))
-                add(f"shifts{p}", *shape, self.dtype, True, parts, order=order)
+                add(f"shifts{p}", *shape, self.dtype, True, parts, order=order, step=step)
         if self.has_residual:
             add("residual", (self.batch, *row_dims), (of_batch, *row_axes), self.dtype, False)
         output = BlockOutput("y", (of_batch, *row_axes), self.dtype)
         axes = [Axis(a, self.batch, Role.GRID) for a in self.batch_axes]
         axes += [Axis(a, n, Role.GRID) for a, n in zip(row_axes, row_dims, strict=True)]
-        roles = (Role.LOOP, Role.TILE, Role.TILE)
+        roles = (Role.LOOP, *(Role.TILE,) * len(column_axes[1:]))
         axes += [
-            Axis(a, n, role)
-            for a, n, role in zip(column_axes, column_dims, roles[: len(column_axes)], strict=True)
+            Axis(a, n, role) for a, n, role in zip(column_axes, column_dims, roles, strict=True)
         ]
         g.mark_output(
             *g.customized(
@@ -661,8 +740,9 @@ class Hand:
         """The schedule."""
         most = 32 if self.has_columns else 16 // len(self.products)
         tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: self.tile_rows or most}
-        if self.has_rows_in_words:
-            tiles = dict(zip(self.row_axes, self.row_dims(self.tile_rows or 64), strict=True))
+        if self.has_rows_in_words or self.has_lanes:
+            most = 64 if self.has_rows_in_words else most
+            tiles = dict(zip(self.row_axes, self.row_dims(self.tile_rows or most), strict=True))
         tiles |= {a: next_power_of_two(self.batch) for a in self.batch_axes}
         first, *inner = zip(self.column_axes, self.column_dims, strict=True)
         tiles |= {first[0]: self.tile // (1 if self.group else math.prod(self.inner_dims))}
@@ -689,7 +769,13 @@ class Hand:
         if self.zeros_in_words:
             by.pop("zeros")
         kinds = [(t.name.rstrip("0123456789"), x) for t, x in tensors]
-        return [x * by[kind] if kind in by else x for kind, x in kinds]
+        inputs = [x.mul_(by[kind]) if kind in by else x for kind, x in kinds]
+        if not self.scale_gaps:
+            return inputs
+        return [
+            among_nan(x, n) if kind in by and has_gaps(x) else x
+            for n, ((kind, _), x) in enumerate(zip(kinds, inputs, strict=True))
+        ]
 
     def run(self, kernel, name, order, folder, source="", inputs=None):
         """Return the output of a kernel, or what went wrong.
@@ -836,6 +922,60 @@ def random_row_hand(seed: int) -> Hand:
         has_zeros=has_zeros,
         zeros_in_words=has_zeros and r.random() < 0.7,
     )
+
+
+def random_lane_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule whose words lie as lanes load them."""
+    r = random.Random(seed)
+    has_gate = r.random() < 0.4
+    products = (0, 1) if has_gate else (0,)
+    group = r.choice((128, 128, 128, 256, 384))
+    batch = r.choice((1, 1, 1, 2, 3, 5, 8))
+    least = 8 if has_gate else 16
+    shifts = r.choice(("", *SHIFTS, *SHIFTS))
+    scale_gaps = r.random() < 0.7
+    most = 8 if group == 128 else 5  # groups
+    return Hand(
+        codes=r.choice(("uint4", "uint4", "int4")),
+        dtype=r.choice(("bfloat16", "float16", "float32")),
+        rows=tuple(least * r.randint(1, 4) for _ in range(r.choice((1, 1, 2, 3)))),
+        columns=group * r.randint(2 if scale_gaps else 1, most),
+        group=group,
+        has_norm=r.random() < 0.5,
+        has_gate=has_gate,
+        has_residual=r.random() < 0.4,
+        scales_first=r.random() < 0.5 or shifts == "columns",
+        tile=1 << r.randint(0, 2),
+        stages=r.choice((1, 2, 3, 4, 4, 6)),
+        warps=r.choice((1, 2, 4, 8)),
+        blocks=r.choice((1, 2, 3, 5)),
+        batch=batch,
+        scale_columns=r.choice((products, products, products, (), (0,))),
+        tile_rows=least if has_gate or batch > 1 else r.choice((8, 16)),
+        has_zeros=not shifts and r.random() < 0.5,
+        shifts=shifts,
+        shift_columns=r.choice((products, products, products, (), (0,))),
+        has_lanes=True,
+        padding=r.choice((0, 0, 128, 512)),
+        scale_gaps=scale_gaps,
+    )
+
+
+def random_gap_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule with gaps between scales, and codes in any order."""
+    r = random.Random(900 + seed)
+    draw = (random_column_hand, random_row_hand, random_shift_hand)[seed % 3]
+    while True:
+        hand = draw(r.randrange(10**6))
+        if not hand.group or hand.columns == hand.group:
+            continue
+        products = tuple(hand.products)
+        return replace(
+            hand,
+            scale_gaps=True,
+            scale_columns=r.choice((products, (0,))),
+            shift_columns=r.choice((products, (), (0,))),
+        )
 
 
 def random_shift_hand(seed: int) -> Hand:

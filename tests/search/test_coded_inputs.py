@@ -1,10 +1,12 @@
 """The search on weights in codes: where scales and zero points go, and what the proof refuses."""
 
+import math
+
 import pytest
 import torch
 
 from mirage_hf.errors import Rejected
-from mirage_hf.graph.block import Role
+from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.search.engine import search
 from mirage_hf.search.lowering import lower
@@ -13,6 +15,7 @@ from mirage_hf.verify.accept import accept, verify
 from mirage_hf.verify.verdict import Accepted
 from tests.helpers import coded_mutants
 from tests.helpers.coded_programs import CASES, fp8_linear, int4_joined, int4_linear
+from tests.helpers.streamed_graphs import coded_linear
 
 SEARCH = SearchOptions(threads=1)
 
@@ -110,3 +113,61 @@ def test_a_dim_that_is_split_in_two_ways_ends_a_kernel():
     b = g.reshape(g.reduction(g.reshape(x, (4, 6, 4)), 1), (4, 4))
     g.mark_output(g.add(a, b))
     assert "split in two ways" in lower(g).reason
+
+
+def inner_linear(*inner: int, norm: bool = False) -> KernelGraph:
+    """Return a linear of int8 codes whose groups of columns have several axes, in another order.
+
+    Args:
+        *inner: The sizes of these axes, in the order of the codes. x has them the other way round.
+        norm: Whether x is normalized.
+    """
+    rows, groups, width = 16, 3, 3 * math.prod(inner)
+    g = new_kernel_graph()
+    x = g.new_input((1, width), "bfloat16", name="x")
+    if norm:
+        x = g.rms_norm(x, g.new_input((1, width), "bfloat16", name="gamma"), 1e-6)
+    codes = g.cast(g.new_input((rows, groups, *inner), "int8", name="codes"), "bfloat16")
+    scales = g.new_input((rows, groups, *(1,) * len(inner)), "bfloat16", name="scales")
+    w = g.permute(g.mul(codes, scales), (0, 1, *range(1 + len(inner), 1, -1)))
+    g.mark_output(g.matmul(x, g.permute(g.reshape(w, (rows, width)), (1, 0))))
+    return g
+
+
+def with_one_loop(g: KernelGraph) -> list[BlockGraph]:
+    """Return the blocks of one kernel and one loop that the search finds."""
+    return [b for b in blocks_of(g) if sum(s.loop is not None for s in b.stages) == 1]
+
+
+def scales_sums(block: BlockGraph) -> bool:
+    """Return whether scales multiply sums within the groups that a loop walks."""
+    body = next(stage.body for stage in block.stages if stage.loop is not None)
+    sums = {op.out for op in body if op.over is not None}
+    return any(op.fn == "mul" and "scales" in op.args and sums & {*op.args} for op in body)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("inner", [(4, 2, 4), (2, 4, 2, 2)])
+def test_scales_are_pulled_out_of_sums_over_any_number_of_axes(
+    inner: tuple[int, ...], norm: bool
+) -> None:
+    one, two, many = (with_one_loop(inner_linear(*a, norm=norm)) for a in ((32,), (4, 8), inner))
+    pulled, of_two, of_one = (sum(map(scales_sums, blocks)) for blocks in (many, two, one))
+    assert pulled == of_two == of_one > 0
+    assert len(many) == len(two) >= len(one)
+
+
+@pytest.mark.parametrize("group", [64, 128, 256])
+def test_a_norm_before_a_linear_of_tiles_ends_after_the_loop(group: int) -> None:
+    outer = 768 // max(group, 128)  # tiles or groups, whichever are longer
+
+    def ends_after_the_loop(block: BlockGraph) -> bool:
+        """Return whether one loop over columns adds up squares and products."""
+        loop, after = block.stages
+        ends = {op.fn for op in after.body}
+        assert loop.loop is not None
+        walks_columns = block.axis(loop.loop).size == outer
+        return walks_columns and len(loop.accumulators) == 2 and "rsqrt" in ends
+
+    blocks = with_one_loop(coded_linear("tiles", 16, 768, group, norm=True))
+    assert any(ends_after_the_loop(b) for b in blocks if len(b.stages) == 2)

@@ -384,7 +384,7 @@ class Products:
         of_rows = [
             strides[a] for a, n in zip(axes, t.dims, strict=True) if a in self.own_rows and n > 1
         ]
-        return self.num_groups > 1 and of_groups > max(of_rows, default=0)
+        return self.num_groups > 1 and of_groups > max(of_rows, default=of_groups)
 
     def _strides(self, name: str) -> dict[str, int]:
         """Return the strides of an input by axis: of the first source, if several are joined."""
