@@ -24,6 +24,7 @@ from tests.helpers.streamed_graphs import (
     random_gap_hand,
     random_hand,
     random_lane_hand,
+    random_pair_hand,
     random_row_hand,
     random_shift_hand,
 )
@@ -38,13 +39,15 @@ COLUMNS_AT_ONCE = 16
 MORE_COLUMNS = [pytest.param(n, marks=pytest.mark.thorough) for n in range(3, 8)]
 #: What draws such layouts. The words of the second one hold codes of eight rows. The third one has
 #: shifts, and codes in any order. The words of the fourth one lie as lanes load them. The fifth one
-#: has gaps between scales, and codes in any other order.
+#: has gaps between scales, and codes in any other order. Bytes of the last one hold codes of two
+#: rows.
 COLUMN_HANDS = (
     random_column_hand,
     random_row_hand,
     random_shift_hand,
     random_lane_hand,
     random_gap_hand,
+    random_pair_hand,
 )
 
 
@@ -114,6 +117,23 @@ def test_random_layouts_of_columns_are_of_each_kind():
     assert {len(hand.rows) > 1 for hand in hands if hand.has_columns} == {True, False}
     for has in ("has_norm", "has_gate", "has_residual", "has_zeros"):
         assert {getattr(hand, has) for hand in hands if hand.has_columns} == {True, False}, has
+
+
+def test_random_layouts_of_pairs_of_rows_are_of_each_kind():
+    hands = [random_pair_hand(n) for n in range(48)]
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    assert all(x.products.row_pair == "n" for x in layouts)
+    assert {x.rows for x in layouts} == {16, 32}
+    assert {x.teams > 1 for x in layouts} == {x.chunks > 1 for x in layouts} == {True, False}
+    assert {x.last_chunk < x.chunk for x in layouts} == {True, False}
+    assert {x.has_whole_tiles for x in layouts} == {True, False}
+    assert {x.lane_bytes for x in layouts} == {8, 16}
+    assert {x.batch for x in layouts} == {1, 2, 3, 5, 8}
+    assert {(hand.has_zeros, bool(hand.shifts)) for hand in hands} == {
+        (False, False),
+        (True, False),
+        (False, True),
+    }
 
 
 def test_random_layouts_of_rows_in_words_are_of_each_kind():

@@ -1,4 +1,4 @@
-"""Words that lie as lanes load them, and scales with gaps, if no kernel can stream them.
+"""Words that lie as lanes load them, scales with gaps, and pairs of rows that no kernel streams.
 
 Graphs that are nearly refused are accepted, and their kernels give the results of float64.
 """
@@ -174,3 +174,49 @@ def test_rows_of_two_products_may_have_different_lengths(batch: int, tmp_path) -
         got = hand.run(kernel, "kernel", order, tmp_path, inputs=inputs)
         assert not isinstance(got, str), got
         assert hand.error(got, want) <= 1
+
+
+PAIRS = Hand(rows=(32,), columns=256, group=64, has_row_pairs=True)
+
+
+def test_pairs_of_rows_are_not_joined():
+    block = PAIRS.op.block
+    inputs = tuple(
+        replace(i, sources=i.sources * 2, joined="o", sizes=(8, 8)) if i.name == "codes0" else i
+        for i in block.inputs
+    )
+    op = rebuilt(
+        PAIRS,
+        replace(block, inputs=inputs),
+        dims={"codes00": (2, 8, 4, 64)},
+        strides={"codes00": (-1, 512, 128, 2)},
+    )
+    assert "codes0 is joined along o" in refusal(lambda: streamed_products(op))
+
+
+@pytest.mark.parametrize(
+    ("strides", "is_right"),
+    [
+        ((-1, 512, 128, 2), True),
+        ((-1, 1024, 128, 2), False),  # a gap after each row
+        ((-1, 128, 2048, 2), False),  # groups around rows
+        ((-1, 2, 1024, 32), False),  # rows side by side
+    ],
+)
+def test_pairs_of_rows_lie_row_after_row(strides, is_right):
+    op = rebuilt(PAIRS, strides={"codes00": strides})
+    if is_right:
+        assert streamed_products(op).row_pair == "n"
+    else:
+        assert "nor as in GPTQ, AWQ, HQQ" in refusal(lambda: streamed_products(op))
+
+
+def test_codes_of_a_table_are_no_pairs_of_rows():
+    hand = replace(PAIRS, table="nf4")
+    why = "codes of a table lie as in GPTQ, AWQ, HQQ"
+    assert why in refusal(lambda: streamed_products(hand.op))
+
+
+def test_a_tile_has_all_rows_of_pairs():
+    schedule = PAIRS.schedule.changed(tiles=dict(PAIRS.schedule.tiles) | {"o": 4})
+    assert "8 along o" in refusal(lambda: layouts.stream_layout(PAIRS.op, schedule))

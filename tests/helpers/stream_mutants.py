@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
 from tests.helpers.lane_mutants import LANE_KERNELS, OF_LANES
+from tests.helpers.pair_mutants import OF_PAIRS, PAIR_KERNELS
 from tests.helpers.row_mutants import OF_ROWS, ROW_KERNELS
 from tests.helpers.shift_mutants import OF_SHIFTS, SHIFT_KERNELS
 from tests.helpers.streamed_graphs import Hand
@@ -158,6 +159,7 @@ KERNELS = {
     **ROW_KERNELS,
     **SHIFT_KERNELS,
     **LANE_KERNELS,
+    **PAIR_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
@@ -607,7 +609,8 @@ ONE_ROW = ("int4", "int8", "uint8", "float8")
 BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
 RAGGED = ("int8", "int8, spans of 2 rows")
 TEAMS = ("columns, teams", "rows in words, teams", "lanes, teams")
-OF_KERNELS = OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_COLUMNS | OF_ROWS | OF_SHIFTS | OF_LANES
+OF_ORDERS = OF_COLUMNS | OF_ROWS | OF_SHIFTS | OF_LANES | OF_PAIRS
+OF_KERNELS = OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_ORDERS
 MUTANTS = [
     *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
     *(Mutant(k, *m) for k in TEAMS for m in OF_RING),

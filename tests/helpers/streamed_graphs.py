@@ -433,6 +433,7 @@ class Hand:
         padding: Columns that follow those of each row, if words lie so. Nothing reads them.
         scale_gaps: Whether scales, zero points and shifts that lie side by side have gaps of one.
             The inputs have NaN in the gaps, and begin at any address.
+        has_row_pairs: Whether a byte holds codes of two rows, as those of HQQ.
     """
 
     codes: str = "uint4"
@@ -463,6 +464,7 @@ class Hand:
     has_lanes: bool = False
     padding: int = 0
     scale_gaps: bool = False
+    has_row_pairs: bool = False
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -474,7 +476,8 @@ class Hand:
         """The axes of rows."""
         if self.has_rows_in_words:
             return ("n", "o", "p")
-        return ("n", "o") if self.square or self.has_lanes else ("n",)
+        has_two = self.square or self.has_lanes or self.has_row_pairs
+        return ("n", "o") if has_two else ("n",)
 
     @property
     def column_axes(self) -> tuple[str, ...]:
@@ -506,6 +509,8 @@ class Hand:
             return (rows // CODES_PER_WORD, 4, 2)
         if self.has_lanes:
             return (rows // 8, 8)
+        if self.has_row_pairs:
+            return (2, rows // 2)
         return (rows // self.square, self.square) if self.square else (rows,)
 
     def column_major(self, dims: int, in_words: bool = False) -> tuple[int, ...]:
@@ -527,8 +532,11 @@ class Hand:
         return self.column_major(dims, True) if self.has_rows_in_words else None
 
     @property
-    def lane_strides(self) -> tuple[int, ...]:
-        """The strides of codes whose words lie as lanes load them."""
+    def code_strides(self) -> tuple[int, ...]:
+        """The strides of codes whose words lie as lanes load them, or whose bytes have two rows."""
+        if self.has_row_pairs:
+            dims = (self.row_dims(self.rows[0])[1], *self.column_dims)
+            return (-1, *strides_of(dims, range(len(dims)), 2))
         blocks = self.group // LANE_COLUMNS
         outer = (blocks * LANE_CODES, *(LANE_CODES,) * (blocks > 1))
         return ((self.columns + self.padding) * 8, 128, *outer, *(stride for _, stride in LANES))
@@ -550,19 +558,15 @@ class Hand:
             turned=False,
             order=None,
             step=1,
-            lanes=False,
+            strides=None,
         ):
             first = len(tensors)
             for n in range(parts):
                 own = dims if parts == 1 else (self.row_dims(self.rows[n])[0], *dims[1:])
-                strides = strides_of(own, order or range(len(own)), step)
-                if lanes:
-                    strides = self.lane_strides
+                steps = strides or strides_of(own, order or range(len(own)), step)
                 if turned:
-                    strides = (*strides[:-1], -1)
-                tensors.append(
-                    g.new_input(own, dtype, strides, name=f"{name}{n}", constant=constant)
-                )
+                    steps = (*steps[:-1], -1)
+                tensors.append(g.new_input(own, dtype, steps, name=f"{name}{n}", constant=constant))
             joined, sizes = None, ()
             if parts > 1:
                 joined, sizes = "n", tuple(t.dims[0] for t in tensors[first:])
@@ -579,7 +583,8 @@ class Hand:
             dims, axes = (*row_dims, *column_dims), (*row_axes, *column_axes)
             parts, step = len(self.rows), 2 if self.scale_gaps and p in self.scale_columns else 1
             order, turned = self.code_order, self.is_turned
-            add(f"codes{p}", dims, axes, self.codes, True, parts, turned, order, 1, self.has_lanes)
+            strides = self.code_strides if self.has_lanes or self.has_row_pairs else None
+            add(f"codes{p}", dims, axes, self.codes, True, parts, turned, order, strides=strides)
             shared = (row_dims[0], 1) if self.square else row_dims
             axes = ("n", None) if self.square else row_axes
             of_groups = column_dims[:1] if self.group else ()
@@ -740,6 +745,8 @@ class Hand:
         """The schedule."""
         most = 32 if self.has_columns else 16 // len(self.products)
         tiles = dict.fromkeys(self.row_axes, 1) | {self.row_axes[-1]: self.tile_rows or most}
+        if self.has_row_pairs:
+            tiles = {"n": 2, "o": 8}
         if self.has_rows_in_words or self.has_lanes:
             most = 64 if self.has_rows_in_words else most
             tiles = dict(zip(self.row_axes, self.row_dims(self.tile_rows or most), strict=True))
@@ -958,6 +965,32 @@ def random_lane_hand(seed: int) -> Hand:
         has_lanes=True,
         padding=r.choice((0, 0, 128, 512)),
         scale_gaps=scale_gaps,
+    )
+
+
+def random_pair_hand(seed: int) -> Hand:
+    """Return a random block graph and schedule whose bytes hold codes of two rows."""
+    r = random.Random(700 + seed)
+    group = r.choice((0, 32, 64, 64, 128, 192))
+    shifts = r.choice(("", "", *SHIFTS)) if group else ""
+    return Hand(
+        codes=r.choice(("uint4", "uint4", "int4")),
+        dtype=r.choice(("bfloat16", "float16", "float32")),
+        rows=(16 * r.randint(1, 5),),
+        columns=max(64, group) * r.randint(1, 10 if group < 128 else 5),
+        group=group,
+        has_norm=r.random() < 0.5,
+        has_gate=r.random() < 0.5,
+        has_residual=r.random() < 0.4,
+        scales_first=r.random() < 0.5 or shifts == "columns",
+        tile=1 << r.randint(0, 2) if group else 1 << r.randint(6, 8),
+        stages=r.choice((1, 2, 3, 4, 4, 6)),
+        warps=r.choice((1, 2, 4, 8)),
+        blocks=r.choice((1, 2, 3, 5)),
+        batch=r.choice((1, 1, 1, 2, 3, 5, 8)),
+        has_zeros=bool(group) and not shifts and r.random() < 0.6,
+        shifts=shifts,
+        has_row_pairs=True,
     )
 
 
