@@ -18,9 +18,10 @@ from mirage_hf.codegen.cuda_nests import Operand
 from mirage_hf.codegen.generated_program import POINTER_TYPES, Launch
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams.finding import reads_codes, streamed_products
 from mirage_hf.codegen.streams.helpers import HELPERS as STREAM_HELPERS
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
-from mirage_hf.codegen.streams.products import ZEROS, reads_codes, streamed_products
+from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.codegen.triton_kernel import KernelText
 from mirage_hf.graph.kernel import DTensor
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mirage_hf.decode import decoded_products
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.errors import CodegenError, SearchError, VerificationError
 from mirage_hf.graph.kernel import KernelGraph
@@ -61,6 +62,7 @@ class StepKernels:
         self.found: dict[str, Resolved | str] = {}
         self.attention: dict[tuple[PatternBlock, int], list[Resolved | str]] = {}
         self.over_cache = CacheKernels(model.device)
+        self._decoded = decoded_products.DecodedProducts(finder.gpu if finder.measures else None)
         #: The keys of kernels that were chosen for a layer.
         self._chosen_in_layers: set[_Key] = set()
 
@@ -160,7 +162,11 @@ class StepKernels:
         kernels: dict[Group, Run] = {}
         for group, program in plan.programs.items():
             kernel = self._found(program.graph, plan)
-            if not isinstance(kernel, str) and kernel.runs_kernel:
+            if isinstance(kernel, str) or not kernel.runs_kernel:
+                continue
+            if self._decoded.are_faster(group, kernel, plan.rows):
+                self.found[str(program.graph)] = f"{NO_KERNEL}{decoded_products.WHY}"
+            else:
                 kernels[group] = kernel.run
         return kernels
 

@@ -17,8 +17,8 @@ from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.finding import reads_codes
 from mirage_hf.codegen.streams.layout import stream_layout
-from mirage_hf.codegen.streams.products import reads_codes
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import DTensor, KernelOp

@@ -11,8 +11,8 @@ from mirage_hf.codegen.placement import placed
 from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.plan.layout import MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.layout import fewer_rows, tiled_rows, tiles_of_rows
-from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp

@@ -17,6 +17,7 @@ from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.finding import reads_codes, streamed_products
 from mirage_hf.codegen.streams.layout import (
     StreamLayout,
     fewer_rows,
@@ -24,7 +25,7 @@ from mirage_hf.codegen.streams.layout import (
     tiled_rows,
     tiles_of_rows,
 )
-from mirage_hf.codegen.streams.products import ROWS, Products, reads_codes, streamed_products
+from mirage_hf.codegen.streams.products import ROWS, Products
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.tune.traffic import read_bytes

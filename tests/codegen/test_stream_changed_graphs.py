@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
+from mirage_hf.codegen.streams.finding import streamed_products
+from mirage_hf.codegen.streams.products import ZEROS, Products
 from mirage_hf.errors import CodegenError, MirageError
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockOp, Stage
 from mirage_hf.graph.kernel import KernelGraph

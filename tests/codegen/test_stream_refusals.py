@@ -14,8 +14,9 @@ from mirage_hf.codegen import cuda_text
 from mirage_hf.codegen.placement import Append, PlacedOp, place_kernels
 from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.codegen.streams import layout as layouts
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
-from mirage_hf.codegen.streams.products import ZEROS, streamed_products
+from mirage_hf.codegen.streams.products import ZEROS
 from mirage_hf.graph.block import (
     Accumulator,
     Axis,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mirage_hf.codegen.streams import layout as layouts
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
-from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.graph.execute import run_kernel_graph
 from tests.helpers.cuda_on_cpu import CXX
 from tests.helpers.rebuilt_graphs import placed, rebuilt, rebuilt_graph, refusal

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
-from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.graph.block import BlockGraph, BlockOp
 from mirage_hf.graph.execute import run_kernel_graph
 from tests.helpers.cuda_on_cpu import CXX, ORDERS

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mirage_hf.codegen.streams import layout as layouts
-from mirage_hf.codegen.streams.products import streamed_products
+from mirage_hf.codegen.streams.finding import streamed_products
 from tests.helpers.rebuilt_graphs import IN_WORDS, rebuilt, refusal
 from tests.helpers.streamed_graphs import Hand
 

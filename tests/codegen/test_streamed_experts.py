@@ -17,9 +17,10 @@ from mirage_hf.codegen import triton
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import stream_layout
-from mirage_hf.codegen.streams.products import Products, streamed_products
+from mirage_hf.codegen.streams.products import Products
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.ugraph import UGraph

@@ -10,7 +10,7 @@ from functools import cached_property
 import pytest
 
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
-from mirage_hf.codegen.streams.products import streamed_products
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, Stage, Taken
 from mirage_hf.graph.kernel import KernelGraph

@@ -14,9 +14,10 @@ import torch
 from mirage_hf.codegen.cuda_kernel import CudaKernel
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import tiles_of_rows
-from mirage_hf.codegen.streams.products import ZEROS, Products, streamed_products
+from mirage_hf.codegen.streams.products import ZEROS, Products
 from mirage_hf.errors import CodegenError
 from mirage_hf.formats import awq, gptq, hqq, torchao_int4
 from mirage_hf.formats.bitsandbytes import TABLES

@@ -11,9 +11,9 @@ from mirage_hf import errors, gpus
 from mirage_hf.codegen import cuda_text, triton
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.schedule import next_power_of_two
+from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
 from mirage_hf.codegen.streams.layout import stream_layout
-from mirage_hf.codegen.streams.products import streamed_products
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space, stream_schedules

@@ -12,7 +12,8 @@ from mirage_hf import errors
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST
 from mirage_hf.codegen.placement import PlacedOp
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
-from mirage_hf.codegen.streams.products import ROWS, Product, Products, streamed_products
+from mirage_hf.codegen.streams.finding import streamed_products
+from mirage_hf.codegen.streams.products import ROWS, Product, Products
 from mirage_hf.codegen.streams.tables import (
     TableBytes,
     TableHalves,
