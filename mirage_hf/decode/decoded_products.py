@@ -54,8 +54,9 @@ class DecodedProducts:
         linears = coded_linears_of(group)
         if not linears or self.gpu is None or kernel.time_us is None:
             return False
+        codings = [linear.weight.coding for linear in linears]
         # a decoded weight is written and read
-        moved = sum(2 * 2 * n.weight.coding.rows * n.weight.coding.columns for n in linears)
+        moved = sum(2 * c.rows * c.columns * c.dtype.itemsize for c in codings)
         if kernel.time_us <= SLOWER * 1e6 * moved / self._bandwidth:
             return False
         us = sum(self._us(linear, rows) for linear in linears)

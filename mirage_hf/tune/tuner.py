@@ -360,7 +360,7 @@ class _Bench:
             return candidate.rejected(errors.described(e))
 
     def _checked(self, candidate: ScheduledCandidate, run: Run) -> ScheduledCandidate:
-        """Return a candidate as it is, or rejected with the reason."""
+        """Check a candidate. Return it if it is right, else as rejected with the reason."""
         verdict = self.check.judge(run)
         if isinstance(verdict, Rejected):
             return candidate.rejected(verdict.reason)

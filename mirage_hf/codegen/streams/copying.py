@@ -40,7 +40,7 @@ class CopyWriter(PairWriter):
             )
         with self.scope("if (warp == warps)"):
             with self.scope("if (lane == 0)"):
-                # whoever says how many bytes will come, and each lane that copies words itself
+                # whoever says how many bytes will come, and each lane that copies words or scales
                 arrivals = 1 + 32 * self.lanes_copy
                 self.put(
                     f"for (int s = 0; s < stages; ++s) start_barrier(&shared.full[s], {arrivals});"
@@ -367,6 +367,9 @@ class CopyWriter(PairWriter):
             p, name = self.found.grouped[n]
             assert name is not None
             i, size = self.inputs[name], self.layout.scale_bytes(n)
+            if self.found.row_pair is not None:
+                self.copy_scales_of_pairs(n, size)
+                continue
             of_row, shared_by = self.found.num_groups, 1
             if self.layout.scale_rows(name) == 1:
                 shared_by = self.block.axis(self.found.rows[-1]).size
@@ -378,9 +381,6 @@ class CopyWriter(PairWriter):
                 return f" + {index} * {of_row}"
 
             text = self._of_source(i, self.found.source_rows(p.codes), "row_0", address)
-            if self.found.row_pair is not None:
-                self.copy_scales_of_pairs(n, size)
-                continue
             self.put(f"copy_bytes({self.scale_slot(n)}, {text}, {size}, &shared.full[s]);")
 
     def copy_scales_of_pairs(self, number: int, size: int) -> None:

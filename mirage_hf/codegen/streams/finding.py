@@ -144,14 +144,14 @@ class _Finder:
             self.sums,
             self.rows,
             self.columns,
-            self.batch,
-            self.taken,
-            self.values,
-            self.pair,
-            self.word,
-            self.word_rows,
-            self.lanes,
-            self.row_pair,
+            batch=self.batch,
+            taken=self.taken,
+            values=self.values,
+            pair=self.pair,
+            word=self.word,
+            word_rows=self.word_rows,
+            lanes=self.lanes,
+            row_pair=self.row_pair,
         )
         self.check_sizes(found)
         return found

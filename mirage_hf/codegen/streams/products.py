@@ -8,9 +8,9 @@ All rows of codes share `other`, and any sums that no row of codes enters, such 
 squares of a norm. What follows the sums is elementwise.
 
 The words that hold codes are row-major, or column-major as those of GPTQ and AWQ. So are scales. A
-word of GPTQ holds codes of one row, and a word of AWQ those of eight rows of one column. Or words
-lie in the order in which the lanes of a warp load them, as those of torchao's tiles do. There, the
-scales and shifts of a row lie side by side. A byte of HQQ holds codes of two rows.
+word of GPTQ holds codes of one row, and a word of AWQ those of eight rows of one column. torchao's
+tiles have their words in the order in which the lanes of a warp load them, and the scale of each
+row beside its shift. A byte of HQQ holds codes of two rows.
 
 An index may choose among the experts of a mixture. Along some of its axes it numbers rows of codes:
 each chosen expert has its own. Along another one it numbers *pieces* of columns: one sum adds up
@@ -324,7 +324,7 @@ class Products:
         return {a: s for a, s in zip(i.axes, t.strides, strict=True) if a is not None}
 
     def has_groups_side_by_side(self, name: str) -> bool:
-        """Return whether scales or offsets of a row lie side by side."""
+        """Return whether scales or offsets of a row lie side by side, row after row."""
         strides = self._strides(name)
         is_plain = strides.get(self.own_columns[0], 1) == 1 or self.num_groups == 1
         return is_plain and self.row_stride(name) == self.num_groups
