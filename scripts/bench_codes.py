@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ from mirage_hf.tune import tuner
 from mirage_hf.tune.candidates import MEASURED, TOO_SLOW
 from mirage_hf.tune.schedule_cost import estimated_us
 from mirage_hf.tune.space import REPEAT
+from mirage_hf.tune.stream_schedules import SHARERS
 from scripts import benching
 from scripts.bench_reports import Budget, Report, add_report_options, run_all
 from scripts.bench_sizes import numbers
@@ -66,12 +67,13 @@ DTYPE, EPS = torch.bfloat16, 1e-6
 #: through shared memory. Words held in registers one step ahead, or held for all steps of a trip,
 #: for tensor cores if the codes have 4 bits, for multiply-adds if they have 8. CUDA kernels whose
 #: codes stream through a ring in shared memory.
-KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS, STREAMS = (
+KINDS = MULTIPLY_ADDS, STAGED, ONE_AHEAD, TRIPS, STREAMS, *SHARED = (
     "multiply-adds",
     "staged",
     "one step ahead",
     "trips",
     "streams",
+    *(f"streams, clusters of {n}" for n in SHARERS if n > 1),
 )
 
 
@@ -241,7 +243,7 @@ BLOCKS: Mapping[str, Callable[[int, argparse.Namespace], KernelGraph]] = {
 def kind_of(op: KernelOp, schedule: Schedule) -> str:
     """Return the kind of a kernel."""
     if schedule.persistent_blocks:
-        return STREAMS
+        return (STREAMS, *SHARED)[[*SHARERS].index(schedule.cooperating_blocks)]
     if schedule.steps_per_trip > 1:
         return TRIPS
     if plan_kernel(op, schedule).pipelining.holds_words_ahead:
@@ -253,6 +255,7 @@ def best_of_each_kind(
     ugraphs: Sequence[UGraph],
     schedules: Callable[[KernelOp, Device], Sequence[Schedule]],
     most: int,
+    kinds: Collection[str] = KINDS,
 ) -> dict[PlacedOp, list[Schedule]]:
     """Return the best schedules by estimate for the kernel of each µGraph.
 
@@ -263,13 +266,16 @@ def best_of_each_kind(
         ugraphs: µGraphs of one program. Those with several kernels are left out.
         schedules: The schedules of a kernel.
         most: The most schedules of each kind, of all µGraphs together. Trips get twice as many.
+        kinds: The kinds that are wanted.
     """
     found: dict[str, list[tuple[float, PlacedOp, Schedule]]] = {kind: [] for kind in KINDS}
     for ugraph in ugraphs:
         ops = place_kernels(ugraph)
         if len(ops) == 1:
             for s in schedules(ops[0], H200):
-                found[kind_of(ops[0], s)].append((estimated_us(ops[0], s), ops[0], s))
+                kind = kind_of(ops[0], s)
+                if kind in kinds:
+                    found[kind].append((estimated_us(ops[0], s), ops[0], s))
     chosen: dict[PlacedOp, list[Schedule]] = {}
     for kind, candidates in found.items():
         count = 2 * most if kind == TRIPS else most
@@ -292,7 +298,8 @@ def bench(program: KernelGraph, args: argparse.Namespace) -> dict[str, Any]:
     options = SearchOptions(time_limit=args.search_seconds)
     usable = promising(search_and_verify(program, options, keep=KEEP).candidates, streams=True)
     ugraphs = [c.ugraph for c in usable if c.ugraph.num_kernels == 1]
-    chosen = best_of_each_kind(ugraphs, permitted(usable, streams=True), args.schedules)
+    kinds = (STREAMS, *SHARED) if args.streams else KINDS
+    chosen = best_of_each_kind(ugraphs, permitted(usable, streams=True), args.schedules, kinds)
     searched = time.perf_counter()
     ours = [u for u in ugraphs if any(op in chosen for op in place_kernels(u))]
     result = tuner.tune(
@@ -363,6 +370,7 @@ def main() -> None:
     parser.add_argument(
         "--schedules", type=int, default=6, help="of each kind; trips get twice as many"
     )
+    parser.add_argument("--streams", action="store_true", help="only kernels that stream codes")
     parser.add_argument(
         "--climb", type=int, default=0, help="rounds of schedules next to the fastest"
     )

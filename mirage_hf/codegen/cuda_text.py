@@ -78,10 +78,10 @@ def plan_kernel(op: PlacedOp, schedule: Schedule, name: str) -> CudaKernel:
     if why:
         raise errors.CodegenError(f"{name}: {why}; the CUDA generator does not write that")
     tensors = [t for t in op.inputs if isinstance(t, DTensor)]
-    if schedule.mma or schedule.cooperating_blocks > 1:
+    if schedule.mma or (schedule.cooperating_blocks > 1 and not schedule.persistent_blocks):
         raise errors.CodegenError(
-            f"{name}: {schedule}: CUDA kernels have no cooperating blocks, and choose tensor cores "
-            "themselves; leave mma and cooperating_blocks out"
+            f"{name}: {schedule}: CUDA kernels have no cooperating blocks unless they stream codes, "
+            "and choose tensor cores themselves; leave mma and cooperating_blocks out"
         )
     schedule = schedule.triggering_early(schedule.trigger_early and op.next_may_launch_early)
     if reads_codes(op) or schedule.persistent_blocks:

@@ -90,7 +90,7 @@ class Schedule:
     #: multiply-adds).
     steps_per_trip: int = 1
     #: Blocks that share the loop of one tile, a power of two. The last to finish adds their partial
-    #: results.
+    #: results. With `persistent_blocks` they are a thread-block cluster, and share the columns.
     cooperating_blocks: int = 1
     #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid
     #: dependency wait. A power of two, or 0 for none.
@@ -98,10 +98,10 @@ class Schedule:
     #: Let the next kernel launch before this one's grid dependency wait (PDL). It has no effect
     #: unless the placed op says that this is safe (`PlacedOp.next_may_launch_early`).
     trigger_early: bool = False
-    #: Write the kernel as CUDA C++. Such a kernel has no cooperating blocks. It has tensor cores
-    #: only with `persistent_blocks`. Without these, and with two or more `num_stages`, each thread
-    #: loads what it needs of the next loop tile into registers. With `prefetch_steps` it loads its
-    #: constants of the first tile before the wait.
+    #: Write the kernel as CUDA C++. It has tensor cores and cooperating blocks only with
+    #: `persistent_blocks`. Without these, and with two or more `num_stages`, each thread loads what
+    #: it needs of the next loop tile into registers. With `prefetch_steps` it loads its constants
+    #: of the first tile before the wait.
     cuda: bool = False
     #: Blocks of a CUDA kernel that multiplies codes. Each walks tiles of rows. One more warp copies
     #: the codes of the next tiles, `num_stages` chunks of columns ahead, through a ring in shared

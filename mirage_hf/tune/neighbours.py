@@ -170,7 +170,8 @@ def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
     for warps in (s.num_warps // 2, s.num_warps * 2):
         if 1 <= warps <= _MOST_WARPS:
             yield {"num_warps": warps}
-    for blocks in () if s.cuda else (s.cooperating_blocks // 2, s.cooperating_blocks * 2):
+    may_cooperate = s.persistent_blocks or not s.cuda
+    for blocks in (s.cooperating_blocks // 2, s.cooperating_blocks * 2) if may_cooperate else ():
         if blocks >= 1:
             yield {"cooperating_blocks": blocks}
     if s.mma:

@@ -19,6 +19,7 @@ from mirage_hf.codegen.placement import PlacedOp, placed
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.finding import reads_codes, streamed_products
 from mirage_hf.codegen.streams.layout import (
+    SHARED_COLUMNS,
     StreamLayout,
     fewer_rows,
     stream_layout,
@@ -35,6 +36,10 @@ _CHUNK_BYTES = (512, 1024, 2048, 4096)
 _STAGES = (2, 3, 4, 5, 6, 8, 12)
 _WARPS = (4, 8, 16)
 
+#: Blocks of a cluster that share the columns of a tile, to try. Clusters of two fill all
+#: multiprocessors of an H200. Those of four fill 120 of 132, and were hardly ever faster.
+SHARERS = (1, 2)
+
 #: The same for kernels whose index chooses experts. They copy nothing before the previous kernel
 #: ends, so a larger ring helps little. With eight stages, which fill the multiprocessor, a step of
 #: gpt-oss took 4 µs a layer more than its kernels do by themselves. With four it took no more.
@@ -43,8 +48,8 @@ _CHOSEN_STAGES = (2, 3, 4)
 #: The compute capability from which on threads can wait for copies of many bytes.
 LEAST_SM = 90
 
-#: The most schedules of an op. If tiles of half as many rows are tried, too, there are half as many
-#: of these besides.
+#: The most schedules of an op. There are half as many besides whose tiles have half of the rows, or
+#: are shared by as many blocks.
 MOST = 24
 
 #: µs from the request of a chunk to its end while memory is busy. With 2.4, as before, a packaged
@@ -62,6 +67,9 @@ _AS_BYTES, _AS_HALVES = 4.8, 8.0
 #: µs before a block begins to compute and after it ends, µs that each warp takes to compute 1,024
 #: columns of a row of the other factor, and µs without products between spans.
 _ENDS_US, _FACTOR_US, _SPAN_US = 1.5, 1.1, 1.0
+
+#: µs more that a cluster takes to begin, and to exchange sums.
+_SHARING_US = 1.2
 
 
 def can_stream() -> bool:
@@ -89,17 +97,19 @@ def _listed(op: PlacedOp, device: Device) -> tuple[tuple[Schedule, float], ...]:
         return ()
     if any(products.tensor(v).dtype is torch.float32 for v in products.read_columns):
         return ()  # digits have 22 bits, halves 11, and torch's products of float32 have 24
-    every = _rows_of_tiles(products, device)
+    every_sharers = SHARERS if products.taken is None else (1,)
     best = []
-    for rows in every:
+    for number, (sharers, rows) in enumerate(
+        itertools.product(every_sharers, _rows_of_tiles(products, device))
+    ):
         found = []
-        for schedule in _space(products, device, rows):
+        for schedule in _space(products, device, rows, sharers):
             try:
                 layout = stream_layout(op, schedule)
                 found.append((estimated_stream_us(layout, device), layout.shared_bytes, schedule))
             except errors.CodegenError:
                 continue
-        best += sorted(found, key=_order)[: MOST if rows == every[0] else MOST // 2]
+        best += sorted(found, key=_order)[: MOST // 2 if number else MOST]
     return tuple((schedule, us) for us, _, schedule in sorted(best, key=_order))
 
 
@@ -109,8 +119,8 @@ def _order(found: tuple[float, int, Schedule]) -> tuple[float, int, str]:
     return us, shared_bytes, repr(schedule)
 
 
-def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
-    """Yield schedules to estimate, whose tiles have so many rows."""
+def _space(products: Products, device: Device, rows: int, sharers: int) -> Iterator[Schedule]:
+    """Yield schedules to estimate, whose tiles have so many rows, and so many blocks each."""
     inner, tiles = products.inner_columns, tiles_of_rows(products)
     if products.piece is not None:
         tiles[products.piece] = next_power_of_two(products.num_pieces)
@@ -121,6 +131,7 @@ def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
     more = max(1, rows * len(products.products) // ROWS)
     lengths = dict.fromkeys(min(n // more, row) for n in _CHUNK_BYTES)
     every_stages = _STAGES if products.taken is None else _CHOSEN_STAGES
+    blocks = device.sms // sharers * sharers
     for length, stages, warps in itertools.product(lengths, every_stages, _WARPS):
         columns = length * 8 // products.column_bits
         if columns % inner == 0:
@@ -130,7 +141,8 @@ def _space(products: Products, device: Device, rows: int) -> Iterator[Schedule]:
                 num_warps=warps,
                 num_stages=stages,
                 cuda=True,
-                persistent_blocks=device.sms,
+                cooperating_blocks=sharers,
+                persistent_blocks=blocks,
             )
 
 
@@ -173,7 +185,7 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
         )
     op = layout.products.op
     read = _read(op)
-    uneven = layout.most_tiles * layout.blocks / layout.tiles
+    uneven = layout.most_tiles * layout.walkers / layout.tiles
     in_a_block = layout.stages * layout.stored_rows * layout.chunk_bytes
     under_way = in_a_block * min(layout.blocks, device.sms)
     later = min(device.bandwidth, 1e6 * under_way / _COPY_US)
@@ -182,9 +194,12 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     copy_us = 1e6 * read * uneven * (in_first / device.bandwidth + (1 - in_first) / later)
     codes = layout.products.num_rows * layout.products.num_columns * len(layout.products.products)
     multiply_us = 1e6 * codes * uneven * _instructions_of_code(layout) / device.lane_rate
-    factor_us = _FACTOR_US * layout.batch * layout.products.num_columns / 1024 / layout.warps
-    early = min(0.5, layout.products.num_columns / 8192)  # of what is copied meanwhile
-    ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1)
+    factor_us = _FACTOR_US * layout.batch * layout.share / 1024 / layout.warps
+    if layout.sharers > 1:  # some warps may have nothing to do
+        whole = layout.rounds * layout.row_warps * SHARED_COLUMNS
+        factor_us *= whole / layout.share
+    early = min(0.5, layout.share / 8192)  # of what is copied meanwhile
+    ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1) + _SHARING_US * (layout.sharers > 1)
     return ends_us + factor_us * (1 - early) + max(copy_us, multiply_us)
 
 

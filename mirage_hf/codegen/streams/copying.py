@@ -28,8 +28,15 @@ class CopyWriter(PairWriter):
             "extern __shared__ __align__(128) unsigned char memory[];",
             "Shared& shared = *reinterpret_cast<Shared*>(memory);",
             "const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;",
+        )
+        if self.layout.sharers > 1:
+            self.put(
+                "// the number of the cluster, and which share of the columns this block has",
+                "const int walker = int(blockIdx.x) / sharers, share = int(blockIdx.x) % sharers;",
+            )
+        self.put(
             "// tiles of this block",
-            "const int mine = (tiles - int(blockIdx.x) + blocks - 1) / blocks;",
+            f"const int mine = (tiles - {self.walker} + {self.walkers} - 1) / {self.walkers};",
         )
         if self.early:
             self.put("launch_next_kernel();")
@@ -102,7 +109,8 @@ class CopyWriter(PairWriter):
         """Write how the chunks of all tiles are copied."""
         with self.scope(f"for (int i = 0{'' if self.has_spans else ', n = 0'}; i < mine; ++i)"):
             self.put(
-                f"const long long row_0 = (int(blockIdx.x) + i * blocks) * {self.layout.tile_rows};"
+                f"const long long row_0 = ({self.walker} + i * {self.walkers}) * "
+                f"{self.layout.tile_rows};"
             )
             with self.each_piece():
                 self.copy_chunks()
@@ -187,6 +195,7 @@ class CopyWriter(PairWriter):
         """
         layout = self.layout
         vectors, first = layout.vectors, f"{self.chunk_number} * (chunk_bytes / 4)"
+        first += self.before_share(layout.piece_share // CODES_PER_WORD)
         at_once = 32 // vectors  # rows of words that the lanes copy at a time
         self.begin_vectors("word")
         self.put(f"from += ({first} + word) * word_step;")
@@ -219,7 +228,7 @@ class CopyWriter(PairWriter):
         layout = self.layout
         of_each, at_once = layout.vectors // len(self.found.products), 32 // layout.vectors
         self.begin_vectors("place")
-        first = f"{self.chunk_number} * {layout.chunk}"
+        first = f"{self.chunk_number} * {layout.chunk}{self.before_share(layout.piece_share)}"
         to = "shared.codes[s] + place * pitch"
         if of_each > 1:
             to += f" + vector % {of_each} * 16"
@@ -312,6 +321,7 @@ class CopyWriter(PairWriter):
             if not layout.is_in_turns:
                 return
         at = f" + {self.chunk_number} * chunk_bytes"
+        at += self.before_share(layout.piece_share * found.column_bits // 8)
         with self.scope("else") if layout.has_whole_tiles else nullcontext():
             self.put("#pragma unroll")
             with self.scope(f"for (int r = 0; r < {of_each}; ++r)"):
@@ -328,6 +338,7 @@ class CopyWriter(PairWriter):
     def copy_eight_rows(self, size: str) -> None:
         """Write the copies of a chunk whose words lie as lanes load them: one for eight rows."""
         layout, found = self.layout, self.found
+        share = self.before_share(layout.piece_share * found.column_bits)  # eight rows
         for n, p in enumerate(found.products):
             step = found.eight_rows_stride(p.codes) // 2
 
@@ -340,7 +351,7 @@ class CopyWriter(PairWriter):
                 begin = self._of_source(i, found.source_rows(p.codes), row, address)
                 self.put(
                     f"copy_bytes(shared.codes[s] + {to} * pitch, {begin} + "
-                    f"{self.chunk_number} * chunk_bytes * 8, {size} * 8, &shared.full[s]);"
+                    f"{self.chunk_number} * chunk_bytes * 8{share}, {size} * 8, &shared.full[s]);"
                 )
 
     def row_of(self, product: Product) -> str:
@@ -425,7 +436,8 @@ class CopyWriter(PairWriter):
             self.put(
                 f"const int group = e / {vectors}, byte = e % {vectors} * 16;",
                 f"const long long at = ({self.chunk_number} * "
-                f"{layout.chunk // self.found.group} + group) * "
+                f"{layout.chunk // self.found.group} + group"
+                f"{self.before_share(layout.piece_share // self.found.group)}) * "
                 f"{self.rows_of_source(rows)} * {of_row}LL;",
                 f"if (byte < first_{number} + {layout.spaced_bytes(number)}) "
                 f"copy_vector({self.scale_slot(number)} + group * {slot} + byte, "
@@ -448,7 +460,10 @@ class CopyWriter(PairWriter):
         size = layout.scale_bytes(number) // whole
         of_word = "/ 2" if is_packed(self.found.tensor(name).dtype) else ""  # bytes of rows
         with self.scope(f"for (int group = 0; group < {self.groups_of_chunk()}; ++group)"):
-            at = f"({self.chunk_number} * {whole} + group) * {self.rows_of_source(rows)} {of_word}"
+            group = f"group{self.before_share(layout.piece_share // self.found.group)}"
+            at = (
+                f"({self.chunk_number} * {whole} + {group}) * {self.rows_of_source(rows)} {of_word}"
+            )
             self.put(
                 f"copy_bytes({self.scale_slot(number)} + group * {size}, "
                 f"{self.first_of_tile(number)} + {at.rstrip()}, {size}, &shared.full[s]);"

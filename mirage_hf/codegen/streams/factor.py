@@ -19,6 +19,13 @@ class FactorWriter(StreamWriter):
     def hold_inputs(self) -> None:
         """Write the wait for the previous kernel, and the loads that are before it or follow it."""
         shared, own = self.inputs_by_row()
+        if self.has_row_teams:
+            self.put(
+                "// which warps compute a row of what codes are multiplied with",
+                "const int row_team = warp / row_warps, row_warp = warp % row_warps;",
+                "constexpr int row_threads = 32 * row_warps;",
+                "const int row_tid = tid % row_threads;",
+            )
         if not self.has_spans:
             for v in shared:
                 self.hold(v)
@@ -51,17 +58,33 @@ class FactorWriter(StreamWriter):
         else:
             loads = sum(self.layout.rounds * self.width(v) for v in own)
             at_once = self.layout.rows_at_once(loads)
+            step = f"{at_once} * row_teams" if self.has_row_teams else f"{at_once}"
             self.put("#pragma unroll")
-            with self.scope(f"for (int b_0 = 0; b_0 < batch; b_0 += {at_once})"):
+            with self.scope(f"for (int b_0 = 0; b_0 < batch; b_0 += {step})"):
                 for v in own:
                     self.hold(v, at_once)
                 with self.rounds("m", at_once):
-                    self.put("const int b = b_0 + m;")
+                    self.put(f"const int b = {self.held_row};")
                     self.factor_of_row(frozenset(own))
         ready = f"meet<{FACTOR_READY}>(threads + 32);"
         if self.has_spans:
             ready = f"if (span == 0) {ready} else meet<{COMPUTED}>(threads);"
         self.put(ready)
+
+    @property
+    def has_row_teams(self) -> bool:
+        """Whether teams of warps compute different rows at the same time."""
+        return self.layout.row_teams > 1
+
+    @property
+    def held_row(self) -> str:
+        """The row of the batch that a thread holds as its row `m`."""
+        return "b_0 + m * row_teams + row_team" if self.has_row_teams else "b_0 + m"
+
+    @property
+    def own_place(self) -> tuple[str, str]:
+        """The texts of a thread's number among those that compute a row, and of their number."""
+        return ("row_tid", "row_threads") if self.has_row_teams else ("tid", "threads")
 
     def inputs_by_row(self) -> tuple[list[str], list[str]]:
         """Return the inputs that a thread loads once before the wait, and the others."""
@@ -83,7 +106,7 @@ class FactorWriter(StreamWriter):
     @property
     def is_partial(self) -> bool:
         """Whether some threads compute nothing in the last round."""
-        count = self.layout.rounds * VECTOR * self.threads
+        count = self.layout.rounds * VECTOR * 32 * self.layout.row_warps
         return any(n != count for n in (self.layout.span, self.layout.last_span))
 
     def factor_of_row(self, own: frozenset[str] = frozenset()) -> None:
@@ -95,7 +118,7 @@ class FactorWriter(StreamWriter):
         for n in range(len(self.found.sums)):
             self.put(f"float sum_{n} = 0.0f;")
         with self.rounds("r", self.layout.rounds):
-            self.put(f"const int at = (r * threads + tid) * {VECTOR};")
+            self.put(self.column_text())
             if self.is_partial:
                 with self.scope(f"if (at - lane * {VECTOR} < {self.end_of_columns})"):
                     self.factor_of(own)
@@ -103,10 +126,16 @@ class FactorWriter(StreamWriter):
                 self.factor_of(own)
         for n in range(len(self.found.sums)):
             row = f"{n} * batch + b" if self.layout.batch > 1 else str(n)
+            warp = "row_warp" if self.has_row_teams else "warp"
             self.put(
                 f"sum_{n} = join_lanes<Sum, 32>(sum_{n});",
-                f"if (lane == 0) {self.add_to(f'shared.sums[{row}][warp]', f'sum_{n}')}",
+                f"if (lane == 0) {self.add_to(f'shared.sums[{row}][{warp}]', f'sum_{n}')}",
             )
+
+    def column_text(self) -> str:
+        """Return how a thread's first column of round `r` is found."""
+        own, count = self.own_place
+        return f"const int at = (r * {count} + {own}) * {VECTOR};"
 
     def is_constant(self, value: str) -> bool:
         """Return whether an input does not change while kernels run."""
@@ -138,11 +167,12 @@ class FactorWriter(StreamWriter):
         """Write the loads of 8 elements of an input, of row `m` if it has the batch."""
         load = "load_constant" if self.is_constant(value) else "load_plain"
         pointer = self.pointer(self.inputs[value], 0)
-        self.put(f"const int at = (r * threads + tid) * {VECTOR};")
+        self.put(self.column_text())
+        pointer += self.before_share(self.layout.share)
         if self.has_spans:
             pointer += f" + span * {self.layout.span}"
         if of_batch and (stride := self.found.batch_stride(value)):
-            pointer += f" + (b_0 + m) * {stride}LL"
+            pointer += f" + ({self.held_row}) * {stride}LL"
         if self.found.is_of_pieces(value):
             self.load_of_piece(value, pointer, of_batch)
             return

@@ -32,8 +32,8 @@ _CODES_OF_LANES = 1024
 #: The most elements from a row to the next one of scales and shifts that lie in turns.
 _IN_TURNS = 2
 
-#: The most rows of the other factor: the columns of the instruction's right factor.
-MOST_BATCH = 8
+#: The most rows of the other factor: the columns of two instructions' right factors.
+MOST_BATCH = 16
 
 #: Bytes that a thread loads at a time.
 _LOADED = 16

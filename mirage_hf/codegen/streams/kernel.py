@@ -7,7 +7,8 @@ warps first compute the other factor. They store it as digits: signed bytes d₀
 d₀ + d₁/2⁸ + d₂/2¹⁶ times a power of two, which 256 columns share. Then they multiply codes and
 digits as signed bytes on tensor cores, so these sums are exact. Codes of a table are looked up
 first. If codes are floats, or if the other factor has several rows, codes and the other factor
-become halves instead. At the end the warps add up their sums and store the outputs.
+become halves instead. At the end the warps add up their sums and store the outputs. If blocks of a
+cluster share the columns, they read each other's sums, and each stores a part of the outputs.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _KernelWriter(CopyWriter):
             text,
             layout.blocks,
             layout.shared_bytes,
-            is_clustered=False,
+            is_clustered=layout.sharers > 1,
             threads=threads,
             helpers=self.more_helpers(),
             unaligned=frozenset(
@@ -125,15 +126,19 @@ class _KernelWriter(CopyWriter):
         needs_more = layout.batch > 1 or has_more_sums or self.has_index
         needs_more |= found.has_rows_in_words
         bounds = "threads + 32, 1" if needs_more else "threads + 32"
+        shares, by_team = layout.sharers > 1, layout.row_teams > 1
+        clusters = "__cluster_dims__(sharers, 1, 1) " if shares else ""
         sizes = {
             "warps": layout.warps,
             **({"team_warps": layout.team_warps} if layout.teams > 1 else {}),
             "threads": self.threads,
             "blocks": layout.blocks,
+            **({"sharers": layout.sharers, "walkers": layout.walkers} if shares else {}),
+            **({"row_teams": layout.row_teams, "row_warps": layout.row_warps} if by_team else {}),
             "tiles": layout.tiles,
             "stages": layout.stages,
             **({"batch": layout.batch} if layout.batch > 1 else {}),
-            "columns": found.num_columns,
+            "columns": layout.share,
             "chunks": layout.chunks,
             "row_bytes": found.row_bytes,
             "chunk_bytes": layout.chunk_bytes,
@@ -151,7 +156,7 @@ class _KernelWriter(CopyWriter):
             "};",
             f"static_assert(sizeof(Shared) == {layout.shared_bytes});",
             "",
-            f"__global__ void __launch_bounds__({bounds}) run({self.parameters()}) {{",
+            f"__global__ void {clusters}__launch_bounds__({bounds}) run({self.parameters()}) {{",
         ]
 
     def shared(self) -> list[str]:
@@ -176,7 +181,8 @@ class _KernelWriter(CopyWriter):
             f"[{self.of_batch(layout.rows)}];",
         ]
         if self.found.sums:
-            lines.append(f"alignas(16) float sums[{self.of_batch(len(self.found.sums))}][warps];")
+            of_row = self.of_batch(len(self.found.sums))
+            lines.append(f"alignas(16) float sums[{of_row}][{self.row_warps}];")
         if self.has_index:
             lines.append(f"alignas(16) int chosen[{self.found.num_choices}];  // -1: none")
         if layout.groups_of_unit > 1:
@@ -210,8 +216,14 @@ class _KernelWriter(CopyWriter):
 
     def finish(self) -> None:
         """Write how the warps add up their sums, and how the outputs are stored."""
-        each = self.layout.tile_rows
+        shares = self.layout.sharers > 1
         self.put(f"meet<{COMPUTED}>(threads);")
+        if shares:
+            self.add_own_parts()
+            self.put(
+                "const cg::cluster_group cluster = cg::this_cluster();",
+                "cluster.sync();  // the warps that compute, of all blocks that share columns",
+            )
         nest = Nest((), None, 1)
         if self.layout.batch == 1:
             self.add_sums(nest)
@@ -219,30 +231,94 @@ class _KernelWriter(CopyWriter):
         if self.stores_once:
             with self.scope("if (stores)"):
                 self.store_row(nest)
+        else:
+            for name in self.read_at_end():
+                self.put(self.address(self.inputs[name]))
+            with self.scope(f"for (int e = tid; e < mine * {self.stored_elements}; e += threads)"):
+                self.place("e")
+                self.store_row(nest)
+        if shares:
+            self.put("cluster.sync();  // no block ends while another one reads its memory")
+
+    @property
+    def row_warps(self) -> str:
+        """The text of how many warps compute a row of what codes are multiplied with."""
+        return "row_warps" if self.has_row_teams else "warps"
+
+    @property
+    def stored_elements(self) -> str:
+        """How many elements of a tile a block stores."""
+        layout = self.layout
+        if layout.sharers > 1:
+            return str(layout.tile_rows * layout.batch // layout.sharers)
+        return self.of_batch(layout.tile_rows)
+
+    def add_own_parts(self) -> None:
+        """Write how the threads add up what the warps of their block have of each sum.
+
+        The first warp's part becomes the sum of all. Other blocks read no other parts, because that
+        takes longer.
+        """
+        layout = self.layout
+        of_tile = layout.rows * layout.batch
+        for array, index, count, most, warps in (
+            (
+                "partial",
+                f"[e / {of_tile}][w][e % {of_tile}]",
+                f"mine * {of_tile}",
+                layout.summing_warps,
+                self.summing_warps,
+            ),
+            (
+                "sums",
+                "[e][w]",
+                self.of_batch(len(self.found.sums)),
+                layout.row_warps if self.found.sums else 1,
+                self.row_warps,
+            ),
+        ):
+            if most == 1:
+                continue
+            with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
+                self.put(
+                    "float own = 0.0f;",
+                    "#pragma unroll",
+                    f"for (int w = 0; w < {warps}; ++w) own += shared.{array}{index};",
+                    f"shared.{array}{index.replace('[w]', '[0]')} = own;",
+                )
+
+    def add_parts(self, name: str, count: str, part: str) -> None:
+        """Write how a thread adds up parts of a sum: those of warps, or of blocks of a cluster.
+
+        Args:
+            name: The name of the sum.
+            count: How many warps have parts.
+            part: The text of the part of warp `w` in the memory of a block, an element of an array.
+        """
+        self.put(f"float {name} = 0.0f;", "#pragma unroll")
+        if self.layout.sharers == 1:
+            self.put(f"for (int w = 0; w < {count}; ++w) {name} += {part};")
             return
-        for name in self.read_at_end():
-            self.put(self.address(self.inputs[name]))
-        with self.scope(f"for (int e = tid; e < mine * {self.of_batch(each)}; e += threads)"):
-            self.place("e")
-            self.store_row(nest)
+        part = part.replace("[w]", "[0]")
+        self.put(
+            "for (int rank = 0; rank < sharers; ++rank) "
+            f"{name} += *cluster.map_shared_rank(&{part}, rank);"
+        )
 
     def add_sums(self, nest: Nest) -> None:
         """Write how a thread adds up the warps' sums over columns, of row `b` of a batch."""
         for n, (out, _) in enumerate(self.found.sums):
             name = self.var(out)
             row = f"{n} * batch + b" if self.layout.batch > 1 else str(n)
-            self.put(
-                f"float {name} = 0.0f;",
-                "#pragma unroll",
-                f"for (int w = 0; w < warps; ++w) {name} += shared.sums[{row}][w];",
-            )
+            self.add_parts(name, self.row_warps, f"shared.sums[{row}][w]")
             nest.known[out] = name
 
     @property
     def stores_once(self) -> bool:
         """Whether each thread stores one element of each output at most."""
         layout = self.layout
-        return layout.most_tiles * self.layout.tile_rows * layout.batch <= self.threads
+        stored = layout.most_tiles * layout.tile_rows * layout.batch // layout.sharers
+        return stored <= self.threads
 
     def read_at_end(self) -> list[str]:
         """Return the inputs that are read when outputs are stored, such as a residual."""
@@ -278,7 +354,7 @@ class _KernelWriter(CopyWriter):
         """Write the loads of what a thread needs at the end, if it stores one row at most."""
         if not self.stores_once:
             return
-        self.put(f"const bool stores = tid < mine * {self.of_batch(self.layout.tile_rows)};")
+        self.put(f"const bool stores = tid < mine * {self.stored_elements};")
         self.place("tid")
         for name in self.read_at_end():
             self.put(self.address(self.inputs[name]))
@@ -319,14 +395,20 @@ class _KernelWriter(CopyWriter):
         """Write the tile, the row and its coordinates of an element that a thread stores."""
         found, each = self.found, self.layout.tile_rows
         batch = self.layout.batch
+        of_tile = f"({each} * batch)" if batch > 1 else str(each)
+        tile, row = f"{element} / {of_tile}", f"{element} % {each}"
+        of_row = f"{element} / {each} % batch"
+        if self.layout.sharers > 1:
+            count = self.stored_elements
+            self.put(f"const int of_tile = share * {count} + {element} % {count};")
+            tile, row, of_row = f"{element} / {count}", f"of_tile % {each}", f"of_tile / {each}"
         if batch > 1:
-            self.put(f"const int b = {element} / {each} % batch;")
+            self.put(f"const int b = {of_row};")
         if found.batch is not None:
             self.put(f"const int at_{found.batch} = {'b' if batch > 1 else '0'};")
         self.put(
-            f"const int own_tile = {element} / {f'({each} * batch)' if batch > 1 else each}, "
-            f"own_row = {element} % {each};",
-            f"const int row = (int(blockIdx.x) + own_tile * blocks) * {each} + own_row;",
+            f"const int own_tile = {tile}, own_row = {row};",
+            f"const int row = ({self.walker} + own_tile * {self.walkers}) * {each} + own_row;",
         )
         inner = 1
         for a in reversed(found.rows):
@@ -347,12 +429,7 @@ class _KernelWriter(CopyWriter):
                 at = f"own_row * 2 + (is_swapped ? {1 - n} : {n})"
             if self.layout.batch > 1:
                 at = f"({at}) * batch + b" if n else f"{at} * batch + b"
-            self.put(
-                f"float {name} = 0.0f;",
-                "#pragma unroll",
-                f"for (int w = 0; w < {self.summing_warps}; ++w) {name} += "
-                f"shared.partial[own_tile][w][{at}];",
-            )
+            self.add_parts(name, self.summing_warps, f"shared.partial[own_tile][w][{at}]")
             nest.known[p.out] = name
         for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):
             at = " + ".join(

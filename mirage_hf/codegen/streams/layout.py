@@ -21,6 +21,7 @@ from mirage_hf.codegen.streams.tables import (
     table_halves,
     words,
 )
+from mirage_hf.graph.block_parts import MAX_CLUSTER
 from mirage_hf.graph.coded import is_packed
 from mirage_hf.ops.dtypes import CODES_PER_WORD
 
@@ -50,8 +51,11 @@ _FIRST_BYTES = 48 << 10
 #: The most words of codes that a lane holds at a time if words hold codes of eight rows.
 _MOST_HELD = 32
 
-#: The fewest warps of a team.
-_LEAST_WARPS = 4
+#: What the columns of a share are a multiple of, so that copies begin at multiples of 16 bytes.
+_SHARED_BY = 64
+
+#: The fewest warps of a team, and the most teams, if blocks share no columns.
+_LEAST_WARPS, _MOST_TEAMS = 4, 4
 
 #: Slots of a ring of scales besides those of tiles that are under way.
 _MORE_SLOTS = 2
@@ -64,8 +68,9 @@ class StreamLayout:
     A *tile* is the rows that a warp multiplies at a time, with all columns. If words are
     column-major, it may have several *sets* of such rows. It passes through the ring in *chunks* of
     columns, one for each stage. The warps share the columns of a chunk in *units*: the columns that
-    the four lanes of a row load at once. If the other factor does not fit beside the ring, the
-    block walks its tiles once for each *span* of columns. An *offset* is a zero point or a shift.
+    the four lanes of a row load at once. If the blocks of a cluster walk the same tiles, each has a
+    *share* of the columns. If the other factor does not fit beside the ring, the block walks its
+    tiles once for each *span* of columns. An *offset* is a zero point or a shift.
 
     Attributes:
         products: What the kernel computes.
@@ -78,7 +83,28 @@ class StreamLayout:
     @property
     def blocks(self) -> int:
         """Thread blocks. Each walks tiles."""
-        return min(self.schedule.persistent_blocks, self.tiles)
+        most = min(self.schedule.persistent_blocks, self.tiles * self.sharers)
+        return most // self.sharers * self.sharers
+
+    @property
+    def sharers(self) -> int:
+        """Blocks of a cluster, which share the columns of each tile."""
+        return self.schedule.cooperating_blocks
+
+    @property
+    def walkers(self) -> int:
+        """How many clusters walk tiles, or blocks that share no columns."""
+        return self.blocks // self.sharers
+
+    @property
+    def share(self) -> int:
+        """Columns of a block."""
+        return self.products.num_columns // self.sharers
+
+    @property
+    def piece_share(self) -> int:
+        """Columns that a block has of each piece."""
+        return self.products.piece_columns // self.sharers
 
     @property
     def tiles(self) -> int:
@@ -134,7 +160,7 @@ class StreamLayout:
             found.row_stride(p.codes) // per_row * found.column_bits // 8 for p in found.products
         }
         return (
-            self.chunks == 1
+            self.chunks == self.sharers == 1
             and self.pitch == whole
             and (self.is_in_turns or (len(found.products) == 1 and strides == {whole}))
         )
@@ -142,7 +168,7 @@ class StreamLayout:
     @property
     def most_tiles(self) -> int:
         """The most tiles that a block walks."""
-        return -(-self.tiles // self.blocks)
+        return -(-self.tiles // self.walkers)
 
     @property
     def warps(self) -> int:
@@ -158,15 +184,18 @@ class StreamLayout:
 
         If words are column-major, or lie as lanes load them, chunks may be parts of tiles. There
         are so many teams that all warps of one have units. Scales that come with the first chunk
-        allow no teams, because the other teams do not wait for that chunk.
+        allow no teams, because the other teams do not wait for that chunk. If the blocks of a
+        cluster share columns, a whole share is small, and a team may be one warp.
         """
-        least, most = _LEAST_WARPS, 4
+        least, most = _LEAST_WARPS, _MOST_TEAMS
         if self.chunks > 1:
             found = self.products
             if not (found.is_column_major or found.is_in_lanes) or self.has_scales_of_tiles:
                 return 1
-            least, most = 1, self.warps * self.unit // self.chunk
-        every = (n for n in (4, 2) if self.stages % n == 0 and self.warps >= n * least)
+            least, most = 1, min(most, self.warps * self.unit // self.chunk)
+        elif self.sharers > 1:
+            least, most = 1, self.warps
+        every = (n for n in (16, 8, 4, 2) if self.stages % n == 0 and self.warps >= n * least)
         return next((n for n in every if n <= most), 1)
 
     @property
@@ -197,17 +226,17 @@ class StreamLayout:
     def chunk(self) -> int:
         """Columns of a chunk. The last one may have fewer."""
         p = self.products
-        return min(p.piece_columns, self.schedule.tiles[p.own_columns[0]] * p.inner_columns)
+        return min(self.piece_share, self.schedule.tiles[p.own_columns[0]] * p.inner_columns)
 
     @property
     def chunks(self) -> int:
-        """Chunks of a tile, or of each piece of it."""
-        return -(-self.products.piece_columns // self.chunk)
+        """Chunks of a block's share of a tile, or of each piece of it."""
+        return -(-self.piece_share // self.chunk)
 
     @property
     def last_chunk(self) -> int:
-        """Columns of the last chunk of a tile, or of each piece of it."""
-        return self.products.piece_columns - (self.chunks - 1) * self.chunk
+        """Columns of the last chunk of a block's share of a tile, or of each piece of it."""
+        return self.piece_share - (self.chunks - 1) * self.chunk
 
     @cached_property
     def span_chunks(self) -> int:
@@ -236,17 +265,34 @@ class StreamLayout:
     @property
     def span(self) -> int:
         """Columns of a span. The last one may have fewer."""
-        return self.products.num_columns if self.spans == 1 else self.span_chunks * self.chunk
+        return self.share if self.spans == 1 else self.span_chunks * self.chunk
 
     @property
     def last_span(self) -> int:
         """Columns of the last span."""
-        return self.products.num_columns - (self.spans - 1) * self.span
+        return self.share - (self.spans - 1) * self.span
 
     @property
     def rounds(self) -> int:
         """How often a thread computes its columns of a row of the other factor."""
-        return -(-self.span // (32 * VECTOR * self.warps))
+        return -(-self.span // (32 * VECTOR * self.row_warps))
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that compute one row of the other factor. The others compute other rows."""
+        return self.warps // self.row_teams
+
+    @property
+    def row_teams(self) -> int:
+        """Teams of warps that compute rows of the other factor, if the blocks share columns.
+
+        A share has few columns, so all warps together would have too little of one row.
+        """
+        if self.sharers == 1:
+            return 1
+        needed = -(-self.share // SHARED_COLUMNS)
+        every = (n for n in (16, 8, 4, 2) if self.batch % n == 0 and self.warps >= n * needed)
+        return next(every, 1)
 
     def rows_at_once(self, loads: int) -> int:
         """Return how many rows of the batch a thread loads before it computes.
@@ -255,7 +301,8 @@ class StreamLayout:
             loads: Loads of 16 bytes for one row.
         """
         most = _MOST_LOADS if self.warps <= 8 else _MOST_LOADS // 2
-        divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+        rows = self.batch // self.row_teams
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
         return max((n for n in divisors if n * loads <= most), default=1)
 
     @cached_property
@@ -266,7 +313,7 @@ class StreamLayout:
             CodegenError: The chunks of the schedule cannot be divided so.
         """
         p = self.products
-        span = p.group * self.groups_of_unit if p.is_grouped else p.piece_columns
+        span = p.group * self.groups_of_unit if p.is_grouped else self.piece_share
         for count in (16, 8, 4):
             unit = 4 * count * 8 // p.column_bits
             fits = not (span % unit or self.chunk % unit or self.last_chunk % unit)
@@ -354,6 +401,16 @@ class StreamLayout:
     def batch(self) -> int:
         """Rows of the other factor."""
         return self.products.batch_size
+
+    @property
+    def eights(self) -> int:
+        """How often the columns of an instruction hold eight rows of the other factor."""
+        return -(-self.batch // 8)
+
+    @property
+    def lane_sums(self) -> int:
+        """Sums that a lane has of a row of codes: two of each instruction, but one of one row."""
+        return 1 if self.batch == 1 else 2 * self.eights
 
     @property
     def pieces(self) -> int:
@@ -501,14 +558,14 @@ class StreamLayout:
     def bytes_with_spans_of(self, span_chunks: int) -> int:
         """Return the bytes of shared memory of a block whose spans have so many chunks."""
         found = self.products
-        span = min(found.num_columns, span_chunks * self.chunk * found.num_pieces)
+        span = min(self.share, span_chunks * self.chunk * found.num_pieces)
         slots = sum(
             self._scale_slots(n, span_chunks) * self.scale_slot_bytes(n)
             for n in range(len(self.products.grouped))
         )
         steps = 4 * -(-span // SHARED_COLUMNS) * self.batch
         partial = 4 * self.most_tiles * self.summing_warps * self.rows * self.batch
-        sums = 4 * self.warps * len(self.products.sums) * self.batch
+        sums = 4 * self.row_warps * len(self.products.sums) * self.batch
         size = self.stages * self.stage_bytes
         choices = [4 * found.num_choices] if found.taken else []
         zeros = [16] if self.groups_of_unit > 1 else []
@@ -582,6 +639,8 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"give tiles of {products.least_rows} rows"
         )
     layout = StreamLayout(products, schedule)
+    if layout.sharers > 1:
+        _check_shares(layout)
     layout.lane_bytes  # noqa: B018 — raises if nothing fits
     if products.taken is None and any(map(layout.is_cut, range(len(products.grouped)))):
         raise errors.CodegenError(
@@ -589,3 +648,27 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"give tiles of {products.rows_of_each} rows"
         )
     return layout
+
+
+def _check_shares(layout: StreamLayout) -> None:
+    """Check that the blocks of a cluster can share the columns of tiles.
+
+    Raises:
+        CodegenError: They cannot.
+    """
+    found, count = layout.products, layout.sharers
+    why = ""
+    if count > MAX_CLUSTER:
+        why = f"a cluster has {MAX_CLUSTER} blocks at most"
+    elif found.taken is not None:
+        why = "an index chooses the codes, so blocks share no columns"
+    elif found.num_columns % (count * _SHARED_BY):
+        why = f"shares of {found.num_columns} columns would be no multiples of {_SHARED_BY}"
+    elif found.is_grouped and layout.share % found.group:
+        why = f"shares of {layout.share} columns would cut groups of {found.group}"
+    elif layout.schedule.persistent_blocks < count:
+        why = "there are fewer blocks"
+    if why:
+        raise errors.CodegenError(
+            f"{layout.schedule}: {count} cooperating blocks, but {why}; give fewer"
+        )

@@ -28,10 +28,15 @@ class ProductWriter(FactorWriter):
         layout = self.layout
         self.put("const int g = lane / 4, t = lane % 4;")
         if layout.batch > 1:
+            read = [f"own_{n} = {self.row_or_0('g', 8 * n)}" for n in range(layout.eights)]
+            summed = [
+                f"own_column_{n} = {self.row_or_0('2 * t', self.column_of_sum(n))}"
+                for n in range(layout.lane_sums)
+            ]
             self.put(
-                "// the row of the batch that a lane reads, and those of its two columns of sums",
-                "const int own = g < batch ? g : 0, first = 2 * t < batch ? 2 * t : 0, "
-                "second = 2 * t + 1 < batch ? 2 * t + 1 : 0;",
+                "// the rows of the batch that a lane reads, and those of its columns of sums",
+                f"const int {', '.join(read)};",
+                f"const int {', '.join(summed)};",
             )
         if layout.teams > 1:
             self.put("const int team = warp / team_warps, team_warp = warp % team_warps;")
@@ -45,7 +50,8 @@ class ProductWriter(FactorWriter):
             spaced = [n for n in range(len(self.found.grouped)) if self.layout.is_spaced(n)]
             if self.has_index or spaced:
                 self.put(
-                    f"const int row_0 = (int(blockIdx.x) + i * blocks) * {self.layout.tile_rows};"
+                    f"const int row_0 = ({self.walker} + i * {self.walkers}) * "
+                    f"{self.layout.tile_rows};"
                 )
             for n in spaced:
                 address = f"reinterpret_cast<unsigned long long>({self.first_of_tile(n)})"
@@ -54,6 +60,19 @@ class ProductWriter(FactorWriter):
                 self.multiply_chunks()
             self.join_lanes()
             self.store_totals()
+
+    def column_of_sum(self, number: int) -> int:
+        """Return how many columns a lane's sum lies after its first one, in all instructions."""
+        return number // 2 * 8 + number % 2
+
+    def of_columns(self, names: Sequence[str], array: str) -> str:
+        """Return the text of constants with an array's elements of a lane's columns of sums."""
+        return ", ".join(f"{name} = {array}[own_column_{n}]" for n, name in enumerate(names))
+
+    def row_or_0(self, row: str, more: int) -> str:
+        """Return the text of a row of the batch, or of row 0 if there is no such row."""
+        row = f"{row} + {more}" if more else row
+        return f"{row} < batch ? {row} : 0"
 
     def load_table(self) -> None:
         """Write how a lane loads the bytes of a table.
@@ -163,7 +182,9 @@ class ProductWriter(FactorWriter):
         halves = ["upper", "lower"][: 1 + self.has_lower]
         if self.layout.sets > 1:
             halves = [f"{h}_of_{number}" for h in halves]
-        return [f"{h}_{n}" for h in halves for n in (0, 1)] if self.layout.batch > 1 else halves
+        if self.layout.batch == 1:
+            return halves
+        return [f"{h}_{n}" for h in halves for n in range(self.layout.lane_sums)]
 
     def row_text(self, number: int, half: int, of_product: bool = False) -> str:
         """Return the row of a tile that a lane has in the upper or the lower half of a set.
@@ -202,11 +223,13 @@ class ProductWriter(FactorWriter):
     def store_totals(self) -> None:
         """Write how a lane stores its sums of a tile."""
         place, batch = f"shared.partial[i][{self.summing_warp}]", self.layout.batch
-        for column in range(min(batch, 2)):
+        count = self.layout.lane_sums
+        for number_of_sum in range(count):
+            column = self.column_of_sum(number_of_sum)
             at = f"2 * t{f' + {column}' if column else ''}"
             with self.scope(f"if ({at} < batch)" if batch > 1 else "if (t == 0)"):
                 for number in range(self.layout.sets):
-                    totals = self.totals_of(number)[column :: min(batch, 2)]
+                    totals = self.totals_of(number)[number_of_sum::count]
                     for half, total in enumerate(totals):
                         row = self.row_text(number, half)
                         if batch > 1:
@@ -236,10 +259,10 @@ class ProductWriter(FactorWriter):
         if layout.batch == 1:
             step_texts = [f"const float step = shared.steps[{at}];"]
         else:
-            steps = ["step_0", "step_1"]
+            steps = [f"step_{n}" for n in range(layout.lane_sums)]
             step_texts = [
                 f"const float* steps = shared.steps + {at} * batch;",
-                "const float step_0 = steps[first], step_1 = steps[second];",
+                f"const float {self.of_columns(steps, 'steps')};",
             ]
         if self.found.has_offsets:
             step_texts += self.unit_sum_texts()
@@ -260,7 +283,10 @@ class ProductWriter(FactorWriter):
         """
         if self.layout.is_in_halves:
             self.half_products(number)
-            return [["sums[0]", "sums[1]"], ["sums[2]", "sums[3]"]]
+            return [
+                [f"{name}[{n}]" for name in self.names_of_sums for n in (half, half + 1)]
+                for half in (0, 2)
+            ]
         sums = self.all_digit_products(self.layout.lane_bytes // 4, number)
         for n, name in ((0, "above"), (2, "below"))[: 1 + self.has_lower]:
             self.put(f"const float {name} = {sums[n]} * worth_0 + {sums[n + 1]} * worth_1;")
@@ -275,7 +301,7 @@ class ProductWriter(FactorWriter):
             steps: The texts of what they count, for each column.
         """
         per_half = len(steps)
-        own = ["own_sum"] if per_half == 1 else ["own_sum_0", "own_sum_1"]
+        own = ["own_sum"] if per_half == 1 else [f"own_sum_{n}" for n in range(per_half)]
         for half, results in enumerate(halves):
             product = self.found.products[self.product_of(number, half)]
             if product.zero is not None:
@@ -300,9 +326,10 @@ class ProductWriter(FactorWriter):
     def unit_sum_texts(self) -> list[str]:
         """Return the texts of the sums of a unit's columns, as lanes have sums of products."""
         if self.layout.batch > 1:
+            names = [f"own_sum_{n}" for n in range(self.layout.lane_sums)]
             return [
                 "const float* unit_sums = shared.unit_sums + unit * batch;",
-                "const float own_sum_0 = unit_sums[first], own_sum_1 = unit_sums[second];",
+                f"const float {self.of_columns(names, 'unit_sums')};",
             ]
         factor = 32.0 if self.found.bits == 4 else 2.0  # digits were shifted, and codes times 16
         return [f"const float own_sum = t == 0 ? shared.unit_sums[unit] * {factor}f : 0.0f;"]
@@ -452,7 +479,6 @@ class ProductWriter(FactorWriter):
     def half_products(self, number: int) -> None:
         """Write the products of a set's codes and the other factor, as halves."""
         layout = self.layout
-        own = "own * 64 + " if layout.batch > 1 else ""
         convert = {4: "halves_of_4_bits", 8: "halves_of_8_bits"}[self.found.bits]
         flipped = ", 0u"
         if self.is_signed:
@@ -464,8 +490,8 @@ class ProductWriter(FactorWriter):
             convert, flipped = "halves_of_table", f", {', '.join(every)}"
         self.put(
             f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit * layout.batch}"
-            f" + {own}t * 16;",
-            "float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};",
+            " + t * 16;",
+            *(f"float {name}[4] = {{0.0f, 0.0f, 0.0f, 0.0f}};" for name in self.names_of_sums),
         )
         heads, each = [f"for (int piece = 0; piece < {layout.pieces}; ++piece)"], ["piece"]
         if self.found.is_column_major or self.found.row_pair is not None:
@@ -477,6 +503,11 @@ class ProductWriter(FactorWriter):
             with self.scope(head):
                 self.piece_products(number, piece, convert, flipped)
 
+    @property
+    def names_of_sums(self) -> tuple[str, ...]:
+        """The names of a lane's sums of a unit: of the first eight rows, and of the next ones."""
+        return ("sums", "more")[: self.layout.eights]
+
     def piece_products(self, number: int, piece: str, convert: str, flipped: str) -> None:
         """Write the products of eight columns of each lane in a set of rows.
 
@@ -486,11 +517,13 @@ class ProductWriter(FactorWriter):
             convert: The function that turns codes into halves.
             flipped: The text of its further arguments.
         """
-        words = self.found.bits // 4
-        self.put(
-            f"const auto x = *reinterpret_cast<const Words<4>*>(factor + {piece} * "
-            f"{64 * self.layout.batch});"
-        )
+        words, others = self.found.bits // 4, [f"x_{n}" for n in range(self.layout.eights)]
+        for n, other in enumerate(others):
+            own = f" + own_{n} * 64" if self.layout.batch > 1 else ""
+            self.put(
+                f"const auto {other} = *reinterpret_cast<const Words<4>*>(factor + {piece} * "
+                f"{64 * self.layout.batch}{own});"
+            )
         for name, row in (("left", "a"), ("right", "b")):
             if self.found.row_pair is not None:
                 both = "upper_of_both" if row == "a" else "lower_of_both"
@@ -505,7 +538,12 @@ class ProductWriter(FactorWriter):
             self.put(f"const auto {name} = {convert}({', '.join(loaded)}{flipped});")
         for n in (0, 2):
             codes = [f"{name}.w[{n + k}]" for k in (0, 1) for name in ("left", "right")]
-            self.put(f"multiply_halves(sums, {', '.join(codes)}, x.w[{n}], x.w[{n + 1}]);")
+            self.put(
+                *(
+                    f"multiply_halves({sums}, {', '.join(codes)}, {x}.w[{n}], {x}.w[{n + 1}]);"
+                    for sums, x in zip(self.names_of_sums, others, strict=True)
+                )
+            )
 
     @property
     def has_lower(self) -> bool:
@@ -649,8 +687,10 @@ class ProductWriter(FactorWriter):
         """Return the number of a unit's group among those of a row of scales."""
         found, unit = self.found, self.layout.unit
         first = f"unit * {unit}"
-        if self.has_spans:
-            first = f"(span * {self.layout.span} + {first})"
+        before = f"span * {self.layout.span} + " if self.has_spans else ""
+        before += self.before_share(self.layout.share, "") + " + " * (self.layout.sharers > 1)
+        if before:
+            first = f"({before}{first})"
         if found.num_pieces > 1:
             first = f"of_piece * {unit}"
         return self.group_at(first)

@@ -1,7 +1,7 @@
 """What a kernel that streams codes computes: sums of codes times another factor, and how codes lie.
 
-Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to
-eight. Zero points are one number, or inputs for each row and group of columns. Codes may be indices
+Such a kernel computes Σ (codes − zero) · other for one row of `other`, or for a batch of up to 16.
+Zero points are one number, or inputs for each row and group of columns. Codes may be indices
 of a table instead, such as 4-bit floats. Sums over groups of columns may be multiplied by scales.
 Then shifts times the sums of `other` may be added: inputs for each row and group of columns.
 All rows of codes share `other`, and any sums that no row of codes enters, such as the sum of

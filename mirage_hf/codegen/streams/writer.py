@@ -25,17 +25,21 @@ _NAMES = frozenset(
     above at b b_0 batch below bits blocks chunk_bytes chunks codes columns digits expert
     exponent factor first first_0 first_1 from g group halves held held_digits held_step
     held_steps high_0 high_1 holds is_swapped j k lane largest left less lie_together low_0
-    low_1 low_less low_sums lower lower_0 lower_1 m magic mine n of_piece own own_row own_scales
-    own_sum own_sum_0 own_sum_1 own_tile piece pitch place q r right row row_0 row_bytes scaled
-    second shift_0 shift_1 size span stages step stores sums t team team_warp team_warps tiles to
-    unit unit_sum unit_sums units up upper upper_0 upper_1 vector w warp warps word word_step
-    Words worth_0 worth_1 zero_0 zero_1
+    low_1 low_less low_sums lower lower_0 lower_1 m magic mine more n of_piece of_tile own piece
+    pitch place q r right row row_0 row_bytes row_team row_teams row_threads row_tid row_warp
+    row_warps scaled share sharers shift_0 shift_1 size span stages step stores sums t team
+    team_warp team_warps tiles to
+    unit unit_sum unit_sums units up upper upper_0 upper_1 vector w walker walkers warp warps word
+    word_step Words worth_0 worth_1 zero_0 zero_1
     """.split()
 )
 
 
 #: What numbered names of the text begin with.
-_PREFIXES = ("sum_", "table_", "to_", "from_", "words_", "place_", "first_", "begin_")
+_PREFIXES = (
+    *("begin_", "first_", "from_", "own_", "place_", "step_", "sum_", "table_", "to_", "words_"),
+    "x_",
+)
 
 
 class StreamWriter(NestWriter):
@@ -76,6 +80,25 @@ class StreamWriter(NestWriter):
     def sums_by_team(self) -> bool:
         """Whether one team has all sums of a tile."""
         return self.layout.summing_warps < self.layout.warps
+
+    @property
+    def walker(self) -> str:
+        """The number of the block among those that walk tiles: that of its cluster, if any."""
+        return "walker" if self.layout.sharers > 1 else "int(blockIdx.x)"
+
+    @property
+    def walkers(self) -> str:
+        """How many blocks walk tiles, or clusters."""
+        return "walkers" if self.layout.sharers > 1 else "blocks"
+
+    def before_share(self, of_share: int, first: str = " + ") -> str:
+        """Return the text of how much lies before a block's share of columns. Empty: nothing.
+
+        Args:
+            of_share: How much a share is.
+            first: What comes first in the text.
+        """
+        return f"{first}share * {of_share}" if self.layout.sharers > 1 else ""
 
     def each_piece(self) -> AbstractContextManager[None]:
         """Write the loop over pieces `q`, if there are several, and which expert each is of.

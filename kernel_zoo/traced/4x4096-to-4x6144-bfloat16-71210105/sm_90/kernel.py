@@ -451,8 +451,9 @@ __global__ void __launch_bounds__(threads + 32, 1) run(const __nv_bfloat16* t0_p
   }
   meet<1>(threads + 32);
   const int g = lane / 4, t = lane % 4;
-  // the row of the batch that a lane reads, and those of its two columns of sums
-  const int own = g < batch ? g : 0, first = 2 * t < batch ? 2 * t : 0, second = 2 * t + 1 < batch ? 2 * t + 1 : 0;
+  // the rows of the batch that a lane reads, and those of its columns of sums
+  const int own_0 = g < batch ? g : 0;
+  const int own_column_0 = 2 * t < batch ? 2 * t : 0, own_column_1 = 2 * t + 1 < batch ? 2 * t + 1 : 0;
   for (int i = 0, n = 0; i < mine; ++i) {
     float upper_0 = 0.0f, upper_1 = 0.0f, lower_0 = 0.0f, lower_1 = 0.0f;  // of rows g and g + 8
     for (int c = 0; c < chunks; ++c, ++n) {
@@ -465,18 +466,18 @@ __global__ void __launch_bounds__(threads + 32, 1) run(const __nv_bfloat16* t0_p
         const unsigned char* codes = shared.codes[s] + g * pitch + u * 64 + t * 16;
         const auto a = *reinterpret_cast<const Words<4>*>(codes);
         const auto b = *reinterpret_cast<const Words<4>*>(codes + 8 * pitch);
-        const unsigned char* factor = shared.factor + unit * 512 + own * 64 + t * 16;
+        const unsigned char* factor = shared.factor + unit * 512 + t * 16;
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int piece = 0; piece < 2; ++piece) {
-          const auto x = *reinterpret_cast<const Words<4>*>(factor + piece * 256);
+          const auto x_0 = *reinterpret_cast<const Words<4>*>(factor + piece * 256 + own_0 * 64);
           const auto left = halves_of_8_bits(a.w[2 * piece], a.w[2 * piece + 1], 0x80808080u);
           const auto right = halves_of_8_bits(b.w[2 * piece], b.w[2 * piece + 1], 0x80808080u);
-          multiply_halves(sums, left.w[0], right.w[0], left.w[1], right.w[1], x.w[0], x.w[1]);
-          multiply_halves(sums, left.w[2], right.w[2], left.w[3], right.w[3], x.w[2], x.w[3]);
+          multiply_halves(sums, left.w[0], right.w[0], left.w[1], right.w[1], x_0.w[0], x_0.w[1]);
+          multiply_halves(sums, left.w[2], right.w[2], left.w[3], right.w[3], x_0.w[2], x_0.w[3]);
         }
         const float* steps = shared.steps + unit * 64 / 256 * batch;
-        const float step_0 = steps[first], step_1 = steps[second];
+        const float step_0 = steps[own_column_0], step_1 = steps[own_column_1];
         upper_0 += sums[0] * step_0;
         upper_1 += sums[1] * step_1;
         lower_0 += sums[2] * step_0;
