@@ -11,6 +11,8 @@ The formats:
                 Weights whose sizes are no multiples of 128 stay as they are.
     nf4         bitsandbytes' Linear4bit: 4-bit codes of a table in blocks of 64 along the inputs,
                 with a float32 scale for each block
+    hqq         HQQLinear with 4 bits: groups of 64 columns with zero points. A byte holds codes of
+                two rows.
     mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
                 power of two each. Only experts have codes. If `triton_kernels` is installed, they
                 are stored as it wants them for the GPU, and stock runs them. Otherwise they are in
@@ -128,6 +130,16 @@ def _nf4(model: PreTrainedModel) -> None:
         )
         coded.weight, coded.bias = codes.to(weight.device), bias  # moving it quantizes
         setattr(parent, name, coded.eval())
+
+
+def _hqq(model: PreTrainedModel) -> None:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+    for parent, name, linear in list(linears(model)):
+        dtype, device = linear.weight.dtype, str(linear.weight.device)
+        module = HQQLinear(linear, config, compute_dtype=dtype, device=device)
+        setattr(parent, name, module.eval())
 
 
 def _fp8(model: PreTrainedModel) -> None:
@@ -288,11 +300,13 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int4-tiles": _int4_tiles,
     "fp8": _fp8,
     "nf4": _nf4,
+    "hqq": _hqq,
     "mxfp4": _mxfp4,
 }
 
-#: The formats of linears that a CPU can make.
-LINEAR_FORMATS = ("int4", "int4-zeros", "int8", "fp8", "nf4")
+#: The formats of linears that a CPU can make, and those of all linears.
+CPU_FORMATS = ("int4", "int4-zeros", "int8", "fp8", "nf4", "hqq")
+LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)

@@ -20,7 +20,7 @@ from mirage_hf.errors import OptimizeError
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.swap.coded_forward import decoding_program
-from scripts.coded_models import LINEAR_FORMATS, linears, with_codes
+from scripts.coded_models import CPU_FORMATS, linears, with_codes
 from tests.helpers import gguf_reference
 from tests.helpers.thorough import THOROUGH
 
@@ -32,12 +32,13 @@ LIBRARIES = {
     "int8": "torchao",
     "fp8": "transformers",
     "nf4": "bitsandbytes",
+    "hqq": "hqq.core.quantize",
 }
 FLOATS = ("nvfp4", "mxfp4")
 #: Types of GGUF's blocks in models, by GGUF's number.
 BLOCKS = {"q8_0": 8, "q6_k": 14}
-OTHERS = ("gptq", "gptq act-order", "awq", "hqq", "fp4", "nf4 nested")
-KINDS = (*LINEAR_FORMATS, *OTHERS, *FLOATS, *BLOCKS)
+OTHERS = ("gptq", "gptq act-order", "awq", "fp4", "nf4 nested")
+KINDS = (*CPU_FORMATS, *OTHERS, *FLOATS, *BLOCKS)
 NEW = 12
 
 
@@ -62,8 +63,6 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
 def coded(kind: str) -> LlamaForCausalLM:
     if kind in ("gptq", "gptq act-order", "awq"):
         return with_words_of_gptqmodel(small_llama(), kind)
-    if kind == "hqq":
-        return with_bytes_of_hqq(small_llama())
     if kind in ("fp4", "nf4 nested"):
         return with_codes_of_bitsandbytes(small_llama(), kind[:3], "nested" in kind)
     if kind in FLOATS:
@@ -103,16 +102,6 @@ def with_words_of_gptqmodel(model: LlamaForCausalLM, kind: str) -> LlamaForCausa
         zeros = (-low / scales).round()
         pack = module.pack if kind == "awq" else module.pack_original
         pack(linear, scales, zeros, order.to(torch.int32))
-        setattr(parent, child, module.eval())
-    return model
-
-
-def with_bytes_of_hqq(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Replace the linears of a model's layers by those of HQQ with 4 bits."""
-    hqq = pytest.importorskip("hqq.core.quantize")
-    config = hqq.BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
-    for parent, child, linear in list(linears(model)):
-        module = hqq.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu")
         setattr(parent, child, module.eval())
     return model
 
@@ -273,7 +262,7 @@ def test_no_library_decodes_the_whole_model_at_its_first_forward() -> None:
     assert len(model._forward_pre_hooks) == 1
 
 
-@pytest.mark.parametrize("kind", LINEAR_FORMATS)
+@pytest.mark.parametrize("kind", CPU_FORMATS)
 def test_a_stock_model_is_explained_and_left_as_it_is(kind: str) -> None:
     model = coded(kind)
     before = list(snapshot(model))
