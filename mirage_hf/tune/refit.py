@@ -101,6 +101,7 @@ def clip(schedule: Schedule, block: BlockGraph) -> Schedule:
         if a.role is Role.TILE and tiles[a.name] < whole:
             tiles[a.name] = whole
     blocks, trip = schedule.cooperating_blocks, schedule.steps_per_trip
+    # blocks that stream codes share columns, and none may be left out
     for loop in {s.loop for s in block.stages if s.loop and not schedule.persistent_blocks}:
         steps = -(-block.split_size(loop) // tiles[loop])
         while blocks > 1 and (blocks - 1) * -(-steps // blocks) >= steps:
