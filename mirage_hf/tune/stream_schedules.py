@@ -53,8 +53,7 @@ LEAST_SM = 90
 MOST = 24
 
 #: µs from the request of a chunk to its end while memory is busy. With 2.4, as before, a packaged
-#: kernel for 8 rows with 3.2 MB of float8 under way took two thirds of its estimate. With 1.8, the
-#: 69 packaged kernels take 0.8 to 1.25 times theirs (H200).
+#: kernel for 8 rows with 3.2 MB of float8 under way took two thirds of its estimate (H200).
 _COPY_US = 1.8
 
 #: By how much the GPU must be busier with tiles of half as many rows for these to be tried.
@@ -69,7 +68,13 @@ _AS_BYTES, _AS_HALVES = 4.8, 8.0
 _ENDS_US, _FACTOR_US, _SPAN_US = 1.5, 1.1, 1.0
 
 #: µs more that a cluster takes to begin, and to exchange sums.
-_SHARING_US = 1.2
+_SHARING_US = 1.6
+
+#: The most of the time for the other factor that copies hide, for one row and for several.
+_HIDDEN, _HIDDEN_OF_SEVERAL = 0.5, 0.25
+
+#: Instructions of a lane for a code and each of several rows. Their time comes on top of copies.
+_OF_A_ROW = 0.1
 
 
 def can_stream() -> bool:
@@ -193,14 +198,18 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     in_first = min(1.0, layout.stages / (layout.most_tiles * layout.chunks * pieces))
     copy_us = 1e6 * read * uneven * (in_first / device.bandwidth + (1 - in_first) / later)
     codes = layout.products.num_rows * layout.products.num_columns * len(layout.products.products)
-    multiply_us = 1e6 * codes * uneven * _instructions_of_code(layout) / device.lane_rate
+    decode_us = 1e6 * codes * uneven * _instructions_of_code(layout) / device.lane_rate
     factor_us = _FACTOR_US * layout.batch * layout.share / 1024 / layout.warps
     if layout.sharers > 1:  # some warps may have nothing to do
         whole = layout.rounds * layout.row_warps * SHARED_COLUMNS
         factor_us *= whole / layout.share
-    early = min(0.5, layout.share / 8192)  # of what is copied meanwhile
+    multiply_us, hidden = 0.0, _HIDDEN
+    if layout.batch > 1:
+        multiply_us = 1e6 * codes * uneven * _OF_A_ROW * layout.batch / device.lane_rate
+        hidden = _HIDDEN_OF_SEVERAL
+    factor_us *= 1 - min(hidden, layout.share / 8192)
     ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1) + _SHARING_US * (layout.sharers > 1)
-    return ends_us + factor_us * (1 - early) + max(copy_us, multiply_us)
+    return ends_us + factor_us + max(copy_us, decode_us) + multiply_us
 
 
 def _instructions_of_code(layout: StreamLayout) -> float:
