@@ -262,7 +262,7 @@ def test_constants_are_loaded_before_the_wait_and_others_after_it():
 def test_schedules_that_only_triton_has_are_refused(change):
     ugraph = ugraphs.rms_norm_linear(1, 256, 64)
     tiles = first_schedules(ugraph)[0].tiles
-    with pytest.raises(errors.CodegenError, match="no cooperating blocks"):
+    with pytest.raises(errors.CodegenError, match="no cooperating blocks unless they stream codes"):
         triton.generate(ugraph, [Schedule(tiles, cuda=True, **change)])
 
 

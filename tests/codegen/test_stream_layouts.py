@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,7 +129,7 @@ def test_random_layouts_of_pairs_of_rows_are_of_each_kind():
     assert {x.last_chunk < x.chunk for x in layouts} == {True, False}
     assert {x.has_whole_tiles for x in layouts} == {True, False}
     assert {x.lane_bytes for x in layouts} == {8, 16}
-    assert {x.batch for x in layouts} == {1, 2, 3, 5, 8}
+    assert {x.batch for x in layouts} > {1, 2, 3, 5, 8}
     assert {(hand.has_zeros, bool(hand.shifts)) for hand in hands} == {
         (False, False),
         (True, False),
@@ -289,7 +290,7 @@ def test_four_teams_of_warps_give_the_results_of_float64(batch, has_columns, tmp
 
 def test_random_layouts_have_batches_of_each_kind():
     hands = [hand for first in (0, AT_ONCE) for hand in drawn(first)[0] if hand.batch > 1]
-    assert {hand.batch for hand in hands} == {2, 3, 4, 5, 7, 8}
+    assert {hand.batch for hand in hands} == {2, 3, 4, 5, 7, 8, 11, 12, 13, 16}
     assert {hand.codes for hand in hands} == {str(t).removeprefix("torch.") for t in ZEROS}
     assert {hand.dtype for hand in hands} == {"bfloat16", "float16", "float32"}
     for has in ("has_norm", "has_gate", "has_residual"):
@@ -297,6 +298,72 @@ def test_random_layouts_have_batches_of_each_kind():
     assert {len(hand.rows) > 1 for hand in hands} == {True, False}
     scales = {"block" if h.square else "group" if h.group else "row" for h in hands}
     assert scales == {"block", "group", "row"}
+
+
+def random_layouts() -> list[tuple[Hand, StreamLayout]]:
+    """Return the random block graphs whose results are compared above, and their layouts."""
+    hands = [hand for first in (0, AT_ONCE, 2 * AT_ONCE) for hand in drawn(first)[0]]
+    for draw in COLUMN_HANDS:
+        for number in range(3):
+            hands += drawn_columns(draw, number * COLUMNS_AT_ONCE)
+    return [(hand, stream_layout(hand.op, hand.schedule)) for hand in hands]
+
+
+def test_random_layouts_of_more_than_eight_rows_are_of_each_kind():
+    wide = [(hand, x) for hand, x in random_layouts() if x.eights > 1]
+    hands, layouts = zip(*wide, strict=True)
+    assert {hand.batch for hand in hands} == {9, 11, 12, 13, 14, 16}
+    assert {hand.codes for hand in hands} == {str(t).removeprefix("torch.") for t in ZEROS}
+    assert {hand.dtype for hand in hands} == {"bfloat16", "float16", "float32"}
+    orders = {(h.has_columns, h.has_rows_in_words, h.has_lanes, h.has_row_pairs) for h in hands}
+    assert len(orders) == 5
+    assert {(hand.has_zeros, bool(hand.shifts)) for hand in hands} == {
+        (False, False),
+        (True, False),
+        (False, True),
+    }
+    assert {x.sets for x in layouts} == {1, 2, 4, 8}
+    assert {x.sharers for x in layouts} == {1, 2, 4}
+    assert {x.batch > x.rows_at_once(2) * x.row_teams for x in layouts} == {True, False}
+    assert {bool(hand.table) for hand in hands} == {True, False}
+    for has in ("has_norm", "has_gate", "has_residual", "is_turned"):
+        assert {getattr(hand, has) for hand in hands} == {True, False}, has
+
+
+def test_random_layouts_of_sharers_are_of_each_kind():
+    shared = [(hand, x) for hand, x in random_layouts() if x.sharers > 1]
+    hands, layouts = zip(*shared, strict=True)
+    assert {x.sharers for x in layouts} == {2, 4}
+    assert {hand.codes for hand in hands} == {str(t).removeprefix("torch.") for t in ZEROS}
+    orders = {(h.has_columns, h.has_rows_in_words, h.has_lanes, h.has_row_pairs) for h in hands}
+    assert len(orders) == 5
+    assert {hand.group > 0 for hand in hands} == {True, False}
+    grouped = [(x, n) for x in layouts for n, (_, name) in enumerate(x.products.grouped) if name]
+    assert {x.comes_with_chunks(n) for x, n in grouped} == {True, False}
+    assert {x.is_spaced(n) for x, n in grouped} == {True, False}
+    assert {x.most_tiles > 1 for x in layouts} == {x.chunks > 1 for x in layouts} == {True, False}
+    assert {x.last_chunk < x.chunk for x in layouts} == {True, False}
+    assert {x.walkers > 1 for x in layouts} == {True, False}
+    assert {x.tiles % x.walkers > 0 for x in layouts} == {True, False}
+    assert {x.schedule.persistent_blocks % x.sharers > 0 for x in layouts} == {True, False}
+    # a team of one warp multiplies whole shares, or its chunks of them
+    one_warp = {x.chunks > 1 for x in layouts if x.teams > 1 and x.team_warps == 1}
+    assert one_warp == {True, False}
+    assert {x.row_teams for x in layouts} == {1, 2, 4, 8}
+    assert {x.row_warps > 1 for x in layouts if x.row_teams > 1} == {True, False}
+    assert {hand.has_norm for hand, x in shared if x.row_teams > 1} == {True, False}
+    assert {(x.batch > 1) + (x.batch > 8) for x in layouts} == {0, 1, 2}
+    for has in ("has_norm", "has_gate", "has_residual", "has_zeros", "is_turned"):
+        assert {getattr(hand, has) for hand in hands} == {True, False}, has
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_eight_blocks_may_share_columns(batch, tmp_path):
+    shape = {"columns": 1024, "rows": (48,), "dtype": "float32", "warps": 4, "stages": 4}
+    hand = Hand(sharers=8, blocks=17, batch=batch, has_norm=True, has_residual=True, **shape)
+    divided = stream_layout(hand.op, hand.schedule)
+    assert (divided.walkers, divided.share, divided.most_tiles) == (2, 128, 2)
+    check([hand], [hand.kernel("kernel_0")], tmp_path)
 
 
 def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
@@ -323,13 +390,13 @@ def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
         (random_row_hand, 6, 8),
         (random_shift_hand, 6, 7),
         (random_lane_hand, 8, 8),
-        (random_gap_hand, 6, 7),
+        (random_gap_hand, 7, 8),
     ],
 )
 def test_other_factors_in_spans_give_the_results_of_float64(
     draw, count, kinds, tmp_path, monkeypatch
 ):
-    hands, kernels, seen = [], [], set()
+    hands, kernels, seen, sharers = [], [], set(), set()
     for seed in range(200):
         hand = draw(7 * seed)
         divided = with_spans(hand, 2 + seed % 3, monkeypatch)
@@ -338,11 +405,12 @@ def test_other_factors_in_spans_give_the_results_of_float64(
         assert divided.spans > 1
         seen.add((divided.spans > 2, divided.last_span < divided.span, divided.batch > 1))
         seen.add(("norm", hand.has_norm, divided.batch > 1))
+        sharers.add(divided.sharers)
         kernels.append(hand.kernel(f"kernel_{len(hands)}"))
         hands.append(hand)
         if len(hands) == count:
             break
-    assert len(hands) == count and len(seen) >= kinds
+    assert len(hands) == count and len(seen) >= kinds and len(sharers) > 1
     check(hands, kernels, tmp_path)
 
 
@@ -351,6 +419,14 @@ _DECLARED = re.compile(
     r"\b(?:int|float|unsigned(?: char)?|long long|bool|auto|uint4|half|char)[&*]* "
     r"(?:__restrict__ )?(\w+)\b(?! ?\()"
 )
+#: What follows the first name of a declaration.
+_ALSO_DECLARED = re.compile(r", (\w+) = ")
+
+
+def declared(hand: Hand) -> set[str]:
+    """Return the names that the text of a kernel declares, except those of values of its graph."""
+    text = hand.kernel().source
+    return {*_DECLARED.findall(text), *_ALSO_DECLARED.findall(text)} - {*hand.op.block.carried}
 
 
 def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
@@ -378,12 +454,12 @@ def renamed(block: BlockGraph, old: str, new: str) -> BlockGraph:
 
 def test_values_may_have_the_names_of_the_text_of_words_in_any_order(tmp_path):
     plain = Hand(has_residual=True, has_zeros=True, scale_columns=(0,), warps=8)
-    known = {*_DECLARED.findall(plain.kernel().source)}
+    known = declared(plain)
     hands, kernels, every = [], [], set()
     lanes = {"has_lanes": True, "group": 128, "scale_gaps": True}
     for words in ({"has_columns": True}, {"has_rows_in_words": True}, lanes):
         hand = replace(plain, **words)
-        names = {*_DECLARED.findall(hand.kernel().source)} - known - {*hand.op.block.carried}
+        names = declared(hand) - known
         for name in sorted(names - every):
             op = replace(hand.op, block=renamed(hand.op.block, "residual", name))
             kernels.append(write_stream_kernel(op, hand.schedule, f"kernel_{len(kernels)}"))
@@ -394,19 +470,33 @@ def test_values_may_have_the_names_of_the_text_of_words_in_any_order(tmp_path):
     check(hands, kernels, tmp_path)
 
 
+#: A kernel with many names, and its values that are renamed.
+NAMED = {"columns": 512, "has_norm": True, "has_residual": True, "warps": 8}
+NAMES = ("sum0", "squares", "residual")
+
+
 @pytest.mark.parametrize("spans", [1, 2])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_values_may_have_the_names_of_the_text(batch, spans, tmp_path, monkeypatch):
-    shape = {"columns": 512, "has_norm": True, "has_residual": True, "warps": 8}
-    hand = Hand(tile=4, batch=batch, **shape)
+    hand = Hand(tile=4, batch=batch, **NAMED)
     if spans > 1:
         assert with_spans(hand, spans, monkeypatch).spans == spans
-    names = sorted({*_DECLARED.findall(hand.kernel().source)} - {*hand.op.block.carried})
+    names = sorted(declared(hand))
     assert {"row", "w", "warps", "s"} < set(names)
-    values = ("sum0", "squares", "residual")
     kernels = []
     for n, name in enumerate(names):
-        for value in values if name in ("n", "w") else values[n % 3 : n % 3 + 1]:
+        for value in NAMES if name in ("n", "w") else NAMES[n % 3 : n % 3 + 1]:
             op = replace(hand.op, block=renamed(hand.op.block, value, name))
             kernels.append(write_stream_kernel(op, hand.schedule, f"kernel_{len(kernels)}"))
+    check([hand] * len(kernels), kernels, tmp_path)
+
+
+def test_values_may_have_the_names_of_the_text_of_sharers_and_of_12_rows(tmp_path):
+    hand = Hand(tile=4, batch=12, sharers=2, blocks=8, **NAMED)
+    names = sorted(declared(hand) - declared(replace(hand, batch=4, sharers=1)))
+    assert {"walker", "share", "row_team", "rank", "more", "own", "own_column_3"} < set(names)
+    kernels = []
+    for name, value in itertools.product(names, NAMES):
+        op = replace(hand.op, block=renamed(hand.op.block, value, name))
+        kernels.append(write_stream_kernel(op, hand.schedule, f"kernel_{len(kernels)}"))
     check([hand] * len(kernels), kernels, tmp_path)

@@ -5,6 +5,7 @@ Graphs that are nearly refused are accepted, and their kernels give the results 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -230,9 +231,12 @@ def test_persistent_blocks_belong_to_ops_with_codes():
     schedule = Schedule({"m": 16, "k": 64}, cuda=True, persistent_blocks=4)
     text = refusal(lambda: cuda_text.plan_kernel(op, schedule, "kernel"))
     assert "others have none" in text
-    tensor_cores = hand.schedule.changed(mma=True)
-    text = refusal(lambda: cuda_text.plan_kernel(hand.op, tensor_cores, "kernel"))
-    assert "leave mma and cooperating_blocks out" in text
+    shares = hand.schedule.changed(cooperating_blocks=2)
+    assert cuda_text.plan_kernel(hand.op, shares, "kernel").is_clustered
+    for schedule in (shares.changed(mma=True), shares.changed(persistent_blocks=0)):
+        text = refusal(lambda schedule=schedule: cuda_text.plan_kernel(hand.op, schedule, "kernel"))
+        assert "no cooperating blocks unless they stream codes" in text
+        assert "leave mma and cooperating_blocks out" in text
 
 
 def test_columns_have_to_be_in_the_order_of_the_codes():
@@ -275,13 +279,64 @@ def test_values_may_have_names_that_the_text_uses(name):
     )
     op = rebuilt(hand, replace(block, inputs=inputs, stages=stages))
     text = write_stream_kernel(op, hand.schedule, "kernel").source
-    assert f"const float {name}_ = " in text and f"const float {name} = " not in text
+    assert re.search(rf"const float {name}_+ = ", text) and f"const float {name} = " not in text
 
 
-def test_a_batch_has_8_rows_at_most():
-    assert streamed_products(Hand(batch=8).op).batch_size == 8
-    text = refusal(lambda: streamed_products(Hand(batch=9).op))
-    assert "the other factor has 9 rows, more than 8" in text
+def test_a_batch_has_16_rows_at_most():
+    assert streamed_products(Hand(batch=16).op).batch_size == 16
+    text = refusal(lambda: streamed_products(Hand(batch=17).op))
+    assert "the other factor has 17 rows, more than 16" in text
+
+
+#: Schedules whose blocks cannot share columns.
+UNSHARED = [
+    (
+        Hand(columns=1024, sharers=16, blocks=32),
+        "16 cooperating blocks, but a cluster has 8 blocks at most",
+    ),
+    (Hand(columns=320, sharers=2), "shares of 320 columns would be no multiples of 64"),
+    (
+        Hand(columns=704, group=32, sharers=4, blocks=4),
+        "shares of 704 columns would be no multiple",
+    ),
+    (Hand(codes="int8", columns=448, group=0, tile=64, sharers=2), "be no multiples of 64"),
+    (Hand(columns=384, group=128, sharers=2), "shares of 192 columns would cut groups of 128"),
+    (Hand(columns=256, group=256, sharers=4, blocks=4), "shares of 64 columns would cut groups"),
+    (Hand(columns=512, sharers=4), "4 cooperating blocks, but there are fewer blocks; give fewer"),
+]
+
+
+@pytest.mark.parametrize(("hand", "why"), UNSHARED, ids=str)
+def test_blocks_share_columns_that_fit(hand, why):
+    assert why in refusal(lambda: layouts.stream_layout(hand.op, hand.schedule))
+    assert why in refusal(hand.kernel)
+    alone = replace(hand, sharers=1)
+    assert layouts.stream_layout(alone.op, alone.schedule).share == hand.columns
+
+
+@pytest.mark.parametrize(
+    ("hand", "share"),
+    [
+        (Hand(columns=512, sharers=8, blocks=8), 64),
+        (Hand(codes="int8", columns=384, group=0, tile=64, sharers=2), 192),
+        (Hand(columns=384, group=192, tile=1, sharers=2), 192),
+        (Hand(columns=512, group=32, sharers=4, blocks=4), 128),
+    ],
+    ids=str,
+)
+def test_shares_that_nearly_do_not_fit_are_accepted(hand, share):
+    divided = layouts.stream_layout(hand.op, hand.schedule)
+    assert divided.share == share
+    assert divided.blocks % hand.sharers == 0 < divided.walkers
+    assert hand.kernel().is_clustered
+
+
+@pytest.mark.parametrize(("blocks", "walkers"), [(2, 1), (3, 1), (7, 3), (8, 4), (100, 4)])
+def test_blocks_that_fill_no_cluster_are_left_out(blocks, walkers):
+    hand = Hand(rows=(64,), columns=512, sharers=2, blocks=blocks)  # four tiles
+    divided = layouts.stream_layout(hand.op, hand.schedule)
+    assert (divided.walkers, divided.blocks) == (walkers, 2 * walkers)
+    assert hand.kernel().grid == 2 * walkers
 
 
 def test_a_batch_is_one_axis():

@@ -100,7 +100,7 @@ def test_codes_of_tables_do_not_lie_in_tiles(batch: int) -> None:
     [
         ({"rows": (24,)}, "rows of codes are no multiple of 16"),
         ({"rows": (64, 24)}, "rows of codes are no multiple of 16"),
-        ({"batch": 9}, "the other factor has 9 rows, more than 8"),
+        ({"batch": 17}, "the other factor has 17 rows, more than 16"),
     ],
     ids=str,
 )

@@ -216,7 +216,7 @@ def test_codes_of_tables_do_not_lie_in_words_of_rows(has_zeros, batch):
         ({"rows": (64, 40)}, "rows of codes are no multiple of 32"),
         ({"columns": 96, "group": 32}, "96 columns in groups of 32 do not fit"),
         ({"columns": 192, "group": 48}, "groups of 48 do not fit"),
-        ({"batch": 9}, "the other factor has 9 rows, more than 8"),
+        ({"batch": 17}, "the other factor has 17 rows, more than 16"),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ import pytest
 
 from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.streams.finding import streamed_products
+from mirage_hf.codegen.streams.layout import stream_layout
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, BlockOp, Stage, Taken
 from mirage_hf.graph.kernel import KernelGraph
@@ -384,6 +385,16 @@ def test_tiles_of_8_rows_are_multiplied_as_signed_bytes():
 def test_schedules_have_to_fit(changes, why):
     with pytest.raises(CodegenError, match=why):
         replace(PIECES, **changes).kernel()
+
+
+@pytest.mark.parametrize("e", [ROWS, PIECES])
+def test_blocks_share_no_columns_of_experts(e):
+    assert e.columns % 128 == 0  # shares would fit
+    shares = e.schedule.changed(cooperating_blocks=2)
+    with pytest.raises(
+        CodegenError, match="an index chooses the codes, so blocks share no columns"
+    ):
+        stream_layout(e.op, shares)
 
 
 @pytest.mark.parametrize("e", [ROWS, PIECES])

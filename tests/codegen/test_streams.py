@@ -175,7 +175,8 @@ def test_kernels_on_a_gpu_are_as_close_to_float64_as_torch(name):
     if case.weights == "int8":
         case = replace(case, tile=2048)
     ugraph, _, found = streamed(case)
-    for stages, warps in (2, 4), (3, 8):
+    # more warps' sums of 16 rows would not fit into shared memory
+    for stages, warps in ((2, 4), (4, 4)) if case.sharers > 1 else ((2, 4), (3, 8)):
         schedule = schedule_of(case, found, num_stages=stages, num_warps=warps)
         verdict = check_compiled(ugraph, [schedule], torch.device("cuda"))
         assert not isinstance(verdict, Rejected), verdict

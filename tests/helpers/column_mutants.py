@@ -290,8 +290,8 @@ OF_COLUMNS = {
         ("scales in place of zero points", "shared.zeros_0[i % 2])", "shared.scales_0[i % 2])"),
     ],
     "zero points, 3 rows": [
-        ("the sum of the first row", "unit_sums[first]", "unit_sums[0]"),
-        ("sums of the other column", "unit_sums[second]", "unit_sums[first]"),
+        ("the sum of the first row", "unit_sums[own_column_0]", "unit_sums[0]"),
+        ("sums of the other column", "unit_sums[own_column_1]", "unit_sums[own_column_0]"),
         ("sums row after row", "at / 64 * batch + b]", "at / 64 + b]"),
         ("sums that are not rounded", "to_float(from_float<half>(factor[j] * up))", "factor[j]"),
         ("zero points of the first chunk", "(c * 4 + group) * 64, 128", "group * 64, 128"),

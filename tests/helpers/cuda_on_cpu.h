@@ -245,7 +245,12 @@ inline void wait(Barrier& barrier, int all, int line) {
   pause();
 }
 
-inline int cluster_threads() { return int(machine.cluster.size()) * machine.cluster[0]->threads; }
+// The threads of the cluster that have not ended. Its barrier waits for no others.
+inline int cluster_threads() {
+  int threads = 0;
+  for (const auto& block : machine.cluster) threads += block->running;
+  return threads;
+}
 
 // A fiber whose kernel has ended waits for the next one.
 inline void run_fiber() {
@@ -258,6 +263,8 @@ inline void run_fiber() {
       if (!fiber.block->copies.empty()) fail("a block ends before its bulk copies");
       std::memset(fiber.block->memory, 0xff, fiber.block->bytes);  // what others still read is gone
     }
+    Barrier& barrier = machine.barrier;
+    if (!barrier.waiting.empty() && int(barrier.waiting.size()) == cluster_threads()) release(barrier);
     pause();
   }
 }

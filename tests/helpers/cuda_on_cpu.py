@@ -143,14 +143,18 @@ void call(void (*kernel)(T...), void** pointers, std::index_sequence<n...>) {
 }
 
 template <class... T>
-void launch(void (*kernel)(T...), int grid, int threads, int shared, void** pointers, int count) {
+void launch(void (*kernel)(T...), int cluster, int grid, int threads, int shared, void** pointers,
+            int count) {
   if (count != sizeof...(T)) return cuda_on_cpu::fail("the kernel has other parameters");
   if (threads % cuda_on_cpu::kWarp) return cuda_on_cpu::fail("a block has whole warps only");
-  cuda_on_cpu::launch(grid, threads, shared, 1, [=] {
+  cuda_on_cpu::launch(grid, threads, shared, cluster, [=] {
     call(kernel, pointers, std::index_sequence_for<T...>());
   });
 }
 """
+
+#: What files whose blocks form clusters include.
+_CLUSTERS = "namespace cg = cooperative_groups;"
 
 #: The namespaces of a kernel's source, of which some have a function `run`.
 _NAMESPACE = re.compile(r"^namespace (\w+) \{$(.*?)(?=^namespace |\Z)", re.M | re.S)
@@ -162,13 +166,15 @@ _COMPILED: dict[str, ctypes.CDLL] = {}
 def _compiled(source: str, folder: Path) -> ctypes.CDLL:
     """Compile the kernels of a source, each in its namespace, unless this was done before."""
     if source not in _COMPILED:
-        parts = [_include(), as_cpp(DEVICE_HELPERS), as_cpp(source), _LAUNCHER]
+        parts = [_include(), _CLUSTERS, as_cpp(DEVICE_HELPERS), as_cpp(source), _LAUNCHER]
         for name, body in _NAMESPACE.findall(source):
             if re.search(r"__global__[^;{]*\brun\(", body):
+                cluster = re.search(r"__cluster_dims__\((\w+), 1, 1\)", body)
+                size = f"{name}::{cluster[1]}" if cluster else 1
                 parts.append(
                     f'extern "C" void launch_{name}(int grid, int threads, int shared, '
                     "void** pointers, int count) "
-                    f"{{ launch({name}::run, grid, threads, shared, pointers, count); }}"
+                    f"{{ launch({name}::run, {size}, grid, threads, shared, pointers, count); }}"
                 )
         _COMPILED[source] = _load("\n".join(parts), folder, f"streams_{len(_COMPILED)}")
     return _COMPILED[source]

@@ -10,8 +10,9 @@ No emulation on the CPU notices these mistakes, so they are not here:
 - `sums[3]` for `sums[2]` in products of halves with one row. All columns of the right factor are
   equal.
 - A stride of warps along units that is too long, if each warp has one unit.
-- `own = g` for a batch of fewer than 8 rows. The sums in columns beyond the batch are then others,
-  and nothing stores them. The same holds for `first` and `second` beyond the batch.
+- `own_0 = g` for a batch of fewer than 8 rows. The sums in columns beyond the batch are then
+  others, and nothing stores them. The same holds for `own_1`, and `own_column_0` to
+  `own_column_3`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from tests.helpers.column_mutants import COLUMN_KERNELS, OF_COLUMNS
 from tests.helpers.lane_mutants import LANE_KERNELS, OF_LANES
 from tests.helpers.pair_mutants import OF_PAIRS, PAIR_KERNELS
 from tests.helpers.row_mutants import OF_ROWS, ROW_KERNELS
+from tests.helpers.share_mutants import OF_SHARES, SHARE_KERNELS
 from tests.helpers.shift_mutants import OF_SHIFTS, SHIFT_KERNELS
 from tests.helpers.streamed_graphs import Hand
+from tests.helpers.wide_mutants import OF_WIDE, WIDE_KERNELS
 
 #: Kernels to change. Each block walks several tiles, and a tile has several chunks, so the ring is
 #: filled several times. Outputs are float32, so that each digit counts.
@@ -160,10 +163,12 @@ KERNELS = {
     **SHIFT_KERNELS,
     **LANE_KERNELS,
     **PAIR_KERNELS,
+    **SHARE_KERNELS,
+    **WIDE_KERNELS,
 }
 
 #: Chunks that a span of a kernel has. The last span has fewer. Other kernels have one span.
-SPAN_CHUNKS = {"int4, spans": 2, "int8, spans of 2 rows": 3}
+SPAN_CHUNKS = {"int4, spans": 2, "int8, spans of 2 rows": 3, "shares, spans": 2}
 
 
 @dataclass(frozen=True)
@@ -198,9 +203,9 @@ def kept(place: str) -> str:
     return f" + (span ? shared.{place} : 0.0f)"
 
 
-OWN = "own = g < batch ? g : 0"
-FIRST = "first = 2 * t < batch ? 2 * t : 0"
-SECOND = "second = 2 * t + 1 < batch ? 2 * t + 1 : 0"
+OWN = "own_0 = g < batch ? g : 0"
+FIRST = "own_column_0 = 2 * t < batch ? 2 * t : 0"
+SECOND = "own_column_1 = 2 * t + 1 < batch ? 2 * t + 1 : 0"
 FACTOR_READY = "meet<1>(threads + 32);"
 SUMS_READY = "meet<2>(threads);"
 STEP = "const float step = shared.steps[unit * "
@@ -281,13 +286,13 @@ OF_DIGITS = [
 
 #: Mistakes of kernels whose other factor has several rows.
 OF_BATCH = [
-    ("the first row for all", OWN, "own = 0"),
-    ("rows in the other order", OWN, "own = g < batch ? batch - 1 - g : 0"),
-    ("the first column is the second", FIRST, "first = 2 * t + 1 < batch ? 2 * t + 1 : 0"),
-    ("the first columns are neighbours", FIRST, "first = t < batch ? t : 0"),
-    ("the second column is the first", SECOND, "second = 2 * t < batch ? 2 * t : 0"),
-    ("the step of the first row", "steps[first]", "steps[0]"),
-    ("the step of another column", "steps[second]", "steps[first]"),
+    ("the first row for all", OWN, "own_0 = 0"),
+    ("rows in the other order", OWN, "own_0 = g < batch ? batch - 1 - g : 0"),
+    ("the first column is the second", FIRST, "own_column_0 = 2 * t + 1 < batch ? 2 * t + 1 : 0"),
+    ("the first columns are neighbours", FIRST, "own_column_0 = t < batch ? t : 0"),
+    ("the second column is the first", SECOND, "own_column_1 = 2 * t < batch ? 2 * t : 0"),
+    ("the step of the first row", "steps[own_column_0]", "steps[0]"),
+    ("the step of another column", "steps[own_column_1]", "steps[own_column_0]"),
     ("steps that are stored without rows", "/ 256 * batch + b]", "/ 256 * batch]"),
     ("steps that are stored by row", "/ 256 * batch + b]", "/ 256 + b]"),
     ("steps that are read by row", "/ 256 * batch;", "/ 256;"),
@@ -317,11 +322,11 @@ OF_BATCH = [
     ("each row from the first loads", "(x_held[m][r])", "(x_held[0][r])"),
     ("loads of the first row", "(b_0 + m) * ", "b_0 * "),
     ("rows that overwrite each other", " + b * 64 + ", " + "),
-    ("rows that are too close", "own * 64 + ", "own * 16 + "),
+    ("rows that are too close", " + own_0 * 64", " + own_0 * 16"),
     ("pieces of the first columns", "(factor + piece * ", "(factor + 0 * "),
     ("pieces in the other order", "(factor + piece * ", "(factor + (piece ^ 1) * "),
-    ("the first words in the other order", "x.w[0], x.w[1]", "x.w[1], x.w[0]"),
-    ("the same words twice", "x.w[2], x.w[3]", "x.w[0], x.w[1]"),
+    ("the first words in the other order", "x_0.w[0], x_0.w[1]", "x_0.w[1], x_0.w[0]"),
+    ("the same words twice", "x_0.w[2], x_0.w[3]", "x_0.w[0], x_0.w[1]"),
     (
         "lower codes for upper ones",
         "left.w[0], right.w[0], left.w[1], right.w[1]",
@@ -423,7 +428,7 @@ OF_ONE = [
         "halves_of_float8(a.w[2 * piece], a.w[2 * piece + 1])",
         "halves_of_float8(a.w[2 * piece], a.w[2 * piece])",
     ),
-    ("float8", "other columns", "x.w[2], x.w[3]", "x.w[0], x.w[1]"),
+    ("float8", "other columns", "x_0.w[2], x_0.w[3]", "x_0.w[0], x_0.w[1]"),
     ("float8", "pieces of the first columns", "(factor + piece * ", "(factor + 0 * "),
     ("float8", "scales of the first block", "row_0 / 64 * 4", "row_0 / 128 * 4"),
     ("float8", "the sum of lower rows", "lower += sums[2]", "lower += sums[0]"),
@@ -608,18 +613,19 @@ OF_ONE_WITH_SPANS = {
 ONE_ROW = ("int4", "int8", "uint8", "float8")
 BATCHES = ("int4, 4 rows", "int8, 3 rows", "float8, 8 rows")
 RAGGED = ("int8", "int8, spans of 2 rows")
+SPANS = ("int4, spans", "int8, spans of 2 rows")
 TEAMS = ("columns, teams", "rows in words, teams", "lanes, teams")
-OF_ORDERS = OF_COLUMNS | OF_ROWS | OF_SHIFTS | OF_LANES | OF_PAIRS
+OF_ORDERS = OF_COLUMNS | OF_ROWS | OF_SHIFTS | OF_LANES | OF_PAIRS | OF_SHARES | OF_WIDE
 OF_KERNELS = OF_ONE_BATCH | OF_ONE_WITH_SPANS | OF_ORDERS
 MUTANTS = [
-    *(Mutant(k, *m) for k in (*ONE_ROW, *SPAN_CHUNKS) for m in COMMON),
+    *(Mutant(k, *m) for k in (*ONE_ROW, *SPANS) for m in COMMON),
     *(Mutant(k, *m) for k in TEAMS for m in OF_RING),
-    *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPAN_CHUNKS)),
+    *(Mutant(k, *units_from_the_first(k)) for k in (*ONE_ROW, *SPANS)),
     *(Mutant(k, *m) for k in ONE_ROW for m in OF_ONE_SPAN),
     *(Mutant(k, *m) for k in (*ONE_ROW, "int4, spans") for m in OF_ONE_ROW),
     *(Mutant(k, *m) for k in ("int4", "int8", "uint8") for m in OF_DIGITS),
     *(Mutant(k, *m) for k in BATCHES for m in OF_BATCH),
-    *(Mutant(k, *m) for k in SPAN_CHUNKS for m in OF_SPANS),
+    *(Mutant(k, *m) for k in SPANS for m in OF_SPANS),
     *(Mutant(*m) for m in OF_ONE),
     *(Mutant(k, *m) for k, own in OF_KERNELS.items() for m in own),
 ]

@@ -62,6 +62,7 @@ class Case:
     warps: int = 2
     blocks: int = 3
     batch: int = 1
+    sharers: int = 1
 
     @property
     def program(self) -> KernelGraph:
@@ -225,6 +226,10 @@ LINEARS = {
     "HQQ, gate and up": lambda: coded_gate("HQQ", 64, 512),
     "HQQ, 3 rows": lambda: coded_linear("HQQ", 64, 512, 64, (), True, 3),
     "HQQ, gate and up, 8 rows": lambda: coded_gate("HQQ", 32, 384, 64, 8),
+    "GPTQ, zero points, 12 rows": lambda: coded_gate("GPTQ, zero points", 64, 256, batch=12),
+    "AWQ, 16 rows": lambda: coded_linear("AWQ", 64, 512, 128, (64,), True, 16),
+    "tiles, gate and up, 16 rows": lambda: coded_gate("tiles", 48, 512, 256, 16),
+    "HQQ, 16 rows": lambda: coded_linear("HQQ", 64, 512, 64, (), True, 16),
     "powers of two": lambda: mxfp4_linear(1, 64, 512, norm=True, integers=True),
 }
 
@@ -240,6 +245,30 @@ class Linear(Case):
         """The linear."""
         return LINEARS[self.weights]()
 
+
+#: Cases in which blocks of a cluster share columns.
+CASES_OF_SHARERS: dict[str, Case] = {
+    "int4, norm and joined linears": Case("int4", "qkv", sharers=2, warps=4, stages=4),
+    "int4, gate and up": Case("int4", "gate_up", hidden=512, width=256, sharers=4, stages=2),
+    "int4, residual, chunks that end early": Case("int4", "down", width=768, tile=2, sharers=2),
+    "int4, groups of 32": Case("int4", "output", group=32, tile=2, sharers=2),
+    "int8, residual, 5 rows": Case("int8", "down", tile=128, width=512, sharers=4, batch=5),
+    "float8, norm and joined linears": Case("fp8", "qkv", hidden=512, sharers=2, warps=4),
+    "NF4, gate and up": Case("nf4", "gate_up", hidden=512, width=256, sharers=4, tile=2),
+    "int4, gate and up, 16 rows": Case(
+        "int4", "gate_up", hidden=512, width=256, sharers=2, warps=4, stages=4, tile=2, batch=16
+    ),
+    "int4, norm and joined linears, 8 rows": Case(
+        "int4", "qkv", hidden=512, sharers=4, warps=4, stages=4, tile=1, batch=8
+    ),
+    "NF4, residual, 16 rows": Case("nf4", "down", sharers=2, warps=4, batch=16),
+    "GPTQ, zero points": Linear("GPTQ, zero points", tile=1, warps=4, sharers=2),
+    "AWQ, gate and up, 8 rows": Linear("AWQ, gate and up, 8 rows", tile=1, sharers=4, stages=3),
+    "packed zero points, 4 rows": Linear("packed zero points, 4 rows", tile=2, sharers=2),
+    "shifts, gate and up": Linear("shifts, gate and up", tile=4, sharers=2),
+    "tiles, 3 rows": Linear("tiles, 3 rows", tile=1, stages=3, sharers=4),
+    "HQQ, norm": Linear("HQQ, norm", tile=1, stages=4, warps=4, sharers=2),
+}
 
 CASES = {
     "int4, norm and joined linears": Case("int4", "qkv"),
@@ -316,6 +345,16 @@ CASES = {
     "int8, residual, 5 rows": Case("int8", "down", tile=128, width=448, stages=3, batch=5),
     "float8, gate and up, 2 rows": Case("fp8", "gate_up", hidden=512, width=256, tile=2, batch=2),
     "float8, residual, 8 rows": Case("fp8", "down", stages=3, batch=8),
+    "int4, gate and up, 16 rows": Case("int4", "gate_up", tile=2, warps=4, batch=16),
+    "int4, residual, 11 rows": Case("int4", "down", width=640, tile=2, stages=3, batch=11),
+    "NF4, norm and joined linears, 16 rows": Case("nf4", "qkv", tile=2, warps=4, batch=16),
+    "int8, gate and up, 9 rows": Case("int8", "gate_up", tile=128, blocks=5, batch=9),
+    "float8, residual, 16 rows": Case("fp8", "down", stages=3, batch=16),
+    "GPTQ, zero points, 12 rows": Linear("GPTQ, zero points, 12 rows", tile=1, stages=4, warps=4),
+    "AWQ, 16 rows": Linear("AWQ, 16 rows", tile=2, stages=3),
+    "tiles, gate and up, 16 rows": Linear("tiles, gate and up, 16 rows", tile=1, stages=4),
+    "HQQ, 16 rows": Linear("HQQ, 16 rows", tile=2, stages=3),
+    **{f"{name}, by a cluster": replace(c, blocks=9) for name, c in CASES_OF_SHARERS.items()},
 }
 
 
@@ -346,6 +385,7 @@ def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
     """Return the schedule of a case, with other values of `changes`."""
     tiles = tiles_of(found, case.tile)
     given = {"num_stages": case.stages, "num_warps": case.warps, "persistent_blocks": case.blocks}
+    given["cooperating_blocks"] = case.sharers
     return Schedule(tiles, cuda=True, **(given | changes))
 
 
@@ -435,6 +475,7 @@ class Hand:
         scale_gaps: Whether scales, zero points and shifts that lie side by side have gaps of one.
             The inputs have NaN in the gaps, and begin at any address.
         has_row_pairs: Whether a byte holds codes of two rows, as those of HQQ.
+        sharers: Blocks of a cluster that share the columns of each tile.
     """
 
     codes: str = "uint4"
@@ -466,6 +507,7 @@ class Hand:
     padding: int = 0
     scale_gaps: bool = False
     has_row_pairs: bool = False
+    sharers: int = 1
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -656,8 +698,8 @@ class Hand:
             other = op(body, "weighted", "mul", "x", "gamma", axes=(*batch, *columns))
             summed("squares", op(body, "square", "mul", "x", "x", axes=(*batch, *columns)), batch)
             op(after, "mean", "mul", "squares", 1 / self.columns, axes=batch)
-            op(after, "more", "add", "mean", 1e-6, axes=batch)
-            op(after, "rms", "rsqrt", "more", axes=batch)
+            op(after, "mean_with_eps", "add", "mean", 1e-6, axes=batch)
+            op(after, "rms", "rsqrt", "mean_with_eps", axes=batch)
         result_axes = (*batch, *rows)
         results = []
 
@@ -759,6 +801,7 @@ class Hand:
             tiles,
             num_stages=self.stages,
             num_warps=self.warps,
+            cooperating_blocks=self.sharers,
             persistent_blocks=self.blocks,
             cuda=True,
         )
@@ -818,6 +861,19 @@ class Hand:
         return float(((got.double() - want).abs() / allowed).nan_to_num(math.inf).max())
 
 
+def varied(hand: Hand, seed: int) -> Hand:
+    """Return a block graph that may have more than eight rows of x, and blocks that share columns.
+
+    Shares have to fit the columns and their groups. Other choices stay as they are.
+    """
+    r = random.Random(f"wider {seed}")
+    if hand.batch > 1 and r.random() < 0.4:
+        hand = replace(hand, batch=r.choice((9, 11, 12, 13, 14, 16, 16)))
+    least = math.lcm(64, hand.group or 1)  # columns of a share
+    sharers = r.choice([n for n in (1, 2, 4) if hand.columns % (least * n) == 0])
+    return replace(hand, sharers=sharers, blocks=hand.blocks * sharers + r.randrange(sharers))
+
+
 def random_hand(seed: int) -> Hand:
     """Return a random block graph and schedule that fit together."""
     r = random.Random(seed)
@@ -856,8 +912,10 @@ def random_hand(seed: int) -> Hand:
         batch=r.choice((1, 1, 2, 3, 4, 5, 7, 8)),
     )
     if codes == "uint4" and r.random() < 0.7:
-        return replace(hand, table=r.choice(sorted(HAND_TABLES)), is_turned=r.random() < 0.7)
-    return replace(hand, is_turned=codes in ("uint4", "int4") and r.random() < 0.4)
+        hand = replace(hand, table=r.choice(sorted(HAND_TABLES)), is_turned=r.random() < 0.7)
+    else:
+        hand = replace(hand, is_turned=codes in ("uint4", "int4") and r.random() < 0.4)
+    return varied(hand, seed)
 
 
 def random_column_hand(seed: int) -> Hand:
@@ -875,7 +933,7 @@ def random_column_hand(seed: int) -> Hand:
     most = 32 if has_columns else 16 // len(products)
     tile_rows = r.choice((most, 16)) if has_columns else most
     may_have_zeros = bool(group) and codes != "float8_e4m3fn"
-    return Hand(
+    hand = Hand(
         codes=codes,
         dtype=r.choice(("bfloat16", "float16", "float32")),
         rows=tuple(tile_rows * r.randint(1, 4) for _ in range(r.choice((1, 1, 2, 3)))),
@@ -896,6 +954,7 @@ def random_column_hand(seed: int) -> Hand:
         tile_rows=tile_rows,
         has_zeros=may_have_zeros and random.Random(~seed).random() < 0.4,
     )
+    return varied(hand, seed)
 
 
 def random_row_hand(seed: int) -> Hand:
@@ -909,7 +968,7 @@ def random_row_hand(seed: int) -> Hand:
     tile_rows = r.choice((64, 32))
     products = (0, 1) if has_gate else (0,)
     has_zeros = r.random() < 0.7
-    return Hand(
+    hand = Hand(
         codes=r.choice(("uint4", "uint4", "int4")),
         dtype=r.choice(("bfloat16", "float16", "float32")),
         rows=tuple(tile_rows * r.randint(1, 3) for _ in range(r.choice((1, 1, 2, 3)))),
@@ -930,6 +989,7 @@ def random_row_hand(seed: int) -> Hand:
         has_zeros=has_zeros,
         zeros_in_words=has_zeros and r.random() < 0.7,
     )
+    return varied(hand, seed)
 
 
 def random_lane_hand(seed: int) -> Hand:
@@ -943,7 +1003,7 @@ def random_lane_hand(seed: int) -> Hand:
     shifts = r.choice(("", *SHIFTS, *SHIFTS))
     scale_gaps = r.random() < 0.7
     most = 8 if group == 128 else 5  # groups
-    return Hand(
+    hand = Hand(
         codes=r.choice(("uint4", "uint4", "int4")),
         dtype=r.choice(("bfloat16", "float16", "float32")),
         rows=tuple(least * r.randint(1, 4) for _ in range(r.choice((1, 1, 2, 3)))),
@@ -967,6 +1027,7 @@ def random_lane_hand(seed: int) -> Hand:
         padding=r.choice((0, 0, 128, 512)),
         scale_gaps=scale_gaps,
     )
+    return varied(hand, seed)
 
 
 def random_pair_hand(seed: int) -> Hand:
@@ -974,7 +1035,7 @@ def random_pair_hand(seed: int) -> Hand:
     r = random.Random(700 + seed)
     group = r.choice((0, 32, 64, 64, 128, 192))
     shifts = r.choice(("", "", *SHIFTS)) if group else ""
-    return Hand(
+    hand = Hand(
         codes=r.choice(("uint4", "uint4", "int4")),
         dtype=r.choice(("bfloat16", "float16", "float32")),
         rows=(16 * r.randint(1, 5),),
@@ -993,6 +1054,7 @@ def random_pair_hand(seed: int) -> Hand:
         shifts=shifts,
         has_row_pairs=True,
     )
+    return varied(hand, seed)
 
 
 def random_gap_hand(seed: int) -> Hand:

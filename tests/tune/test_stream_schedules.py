@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,13 @@ from mirage_hf.codegen.streams.layout import stream_layout
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.tune import space, stream_schedules
+from mirage_hf.tune.candidates import ScheduledCandidate
 from mirage_hf.tune.cuda_schedules import estimate_cuda
+from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.tune.refit import refit
-from mirage_hf.tune.stream_schedules import MOST, estimated_stream_us
+from mirage_hf.tune.stream_schedules import MOST, SHARERS, estimated_stream_us
 from tests.helpers import kernel_cases
+from tests.helpers.streamed_experts import Experts
 from tests.helpers.streamed_graphs import CASES, Case, Hand, streamed
 
 #: Block graphs with codes, by name.
@@ -98,14 +102,59 @@ def test_nothing_is_listed_for_float32_activations(name):
 def test_each_schedule_can_be_written(name):
     op = HANDS[name].op
     found = listed(op)
-    assert 0 < len(found) <= MOST * 3 // 2
+    # there are fewer of later ones, whose tiles have half of the rows or are shared
+    assert 0 < len(found) <= MOST + MOST // 2 * (2 * len(SHARERS) - 1)
     assert len({s for s, _ in found}) == len(found)
     estimates = [us for _, us in found]
     assert estimates == sorted(estimates) and estimates[0] > 0
     for schedule, us in found:
-        assert schedule.cuda and schedule.persistent_blocks == gpus.H200.sms
+        sharers = schedule.cooperating_blocks
+        assert schedule.cuda and schedule.persistent_blocks == gpus.H200.sms // sharers * sharers
         write_stream_kernel(op, schedule, "kernel")
         assert estimated_stream_us(stream_layout(op, schedule)) == us
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("name", HANDS)
+def test_schedules_are_listed_for_each_number_of_sharers_that_fits(name):
+    hand = HANDS[name]
+    rows = streamed_products(hand.op).rows
+    kinds = Counter((s.cooperating_blocks, *(s.tiles[a] for a in rows)) for s, _ in listed(hand.op))
+    fitting = {n for n in SHARERS if hand.columns % (64 * n) == 0}
+    assert {sharers for sharers, *_ in kinds} == fitting and 1 in fitting
+    # most schedules have whole tiles that are not shared
+    (most, count), *others = kinds.most_common()
+    assert most[0] == 1 and count <= MOST
+    assert all(n <= MOST // 2 for _, n in others)
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize(("sms", "blocks"), [(132, 132), (131, 130), (3, 2)])
+def test_blocks_that_share_columns_fill_whole_clusters(sms, blocks):
+    found = listed(HANDS["int4"].op, replace(gpus.H200, sms=sms))
+    assert {s.persistent_blocks for s, _ in found if s.cooperating_blocks == 2} == {blocks}
+    assert {s.persistent_blocks for s, _ in found if s.cooperating_blocks == 1} == {sms}
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("kind", [{}, {"chosen": 0, "pieces": 2}])
+def test_no_blocks_share_columns_of_experts(kind):
+    experts = Experts(dtype="bfloat16", rows=1024, columns=1024, **kind)
+    found = listed(experts.op)
+    assert found and {s.cooperating_blocks for s, _ in found} == {1}
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 14336), (14336, 4096)])
+def test_blocks_share_columns_of_a_wide_linear_with_16_rows(rows, columns):
+    """Of few rows of x, each block computes all digits in less time than sums are exchanged."""
+    for batch, shares in ((1, False), (16, True)):
+        hand = Hand(codes="int4", rows=(rows,), columns=columns, group=128, batch=batch)
+        found = listed(hand.op)
+        best = min(us for s, us in found if s.cooperating_blocks == 2)
+        alone = min(us for s, us in found if s.cooperating_blocks == 1)
+        assert (best < alone) == shares
+        assert (found[0][0].cooperating_blocks > 1) == shares
 
 
 def estimate(hand: Hand) -> float:
@@ -146,6 +195,27 @@ def test_the_estimate_grows_if_blocks_walk_different_numbers_of_tiles():
     even = estimate(DEEP)
     uneven = estimate(replace(DEEP, rows=(16 * (132 * 2 + 1),)))
     assert uneven > 1.3 * even
+
+
+def of_three_rows(hand: Hand) -> float:
+    """Return by how much the estimate grows with three more rows of x."""
+    return estimate(replace(hand, batch=5)) - estimate(replace(hand, batch=2))
+
+
+def test_blocks_that_share_columns_compute_digits_of_their_share():
+    hand = replace(DEEP, columns=4096, tile=512)
+    assert of_three_rows(replace(hand, sharers=2)) < 0.8 * of_three_rows(hand)
+
+
+def test_the_estimate_of_blocks_that_share_columns_counts_warps_with_nothing_to_do():
+    """A warp computes 256 columns of a row of x at a time, so short shares leave warps idle."""
+    times = []
+    for warps in (8, 7):  # that have columns of a row
+        hand = replace(DEEP, columns=2 * 256 * warps, tile=512, sharers=2, batch=5)
+        divided = stream_layout(hand.op, hand.schedule)
+        assert (divided.rounds, divided.row_warps) == (1, 8)
+        times.append(of_three_rows(hand))
+    assert times[1] > 0.95 * times[0]
 
 
 def test_a_ring_that_does_not_fit_has_no_estimate():
@@ -230,7 +300,9 @@ def test_streams_are_listed_only_where_they_are_asked_for():
     assert not space.default_schedule(op).cuda
 
 
-@pytest.mark.parametrize("old, new", [(4, 8), (8, 4), (4, 3), (2, 5), (4, 1), (1, 4)])
+@pytest.mark.parametrize(
+    "old, new", [(4, 8), (8, 4), (4, 3), (2, 5), (4, 1), (1, 4), (8, 12), (16, 3), (1, 12)]
+)
 def test_a_schedule_is_refitted_to_another_batch(old, new):
     tuned = Hand(rows=(4096,), columns=4096, group=128, has_norm=True, batch=old, blocks=132)
     other = replace(tuned, batch=new)
@@ -243,6 +315,36 @@ def test_a_schedule_is_refitted_to_another_batch(old, new):
     write_stream_kernel(ops[1], refitted, "kernel")
     expected = {**schedule.tiles, "m": next_power_of_two(new)}
     assert dict(refitted.tiles) == expected and refitted.num_stages == 3
+
+
+@pytest.mark.parametrize("sharers", [1, 2, 4])
+def test_a_refitted_schedule_keeps_its_sharers(sharers):
+    """They share a tile's columns, so they do not depend on how many chunks it has."""
+    tuned = replace(HANDS["int4"], sharers=sharers, blocks=132, tile=32, stages=3, warps=8)
+    for columns in (4096, 1024):
+        other = replace(tuned, columns=columns, rows=(8192,))
+        refitted = refit(tuned.schedule, tuned.op, other.op)
+        assert refitted.cooperating_blocks == sharers
+        assert stream_layout(other.op, refitted).sharers == sharers
+
+
+def test_steps_from_a_schedule_change_its_sharers():
+    """No step gives shares that do not fit, or more blocks than a cluster has."""
+    for hand, sharers, others in (
+        (HANDS["int4"], 1, {2}),
+        (HANDS["int4"], 2, {1, 4}),
+        (HANDS["int4"], 8, {4}),
+        (HANDS["int8, few columns"], 1, set()),
+    ):
+        start = replace(hand, sharers=sharers, blocks=132, tile=32 if hand.group else 64)
+        ugraph = UGraph(start.graph, start.graph)
+        us = estimate(start)
+        candidate = ScheduledCandidate(ugraph, (start.schedule,), us)
+        found = neighbours([candidate], [candidate], gpus.H200, lambda op, device: [])
+        schedules = [c.schedules[0] for c in found]
+        assert schedules and {s.cooperating_blocks for s in schedules} - {sharers} == others
+        for schedule in schedules:
+            write_stream_kernel(start.op, schedule, "kernel")
 
 
 COLUMNS = Hand(rows=(4096,), columns=4096, group=128, has_columns=True, scale_columns=(0,), tile=8)
