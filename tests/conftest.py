@@ -23,10 +23,6 @@ KEPT_BYTES = 1 << 30
 # Tests run in several processes. Threads of one process would wait for those of another.
 torch.set_num_threads(1)
 
-# MKL's sums in float32 differ between kinds of CPUs, and so do the errors of torch that candidates
-# are compared with. Without this, a kernel may be refused on one machine and accepted on another.
-os.environ.setdefault("MKL_CBWR", "AVX2")
-
 # A test must not read results of earlier runs or of the user's own work.
 os.environ.setdefault("MIRAGE_HF_CACHE", tempfile.mkdtemp(prefix="mirage_hf_tests_"))
 # The same holds for what this machine has proven.

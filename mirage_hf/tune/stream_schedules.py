@@ -68,13 +68,10 @@ _AS_BYTES, _AS_HALVES = 4.8, 8.0
 _ENDS_US, _FACTOR_US, _SPAN_US = 1.5, 1.1, 1.0
 
 #: µs more that a cluster takes to begin, and to exchange sums.
-_SHARING_US = 1.6
+_SHARING_US = 1.2
 
 #: The most of the time for the other factor that copies hide, for one row and for several.
-_HIDDEN, _HIDDEN_OF_SEVERAL = 0.5, 0.25
-
-#: Instructions of a lane for a code and each of several rows. Their time comes on top of copies.
-_OF_A_ROW = 0.1
+_HIDDEN, _HIDDEN_OF_SEVERAL = 0.5, 0.35
 
 
 def can_stream() -> bool:
@@ -203,13 +200,10 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     if layout.sharers > 1:  # some warps may have nothing to do
         whole = layout.rounds * layout.row_warps * SHARED_COLUMNS
         factor_us *= whole / layout.share
-    multiply_us, hidden = 0.0, _HIDDEN
-    if layout.batch > 1:
-        multiply_us = 1e6 * codes * uneven * _OF_A_ROW * layout.batch / device.lane_rate
-        hidden = _HIDDEN_OF_SEVERAL
+    hidden = _HIDDEN if layout.batch == 1 else _HIDDEN_OF_SEVERAL
     factor_us *= 1 - min(hidden, layout.share / 8192)
     ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1) + _SHARING_US * (layout.sharers > 1)
-    return ends_us + factor_us + max(copy_us, decode_us) + multiply_us
+    return ends_us + factor_us + max(copy_us, decode_us)
 
 
 def _instructions_of_code(layout: StreamLayout) -> float:

@@ -13,7 +13,7 @@ from scripts import bench_codes, benching
 
 def options(**changes) -> argparse.Namespace:
     sizes = dict(hidden=256, keys=128, width=512, group=64, weights="int4")
-    limits = dict(search_seconds=20.0, schedules=2, climb=0, replays=3)
+    limits = dict(search_seconds=20.0, schedules=2, climb=0, replays=3, streams=False)
     return argparse.Namespace(**sizes | limits | changes)
 
 
