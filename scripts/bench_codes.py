@@ -243,7 +243,8 @@ BLOCKS: Mapping[str, Callable[[int, argparse.Namespace], KernelGraph]] = {
 def kind_of(op: KernelOp, schedule: Schedule) -> str:
     """Return the kind of a kernel."""
     if schedule.persistent_blocks:
-        return (STREAMS, *SHARED)[[*SHARERS].index(schedule.cooperating_blocks)]
+        count = schedule.cooperating_blocks
+        return STREAMS if count == 1 else f"{STREAMS}, clusters of {count}"
     if schedule.steps_per_trip > 1:
         return TRIPS
     if plan_kernel(op, schedule).pipelining.holds_words_ahead:

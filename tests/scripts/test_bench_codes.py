@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from mirage_hf.codegen.schedule import Schedule
 from mirage_hf.errors import Rejected
 from mirage_hf.search.lowering import lower
 from mirage_hf.tune import stream_schedules
@@ -57,3 +58,11 @@ def test_wrong_and_unchecked_kernels_are_not_the_best():
     ]
     assert bench_codes.best(candidates, "trips") is candidates[3]
     assert bench_codes.best(candidates, "staged") is None
+
+
+def test_kinds_tell_how_many_blocks_share_columns():
+    """A climb may reach clusters of other sizes than those that are tried first."""
+    for count, kind in (1, "streams"), (2, "streams, clusters of 2"), (4, "streams, clusters of 4"):
+        schedule = Schedule({}, cuda=True, persistent_blocks=8, cooperating_blocks=count)
+        assert bench_codes.kind_of(None, schedule) == kind
+    assert {"streams", "streams, clusters of 2"} < {*bench_codes.KINDS}

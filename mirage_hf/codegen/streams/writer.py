@@ -28,18 +28,14 @@ _NAMES = frozenset(
     low_1 low_less low_sums lower lower_0 lower_1 m magic mine more n of_piece of_tile own piece
     pitch place q r right row row_0 row_bytes row_team row_teams row_threads row_tid row_warp
     row_warps scaled share sharers shift_0 shift_1 size span stages step stores sums t team
-    team_warp team_warps tiles to
-    unit unit_sum unit_sums units up upper upper_0 upper_1 vector w walker walkers warp warps word
-    word_step Words worth_0 worth_1 zero_0 zero_1
+    team_warp team_warps tiles to unit unit_sum unit_sums units up upper upper_0 upper_1 vector
+    w walker walkers warp warps word word_step Words worth_0 worth_1 zero_0 zero_1
     """.split()
 )
 
 
 #: What numbered names of the text begin with.
-_PREFIXES = (
-    *("begin_", "first_", "from_", "own_", "place_", "step_", "sum_", "table_", "to_", "words_"),
-    "x_",
-)
+_PREFIXES = tuple("begin_ first_ from_ own_ place_ step_ sum_ table_ to_ words_ x_".split())
 
 
 class StreamWriter(NestWriter):
@@ -47,8 +43,9 @@ class StreamWriter(NestWriter):
 
     def var(self, name: str) -> str:
         """Return a C++ name for a value."""
-        name = super().var(name)
-        is_taken = name in _NAMES or name.startswith(_PREFIXES) or name.endswith("_held")
+        given, name = name, super().var(name)
+        is_numbered = name == given and name.startswith(_PREFIXES)
+        is_taken = name in _NAMES or is_numbered or name.endswith("_held")
         return name + "_" if is_taken else name
 
     def __init__(self, layout: StreamLayout, op: PlacedOp, name: str):
