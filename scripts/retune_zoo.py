@@ -39,8 +39,8 @@ from mirage_hf.zoo.machine import this_machine
 from scripts.benching import DEVICE, need_gpu
 from scripts.refresh_zoo import ROOT, write
 
-#: Schedules of Triton kernels to try for an op.
-MOST = 24
+#: Schedules to try for an op, and those of Triton kernels.
+TRIED, MOST = 48, 24
 
 
 def schedules_of(op: KernelOp, device: Device, own: Schedule) -> list[Schedule]:
@@ -53,8 +53,8 @@ def schedules_of(op: KernelOp, device: Device, own: Schedule) -> list[Schedule]:
     return list(dict.fromkeys([own, *others]))
 
 
-def tuned(entry: Entry) -> TuneResult | None:
-    """Return measured kernels of an entry's µGraph, or None if it needs none."""
+def tuned(entry: Entry, tried: int) -> TuneResult | None:
+    """Return up to `tried` measured kernels of an entry's µGraph, or None if it needs none."""
     ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
     is_stale = entry.generate().source != entry.kernel
     if not is_stale and not any(stream_schedules(op) for op in ops):
@@ -65,7 +65,7 @@ def tuned(entry: Entry) -> TuneResult | None:
     return tuner.tune(
         [entry.ugraph],
         device=DEVICE,
-        per_graph=2 * MOST,
+        per_graph=tried,
         schedules=lambda op, device: schedules_of(op, device, own),
         rounds=0,
         patience=0,
@@ -89,11 +89,11 @@ def remade(entry: Entry, chosen: ScheduledCandidate, result: TuneResult, layer_u
     )
 
 
-def retune(folders: Sequence[Path], zoo: Path) -> None:
+def retune(folders: Sequence[Path], zoo: Path, tried: int) -> None:
     """Measure the entries of a layer again, and write those that were tuned."""
     started = time.perf_counter()
     entries = [read_entry(folder) for folder in folders]
-    results = [tuned(entry) for entry in entries]
+    results = [tuned(entry, tried) for entry in entries]
     choices = [
         only_choice(entry) if result is None else result.searched
         for entry, result in zip(entries, results, strict=True)
@@ -118,6 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--layer", action="append", required=True, help="folders of entries")
     parser.add_argument("--zoo", type=Path, default=ROOT / "kernel_zoo", help="where they lie")
+    parser.add_argument("--tried", type=int, default=TRIED, help="schedules to try for each entry")
     args = parser.parse_args()
     need_gpu("retune_zoo")
     for layer in args.layer:
@@ -125,7 +126,7 @@ def main() -> None:
         zoo = args.zoo.resolve()
         if outside := [f for f in folders if not f.is_relative_to(zoo)]:
             parser.error(f"{outside[0]} does not lie in {zoo}; name its zoo by --zoo")
-        retune(folders, zoo)
+        retune(folders, zoo, args.tried)
 
 
 if __name__ == "__main__":

@@ -183,14 +183,16 @@ class _Tracer:
             for rings, own_windows, sizes in rings_variants(windows):
                 if any(rings) and not uses_rings:
                     continue
+                # texts of the check are short, and a recording is right for any number of slots
+                capacity = sizes[0] if any(rings) else GRAIN
                 try:
                     recording = _recorded(model, batch, own_windows, sizes, check=check, form=form)
                     plan = StepPlan(recording, batch)
                     if form != FORMS[0]:  # most forms do not fit, so they are tried without kernels
                         plan.schedule({})
-                        check.run(plan, batch, own_windows, sizes[0])
+                        check.run(plan, batch, own_windows, capacity)
                     self.kernels.find(plan, whole)
-                    check.run(plan, batch, own_windows, sizes[0])
+                    check.run(plan, batch, own_windows, capacity)
                 except UnfitFormError:
                     if not any(rings):
                         raise
@@ -274,7 +276,7 @@ class _Tracer:
             recording = with_states_in_turn(recording, one, batch, states)
         plan = StepPlan(recording, shape.rows)
         self.kernels.find(plan, whole)
-        self.check.run_drafts(plan, shape, sizes[0])
+        self.check.run_drafts(plan, shape, GRAIN)
         if tokens > 1:
             self._report(plan, shape)
         return plan
