@@ -1,7 +1,9 @@
 """List schedules of CUDA kernels that stream codes, best estimate first, and estimate their times.
 
-The estimate counts bytes, the bytes that are under way, and what comes before and after the copies.
-Its numbers are from kernels on one H200, most of them hand-written.
+The estimate counts bytes, the bytes that are under way, and what copies do not hide: what lies
+before and after them, the other factor, and loads of several rows of it from shared memory. Its
+numbers are fitted to the 147 packaged kernels, which were measured on H200s, and to 80 others for
+16 rows of int4 and NF4.
 """
 
 from __future__ import annotations
@@ -52,26 +54,32 @@ LEAST_SM = 90
 #: are shared by as many blocks.
 MOST = 24
 
-#: µs from the request of a chunk to its end while memory is busy. With 2.4, as before, a packaged
-#: kernel for 8 rows with 3.2 MB of float8 under way took two thirds of its estimate (H200).
-_COPY_US = 1.8
+#: µs from the request of a chunk to its end while memory is busy.
+_COPY_US = 1.4
 
 #: By how much the GPU must be busier with tiles of half as many rows for these to be tried.
 _MORE_EVEN = 1.15
 
 #: Instructions of a lane for a code that is looked up in two bytes of a table, as signed bytes and
 #: as halves. Other codes take so few that copies take longer.
-_AS_BYTES, _AS_HALVES = 4.8, 8.0
+_AS_BYTES, _AS_HALVES = 5.3, 8.0
 
-#: µs before a block begins to compute and after it ends, µs that each warp takes to compute 1,024
-#: columns of a row of the other factor, and µs without products between spans.
-_ENDS_US, _FACTOR_US, _SPAN_US = 1.5, 1.1, 1.0
+#: µs before a block begins to compute and after it ends, and more of them for one row and a table.
+_ENDS_US, _TABLE_US = 1.29, 0.72
 
-#: µs more that a cluster takes to begin, and to exchange sums.
-_SHARING_US = 1.2
+#: µs more that a cluster takes to begin and to exchange sums.
+_SHARING_US = 1.35
 
-#: The most of the time for the other factor that copies hide, for one row and for several.
-_HIDDEN, _HIDDEN_OF_SEVERAL = 0.5, 0.35
+#: µs that a warp takes to add its sums of a tile to those of the span before, for each row of the
+#: other factor.
+_SPAN_US = 0.0033
+
+#: µs that a warp takes to compute 1,024 columns of one row of the other factor, that a block takes
+#: to compute as many elements of several rows, and that a thread waits if it loads rows once more.
+_DIGITS_US, _HALVES_US, _AGAIN_US = 0.2, 0.031, 0.78
+
+#: How much longer than the loads alone the warps take to load rows of the other factor.
+_LOADING = 1.32
 
 
 def can_stream() -> bool:
@@ -196,14 +204,30 @@ def estimated_stream_us(layout: StreamLayout, device: Device = H200) -> float:
     copy_us = 1e6 * read * uneven * (in_first / device.bandwidth + (1 - in_first) / later)
     codes = layout.products.num_rows * layout.products.num_columns * len(layout.products.products)
     decode_us = 1e6 * codes * uneven * _instructions_of_code(layout) / device.lane_rate
-    factor_us = _FACTOR_US * layout.batch * layout.share / 1024 / layout.warps
+    sums = layout.most_tiles * layout.summing_warps * layout.batch
+    between_us = _SPAN_US * (layout.spans - 1) * sums
+    ends_us = _ENDS_US + _SHARING_US * (layout.sharers > 1)
+    return ends_us + between_us + _factor_us(layout, device) + max(copy_us, decode_us)
+
+
+def _factor_us(layout: StreamLayout, device: Device) -> float:
+    """Return the µs that a block takes to compute the other factor, and to load several rows of it.
+
+    For each tile, warps load all rows of a share, two bytes for each element. Copies hide little of
+    that, because the ring is short. A multiprocessor loads a byte in the time of a lane's
+    instruction.
+    """
+    products, share = layout.products, layout.share
+    if layout.batch == 1:
+        return _DIGITS_US * share / 1024 / layout.warps + _TABLE_US * bool(layout.table)
+    loads_us = 1e6 * 2 * layout.batch * share * layout.most_tiles * device.sms / device.lane_rate
     if layout.sharers > 1:  # some warps may have nothing to do
-        whole = layout.rounds * layout.row_warps * SHARED_COLUMNS
-        factor_us *= whole / layout.share
-    hidden = _HIDDEN if layout.batch == 1 else _HIDDEN_OF_SEVERAL
-    factor_us *= 1 - min(hidden, layout.share / 8192)
-    ends_us = _ENDS_US + _SPAN_US * (layout.spans - 1) + _SHARING_US * (layout.sharers > 1)
-    return ends_us + factor_us + max(copy_us, decode_us)
+        share = layout.rounds * layout.row_warps * SHARED_COLUMNS
+    computed_us = _HALVES_US * layout.batch * share / 1024
+    own = [v for v in products.read_columns if products.batch_stride(v)]
+    at_once = layout.rows_at_once(layout.rounds * max(1, len(own)))
+    again = layout.batch // layout.row_teams // at_once - 1
+    return _LOADING * loads_us + computed_us + _AGAIN_US * again * layout.spans
 
 
 def _instructions_of_code(layout: StreamLayout) -> float:

@@ -159,8 +159,8 @@ SCALE = "(shared.scales_0[i % 3])[g * 8 + (share * 512 + unit * 128) / 128]"
 ZERO = "(shared.zeros_1[i % 3])[g * 8 + (share * 512 + unit * 128) / 128]"
 X_ROW = "(b_0 + m * row_teams + row_team) * 1024LL"
 OWN_ROW = "const int b = b_0 + m * row_teams + row_team;"
-OWN_PARTS = "own[k] += shared.partial[e / 64][w][e % 64];"
-OWN_SQUARES = "own[k] += shared.sums[e][w];"
+OWN_PARTS = "own += shared.partial[e / 64][w][e % 64];"
+OWN_SQUARES = "own += shared.sums[e][w];"
 
 #: Mistakes of a kernel with a norm, zero points and teams of warps that compute rows of x.
 OF_ROW_TEAMS = [
@@ -195,12 +195,12 @@ OF_ROW_TEAMS = [
     ("squares of two warps in one place", "[0 * batch + b][row_warp]", "[0 * batch + b][0]"),
     ("sums of one warp", OWN_PARTS, OWN_PARTS.replace("[w]", "[0]")),
     ("sums of fewer warps", f"w < warps; ++w) {OWN_PARTS}", f"w < 1; ++w) {OWN_PARTS}"),
-    ("sums of half of the elements", "if (e < mine * 64)", "if (e < mine * 32)"),
+    ("sums of half of the elements", "e < mine * 64", "e < mine * 32"),
     ("sums of another tile", OWN_PARTS, OWN_PARTS.replace("[e / 64]", "[0]")),
-    ("sums of the warps are left where they are", "shared.partial[e / 64][0][e % 64] = own[k]", ""),
+    ("sums of the warps are left where they are", "shared.partial[e / 64][0][e % 64] = own;", ""),
     ("squares of one warp", OWN_SQUARES, OWN_SQUARES.replace("[w]", "[0]")),
-    ("squares of the first row are added up", "first < 1 * batch", "first < 1"),
-    ("squares of the warps are left where they are", "shared.sums[e][0] = own[k]", ""),
+    ("squares of the first row are added up", "e < 1 * batch", "e < 1"),
+    ("squares of the warps are left where they are", "shared.sums[e][0] = own;", ""),
     ("sums of the warps are added up too early", "meet<2>(threads);", ""),
     ("rows of x from the thread", "const int b = of_tile / 8;", "const int b = tid / 8 % batch;"),
     ("rows of codes of one share", "own_row = of_tile % 8", "own_row = of_tile % 4"),
@@ -226,22 +226,15 @@ OF_TEAMS = [
     ("rows of one share", "of_tile = share * 4", "of_tile = share % 2 * 4"),
 ]
 
-ELEMENT = "first + k * threads"
-
 #: Mistakes of a kernel whose threads store several results each.
 OF_MANY_TILES = [
-    ("elements side by side", ELEMENT, "first + k"),
-    ("the first element, several times", f"const int e = {ELEMENT};", "const int e = first;"),
-    ("sums of the first element", f"? {ELEMENT} : first", "? first : first"),
-    ("elements of every second round", "first += 8 * threads", "first += 16 * threads"),
-    ("elements of the first threads", "first < mine * 64", "first < threads / 2"),
-    ("too few elements are stored", "if (e < mine * 64)", "if (e < threads)"),
-    ("sums are added up and not kept", "sum0_of[k] = sum0;", "sum0_of[k] = 0.0f;"),
-    ("sums of a thread's first result", "= sum0_of[k]", "= sum0_of[0]"),
-    ("residuals of a thread's first result", "+ residual_of[k]", "+ residual_of[0]"),
-    ("residuals of the first row", "*residual_at(at_m, at_n)", "*residual_at(0, at_n)"),
+    ("results of the first threads", "e < mine * 64", "e < threads"),
+    ("results of every second round", "e < mine * 64; e += threads", "e < mine * 64; e += 128"),
     ("tiles of whole blocks", "own_tile = e / 64", "own_tile = e / 128"),
     ("rows of the first share", "of_tile = share * 64 + e % 64", "of_tile = e % 64"),
+    ("residuals of the first row", "*residual_at(at_m, at_n)", "*residual_at(0, at_n)"),
+    ("sums of the first tile", "&shared.partial[own_tile][0]", "&shared.partial[0][0]"),
+    ("sums of the first row", "[own_row * batch + b]", "[own_row * batch]"),
 ]
 
 GROUP = "(c * 2 + group + share * 6) * 128"

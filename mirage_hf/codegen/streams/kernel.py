@@ -14,7 +14,6 @@ cluster share the columns, they read each other's sums, and each stores a part o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from mirage_hf.codegen.cuda_kernel import SHARED_MOST, CudaKernel
 from mirage_hf.codegen.cuda_math import TYPES
@@ -36,14 +35,6 @@ from mirage_hf.codegen.streams.writer import COMPUTED
 from mirage_hf.errors import CodegenError
 from mirage_hf.graph.coded import is_exponent, is_packed
 from mirage_hf.graph.printing import format_block_graph
-
-#: The most elements of a thread whose sums it loads together, if blocks share columns. A load from
-#: the memory of another block takes as long as one from the L2.
-_AT_ONCE = 8
-
-#: The number of a thread's element `k`, and that of its first element if there are fewer.
-_ELEMENT = "const int e = first + k * threads;"
-_ELEMENT_OR_FIRST = "const int e = first + k * threads < {count} ? first + k * threads : first;"
 
 #: If the expert that an index chooses does not exist, values are 0.
 _READ_IF_ANY = (
@@ -243,14 +234,9 @@ class _KernelWriter(CopyWriter):
         else:
             for name in self.read_at_end():
                 self.put(self.address(self.inputs[name]))
-            if shares:
-                self.store_rows_at_once(nest)
-            else:
-                with self.scope(
-                    f"for (int e = tid; e < mine * {self.stored_elements}; e += threads)"
-                ):
-                    self.place("e")
-                    self.store_row(nest)
+            with self.scope(f"for (int e = tid; e < mine * {self.stored_elements}; e += threads)"):
+                self.place("e")
+                self.store_row(nest)
         if shares:
             self.put("cluster.sync();  // no block ends while another one reads its memory")
 
@@ -274,80 +260,32 @@ class _KernelWriter(CopyWriter):
         takes longer.
         """
         layout = self.layout
-        of_tile, num_sums = layout.rows * layout.batch, len(self.found.sums)
-        for array, index, count, most_elements, most, warps in (
+        of_tile = layout.rows * layout.batch
+        for array, index, count, most, warps in (
             (
                 "partial",
                 f"[e / {of_tile}][w][e % {of_tile}]",
                 f"mine * {of_tile}",
-                layout.most_tiles * of_tile,
                 layout.summing_warps,
                 self.summing_warps,
             ),
             (
                 "sums",
                 "[e][w]",
-                self.of_batch(num_sums),
-                num_sums * layout.batch,
-                layout.row_warps if num_sums else 1,
+                self.of_batch(len(self.found.sums)),
+                layout.row_warps if self.found.sums else 1,
                 self.row_warps,
             ),
         ):
             if most == 1:
                 continue
-            with self.several_elements(count, most_elements) as at_once:
-                self.put(f"float own[{at_once}];")
-                with self.rounds("k", at_once):
-                    self.put(
-                        _ELEMENT_OR_FIRST.format(count=count),
-                        "own[k] = 0.0f;",
-                        "#pragma unroll",
-                        f"for (int w = 0; w < {warps}; ++w) own[k] += shared.{array}{index};",
-                    )
-                with self.rounds("k", at_once):
-                    self.put(
-                        _ELEMENT,
-                        f"if (e < {count}) shared.{array}{index.replace('[w]', '[0]')} = own[k];",
-                    )
-
-    @contextmanager
-    def several_elements(self, count: str, most: int) -> Iterator[int]:
-        """Write a loop over elements. A thread has several at once, and waits for their loads once.
-
-        Args:
-            count: The text of how many elements there are.
-            most: How many there are at most.
-
-        Yields:
-            How many elements a thread has at once: `first`, and those `threads` apart.
-        """
-        at_once = min(_AT_ONCE, -(-most // self.threads))
-        step = f"{at_once} * threads" if at_once > 1 else "threads"
-        with self.scope(f"for (int first = tid; first < {count}; first += {step})"):
-            yield at_once
-
-    def store_rows_at_once(self, nest: Nest) -> None:
-        """Write how a thread adds up sums of several rows, and stores their outputs."""
-        layout, count = self.layout, f"mine * {self.stored_elements}"
-        stored = layout.most_tiles * layout.tile_rows * layout.batch // layout.sharers
-        with self.several_elements(count, stored) as at_once:
-            inputs = self.read_at_end()
-            sums = [v for v in self.finished if v not in nest.known]
-            names = {v: f"{self.var(v)}_of" for v in (*inputs, *sums)}
-            self.put(f"float {', '.join(f'{name}[{at_once}]' for name in names.values())};")
-            with self.rounds("k", at_once):
-                self.put(_ELEMENT_OR_FIRST.format(count=count))
-                self.place("e")
-                own = Nest((), None, 1, known=dict(nest.known))
-                self.add_all_parts(own)
-                self.put(*(f"{names[v]}[k] = {self.read(v)};" for v in inputs))
-                self.put(*(f"{names[v]}[k] = {own.known[v]};" for v in sums))
-            with self.rounds("k", at_once):
-                self.put(_ELEMENT)
-                with self.scope(f"if (e < {count})"):
-                    self.place("e")
-                    held = {v: f"{name}[k]" for v, name in names.items()}
-                    self.store_outputs(Nest((), None, 1, known=nest.known | held))
+            with self.scope(f"for (int e = tid; e < {count}; e += threads)"):
+                self.put(
+                    "float own = 0.0f;",
+                    "#pragma unroll",
+                    f"for (int w = 0; w < {warps}; ++w) own += shared.{array}{index};",
+                    f"shared.{array}{index.replace('[w]', '[0]')} = own;",
+                )
 
     def add_parts(self, name: str, count: str, part: str) -> None:
         """Write how a thread adds up parts of a sum: those of warps, or of blocks of a cluster.
@@ -397,9 +335,9 @@ class _KernelWriter(CopyWriter):
                     yield from self.read_for(a)
 
     @property
-    def finished(self) -> tuple[str, ...]:
+    def finished(self) -> set[str]:
         """The sums over columns."""
-        return (*(p.out for p in self.found.products), *(out for out, _ in self.found.sums))
+        return {p.out for p in self.found.products} | {out for out, _ in self.found.sums}
 
     def sums_of_inputs(self) -> list[str]:
         """Return sums over pieces that nothing but inputs enters, such as those of biases."""
@@ -482,11 +420,6 @@ class _KernelWriter(CopyWriter):
 
     def store_row(self, nest: Nest) -> None:
         """Write how a thread adds up the warps' sums for its row, and stores the outputs."""
-        self.add_all_parts(nest)
-        self.store_outputs(nest)
-
-    def add_all_parts(self, nest: Nest) -> None:
-        """Write how a thread adds up the warps' sums for its row."""
         each = self.layout.tile_rows
         if self.layout.batch > 1:
             self.add_sums(nest)
@@ -498,9 +431,6 @@ class _KernelWriter(CopyWriter):
                 at = f"({at}) * batch + b" if n else f"{at} * batch + b"
             self.add_parts(name, self.summing_warps, f"shared.partial[own_tile][w][{at}]")
             nest.known[p.out] = name
-
-    def store_outputs(self, nest: Nest) -> None:
-        """Write how a thread computes the outputs of its row, and stores them."""
         for n, (o, t) in enumerate(zip(self.block.outputs, self.outputs, strict=True)):
             at = " + ".join(
                 f"at_{a}" + (f" * {s}" if s != 1 else "")

@@ -322,7 +322,7 @@ __device__ __forceinline__ Words<4> halves_of_float8(unsigned first, unsigned se
 """
 
 
-# Schedule(tiles={'k': 16, 'm': 16, 'n': 8, 'r': 128}, num_warps=16, num_stages=12, cooperating_blocks=2, cuda=True, persistent_blocks=132)
+# Schedule(tiles={'k': 8, 'm': 16, 'n': 8, 'r': 128}, num_warps=16, num_stages=12, cooperating_blocks=2, cuda=True, persistent_blocks=132)
 mirage_0 = CUDA_HELPERS + r"""
 // axes m=16 grid, n=8192 grid, r=128 tile, k=16 loop
 // %t0 = load 0 [m, k, r]
@@ -555,82 +555,44 @@ __global__ void __cluster_dims__(sharers, 1, 1) __launch_bounds__(threads + 32, 
     }
   }
   meet<2>(threads);
-  for (int first = tid; first < mine * 256; first += 8 * threads) {
-    float own[8];
+  for (int e = tid; e < mine * 256; e += threads) {
+    float own = 0.0f;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int e = first + k * threads < mine * 256 ? first + k * threads : first;
-      own[k] = 0.0f;
-#pragma unroll
-      for (int w = 0; w < team_warps; ++w) own[k] += shared.partial[e / 256][w][e % 256];
-    }
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int e = first + k * threads;
-      if (e < mine * 256) shared.partial[e / 256][0][e % 256] = own[k];
-    }
+    for (int w = 0; w < team_warps; ++w) own += shared.partial[e / 256][w][e % 256];
+    shared.partial[e / 256][0][e % 256] = own;
   }
-  for (int first = tid; first < 1 * batch; first += threads) {
-    float own[1];
+  for (int e = tid; e < 1 * batch; e += threads) {
+    float own = 0.0f;
 #pragma unroll
-    for (int k = 0; k < 1; ++k) {
-      const int e = first + k * threads < 1 * batch ? first + k * threads : first;
-      own[k] = 0.0f;
-#pragma unroll
-      for (int w = 0; w < row_warps; ++w) own[k] += shared.sums[e][w];
-    }
-#pragma unroll
-    for (int k = 0; k < 1; ++k) {
-      const int e = first + k * threads;
-      if (e < 1 * batch) shared.sums[e][0] = own[k];
-    }
+    for (int w = 0; w < row_warps; ++w) own += shared.sums[e][w];
+    shared.sums[e][0] = own;
   }
   const cg::cluster_group cluster = cg::this_cluster();
   cluster.sync();  // the warps that compute, of all blocks that share columns
-  for (int first = tid; first < mine * 64; first += 2 * threads) {
-    float acc13_of[2], acc14_of[2], acc12_of[2];
+  for (int e = tid; e < mine * 64; e += threads) {
+    const int of_tile = share * 64 + e % 64;
+    const int b = of_tile / 8;
+    const int at_m = b;
+    const int own_tile = e / 64, own_row = of_tile % 8;
+    const int row = (walker + own_tile * walkers) * 8 + own_row;
+    const int at_n = row;
+    float acc12 = 0.0f;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int e = first + k * threads < mine * 64 ? first + k * threads : first;
-      const int of_tile = share * 64 + e % 64;
-      const int b = of_tile / 8;
-      const int at_m = b;
-      const int own_tile = e / 64, own_row = of_tile % 8;
-      const int row = (walker + own_tile * walkers) * 8 + own_row;
-      const int at_n = row;
-      float acc12 = 0.0f;
+    for (int rank = 0; rank < sharers; ++rank) acc12 += *cluster.map_shared_rank(&shared.sums[0 * batch + b][0], rank);
+    float acc13 = 0.0f;
 #pragma unroll
-      for (int rank = 0; rank < sharers; ++rank) acc12 += *cluster.map_shared_rank(&shared.sums[0 * batch + b][0], rank);
-      float acc13 = 0.0f;
+    for (int rank = 0; rank < sharers; ++rank) acc13 += *cluster.map_shared_rank(&shared.partial[own_tile][0][own_row * batch + b], rank);
+    float acc14 = 0.0f;
 #pragma unroll
-      for (int rank = 0; rank < sharers; ++rank) acc13 += *cluster.map_shared_rank(&shared.partial[own_tile][0][own_row * batch + b], rank);
-      float acc14 = 0.0f;
-#pragma unroll
-      for (int rank = 0; rank < sharers; ++rank) acc14 += *cluster.map_shared_rank(&shared.partial[own_tile][0][(own_row + 8) * batch + b], rank);
-      acc13_of[k] = acc13;
-      acc14_of[k] = acc14;
-      acc12_of[k] = acc12;
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int e = first + k * threads;
-      if (e < mine * 64) {
-        const int of_tile = share * 64 + e % 64;
-        const int b = of_tile / 8;
-        const int at_m = b;
-        const int own_tile = e / 64, own_row = of_tile % 8;
-        const int row = (walker + own_tile * walkers) * 8 + own_row;
-        const int at_n = row;
-        const float v15 = acc12_of[k] * 0.00048828125f;
-        const float v16 = v15 + 1e-05f;
-        const float v17 = rsqrtf(v16);
-        const float v18 = v17 * acc13_of[k];
-        const float v20 = v18 / (1.0f + expf(-v18));
-        const float v19 = v17 * acc14_of[k];
-        const float v21 = v20 * v19;
-        v21_out0[at_m * 8192 + at_n] = from_float<__nv_bfloat16>(v21);
-      }
-    }
+    for (int rank = 0; rank < sharers; ++rank) acc14 += *cluster.map_shared_rank(&shared.partial[own_tile][0][(own_row + 8) * batch + b], rank);
+    const float v15 = acc12 * 0.00048828125f;
+    const float v16 = v15 + 1e-05f;
+    const float v17 = rsqrtf(v16);
+    const float v18 = v17 * acc13;
+    const float v20 = v18 / (1.0f + expf(-v18));
+    const float v19 = v17 * acc14;
+    const float v21 = v20 * v19;
+    v21_out0[at_m * 8192 + at_n] = from_float<__nv_bfloat16>(v21);
   }
   cluster.sync();  // no block ends while another one reads its memory
 }
