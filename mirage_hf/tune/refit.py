@@ -12,7 +12,7 @@ from mirage_hf.codegen.plan import KernelPlan, plan_kernel
 from mirage_hf.codegen.plan.layout import MMA_MIN
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.finding import streamed_products
-from mirage_hf.codegen.streams.layout import fewer_rows, tiled_rows, tiles_of_rows
+from mirage_hf.codegen.streams.layout import other_rows, tiled_rows, tiles_of_rows
 from mirage_hf.gpus import H200, Device
 from mirage_hf.graph.block import BlockGraph, Role
 from mirage_hf.graph.kernel import KernelOp
@@ -79,7 +79,7 @@ def _refit_in_cuda(
         products = streamed_products(placed(op))
         rows = math.prod(tiles[a] for a in products.rows)
         tiles |= tiles_of_rows(products)
-        if rows in fewer_rows(products):
+        if rows in other_rows(products):
             tiles |= tiled_rows(products, rows)
     clipped = clip(replace(schedule, tiles=tiles), op.block)
     estimate_cuda(placed(op), clipped, device)  # raises if it fits on no SM

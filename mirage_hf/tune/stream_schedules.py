@@ -23,7 +23,8 @@ from mirage_hf.codegen.streams.finding import reads_codes, streamed_products
 from mirage_hf.codegen.streams.layout import (
     SHARED_COLUMNS,
     StreamLayout,
-    fewer_rows,
+    is_of_digits,
+    other_rows,
     stream_layout,
     tiled_rows,
     tiles_of_rows,
@@ -168,11 +169,14 @@ def _read(op: PlacedOp) -> int:
 
 
 def _rows_of_tiles(products: Products, device: Device) -> tuple[int, ...]:
-    """Return the rows of a tile to try: half as many, too, if blocks have more even work then."""
-    whole = products.rows_of_each
-    if products.is_column_major:
-        return (whole, *fewer_rows(products))
-    if len(products.products) > 1 or not fewer_rows(products):
+    """Return the rows of a tile to try.
+
+    For one row of the other factor, half as many are tried if blocks have more even work then.
+    """
+    whole, others = products.rows_of_each, other_rows(products)
+    if products.is_column_major or not is_of_digits(products):
+        return (whole, *others)
+    if len(products.products) > 1 or not others:
         return (whole,)
 
     def share(rows: int) -> float:

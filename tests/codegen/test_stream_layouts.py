@@ -366,6 +366,39 @@ def test_eight_blocks_may_share_columns(batch, tmp_path):
     check([hand], [hand.kernel("kernel_0")], tmp_path)
 
 
+def with_two_sets(hand: Hand) -> Hand | None:
+    """Return a block graph with twice as many rows, of which a tile has two sets, if it may."""
+    most = 16 // (1 + hand.has_gate)
+    wide = replace(hand, rows=tuple(2 * n for n in hand.rows), tile_rows=2 * most)
+    is_row_major = not (hand.has_columns or hand.has_rows_in_words or hand.has_lanes)
+    if hand.batch == 1 or not is_row_major or hand.has_row_pairs:
+        return None
+    try:
+        stream_layout(wide.op, wide.schedule)
+        wide.kernel("kernel")
+    except CodegenError:
+        return None
+    return wide
+
+
+@pytest.mark.parametrize(
+    ("draw", "first"),
+    [(random_hand, 0), (random_hand, 400), (random_column_hand, 0), (random_shift_hand, 0)],
+)
+def test_two_sets_of_rows_give_the_results_of_float64(draw, first, tmp_path):
+    found = (with_two_sets(draw(seed)) for seed in range(first, first + 400))
+    hands = list(itertools.islice((hand for hand in found if hand is not None), AT_ONCE))
+    layouts = [stream_layout(hand.op, hand.schedule) for hand in hands]
+    assert len(hands) == AT_ONCE and {x.sets for x in layouts} == {2}
+    assert {x.eights for x in layouts} == {1, 2}
+    assert {hand.has_gate for hand in hands} == {True, False}
+    if draw is random_hand:
+        assert {x.sharers for x in layouts} >= {1, 2}
+        assert len({hand.codes for hand in hands}) >= 4
+        assert {bool(hand.table) for hand in hands} == {True, False}
+    check(hands, [hand.kernel(f"kernel_{n}") for n, hand in enumerate(hands)], tmp_path)
+
+
 def with_spans(hand: Hand, most: int, monkeypatch) -> StreamLayout | None:
     """Limit shared memory so that the other factor has several spans, at most so many."""
     monkeypatch.undo()

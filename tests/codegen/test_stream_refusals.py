@@ -192,6 +192,26 @@ def test_a_block_has_1024_threads_at_most():
     refusal(hand.kernel)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"batch": 1}, "has tiles of 16 along n"),
+        ({"tile_rows": 64}, "has tiles of 16 along n"),
+        ({"rows": (64, 16)}, "rows of codes are no multiple of 32; give tiles of 16 rows"),
+        ({"has_gate": True}, "has tiles of 8 along n"),
+        ({"codes": "float8_e4m3fn", "square": 16}, "has tiles of 1 along n, 16 along o"),
+        ({"codes": "float8_e4m3fn", "square": 48, "rows": (96,)}, "tiles would cross them"),
+    ],
+    ids=str,
+)
+def test_sizes_of_two_sets_of_rows_have_to_fit(changes, why):
+    two = Hand(batch=4, tile_rows=32)
+    assert layouts.stream_layout(two.op, two.schedule).sets == 2
+    other = replace(two, **changes)
+    text = refusal(lambda: layouts.stream_layout(other.op, other.schedule))
+    assert why in text, text
+
+
 def test_a_schedule_has_to_fit():
     hand = Hand()
     op, schedule = hand.op, hand.schedule

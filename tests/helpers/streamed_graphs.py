@@ -16,7 +16,7 @@ from mirage_hf.codegen.placement import PlacedOp, place_kernels
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.streams.finding import streamed_products
 from mirage_hf.codegen.streams.kernel import write_stream_kernel
-from mirage_hf.codegen.streams.layout import tiles_of_rows
+from mirage_hf.codegen.streams.layout import tiled_rows, tiles_of_rows
 from mirage_hf.codegen.streams.products import ZEROS, Products
 from mirage_hf.errors import CodegenError
 from mirage_hf.formats import awq, gptq, hqq, torchao_int4
@@ -50,7 +50,11 @@ from tests.helpers.small_float_programs import mxfp4_linear
 
 @dataclass(frozen=True)
 class Case:
-    """A block of a decoder layer with codes, and a schedule."""
+    """A block of a decoder layer with codes, and a schedule.
+
+    Attributes:
+        tile_rows: Rows of each product that a tile has. 0: those of one set.
+    """
 
     weights: str
     block: str
@@ -63,6 +67,7 @@ class Case:
     blocks: int = 3
     batch: int = 1
     sharers: int = 1
+    tile_rows: int = 0
 
     @property
     def program(self) -> KernelGraph:
@@ -262,6 +267,10 @@ CASES_OF_SHARERS: dict[str, Case] = {
         "int4", "qkv", hidden=512, sharers=4, warps=4, stages=4, tile=1, batch=8
     ),
     "NF4, residual, 16 rows": Case("nf4", "down", sharers=2, warps=4, batch=16),
+    "NF4, norm and joined linears, two sets": Case(
+        "nf4", "qkv", hidden=512, sharers=2, warps=4, batch=16, tile_rows=32
+    ),
+    "float8, residual, two sets": Case("fp8", "down", sharers=2, batch=8, tile_rows=32),
     "GPTQ, zero points": Linear("GPTQ, zero points", tile=1, warps=4, sharers=2),
     "AWQ, gate and up, 8 rows": Linear("AWQ, gate and up, 8 rows", tile=1, sharers=4, stages=3),
     "packed zero points, 4 rows": Linear("packed zero points, 4 rows", tile=2, sharers=2),
@@ -274,6 +283,8 @@ CASES = {
     "int4, norm and joined linears": Case("int4", "qkv"),
     "int4, gate and up": Case("int4", "gate_up", tile=2, stages=1, warps=4),
     "int4, residual, chunks that end early": Case("int4", "down", width=640, tile=2, stages=3),
+    "int4, gate and up, two sets": Case("int4", "gate_up", tile=2, warps=4, batch=4, tile_rows=16),
+    "int8, residual, two sets": Case("int8", "down", tile=128, batch=5, tile_rows=32),
     "int4, groups of 32": Case("int4", "output", group=32, tile=4),
     "int4, groups of 64": Case("int4", "gate_up", group=64, tile=2),
     "int4, columns that do not fill warps": Case("int4", "down", width=384, warps=4),
@@ -384,6 +395,8 @@ def tiles_of(found: Products, tile: int) -> dict[str, int]:
 def schedule_of(case: Case, found: Products, **changes: int) -> Schedule:
     """Return the schedule of a case, with other values of `changes`."""
     tiles = tiles_of(found, case.tile)
+    if case.tile_rows:
+        tiles |= tiled_rows(found, case.tile_rows)
     given = {"num_stages": case.stages, "num_warps": case.warps, "persistent_blocks": case.blocks}
     given["cooperating_blocks"] = case.sharers
     return Schedule(tiles, cuda=True, **(given | changes))

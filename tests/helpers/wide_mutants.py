@@ -45,6 +45,32 @@ WIDE_KERNELS = {
         has_columns=True,
         scale_columns=(0,),
     ),
+    # the same, and both share loads of x
+    "two sets, 12 rows": Hand(
+        rows=(96,),
+        columns=512,
+        group=128,
+        dtype="float32",
+        tile=2,
+        stages=3,
+        blocks=2,
+        batch=12,
+        tile_rows=32,
+    ),
+    "two sets of two products": Hand(
+        rows=(64,),
+        columns=512,
+        group=128,
+        dtype="float32",
+        has_gate=True,
+        scales_first=False,
+        tile=2,
+        stages=3,
+        blocks=2,
+        batch=5,
+        has_zeros=True,
+        tile_rows=16,
+    ),
 }
 
 OWN = "own_1 = g + 8 < batch ? g + 8 : 0"
@@ -60,6 +86,7 @@ LAST_SUMS = (
 )
 MORE = "float more[4] = {0.0f, 0.0f, 0.0f, 0.0f};"
 STORED = "if (2 * t + 9 < batch)"
+SAME = "auto& sums_1 = sums_0;"
 
 #: Mistakes of any kernel: what they are, what is there once, and what is there instead.
 COMMON = [
@@ -100,6 +127,30 @@ OF_ONE_SET = [
 ]
 
 
+#: Mistakes of kernels with two sets of rows that share loads.
+OF_TWO_SETS = [
+    ("upper rows of one set", "halves_of_4_bits(a_1.", "halves_of_4_bits(a_0."),
+    ("lower rows of one set", "halves_of_4_bits(b_1.", "halves_of_4_bits(b_0."),
+    ("lower rows are the upper ones", "halves_of_4_bits(b_0.", "halves_of_4_bits(a_0."),
+    ("both sets have the same sums", "float sums_1[4] = {0.0f, 0.0f, 0.0f, 0.0f};", SAME),
+    (
+        "products of the second set enter the first",
+        "multiply_halves(sums_1,",
+        "multiply_halves(sums_0,",
+    ),
+    (
+        "no products of the second set",
+        "multiply_halves(sums_1,",
+        "if (false) multiply_halves(sums_1,",
+    ),
+    ("the first piece of x for all", "(factor + piece * ", "(factor + 0 * "),
+    ("one row of x", " + own_0 * 64", ""),
+    ("sums of the second set are not kept", "_of_1_0 += ", "_of_1_0 = "),
+    ("sums of the first set for both", "= upper_of_1_1;", "= upper_of_0_1;"),
+    ("lower sums of the second set for both", "= lower_of_0_0;", "= lower_of_1_0;"),
+]
+
+
 def plain(mistake: tuple[str, str, str]) -> tuple[str, str, str]:
     """Return a mistake of a kernel without zero points."""
     what, before, after = mistake
@@ -133,5 +184,29 @@ OF_WIDE = {
         ("third sums of the first set", "t + 8] = upper_of_1_2", "t + 8] = upper_of_0_2"),
         ("fourth sums of the first set", "t + 9] = lower_of_1_3", "t + 9] = lower_of_0_3"),
         ("the step of the other set's columns", "(step_3 * scale_1)", "(step_1 * scale_1)"),
+    ],
+    "two sets, 12 rows": [
+        *OF_TWO_SETS,
+        ("the second eight rows are the first ones", OWN, "own_1 = own_0"),
+        ("lower rows of the other set", "(codes + 8 * pitch)", "(codes + 24 * pitch)"),
+        ("upper rows of the second set", "(codes + 16 * pitch)", "(codes + 8 * pitch)"),
+        ("third sums of the second set", "upper_of_1_2 += more_1[0]", "upper_of_1_2 += more_0[0]"),
+        ("fourth sums of the second set", "_of_1_3 += more_1[3]", "_of_1_3 += more_1[2]"),
+        ("scales of the first set", "[(g + 24) * 4", "[(g + 8) * 4"),
+        ("scales of upper rows", "[(g + 8) * 4", "[g * 4"),
+        ("tiles of 16 rows are copied", "r < 32; ++r", "r < 16; ++r"),
+        ("half of the scales", "row_0 * 4, 512", "row_0 * 4, 256"),
+        ("tiles begin every 16 rows", "i * blocks) * 32;", "i * blocks) * 16;"),
+        ("results of 16 rows", "e / 32 % batch", "e / 16 % batch"),
+    ],
+    "two sets of two products": [
+        *OF_TWO_SETS,
+        ("lower rows of the first product", "(codes + 16 * pitch)", "(codes)"),
+        ("upper rows of the first set", "(codes + 8 * pitch)", "(codes)"),
+        ("sums of the products change places", "(g + 16) * batch", "(g + 8) * batch"),
+        ("scales of the first set", "scales_0[i % 3])[(g + 8)", "scales_0[i % 3])[g"),
+        ("zero points of the first set", "zeros_1[i % 3])[(g + 8)", "zeros_1[i % 3])[g"),
+        ("rows of the second product", "codes[s][(16 + r)", "codes[s][(8 + r)"),
+        ("zero points of the other columns", "zero_1 * own_sum_1", "zero_1 * own_sum_0"),
     ],
 }

@@ -65,8 +65,8 @@ _MORE_SLOTS = 2
 class StreamLayout:
     """A schedule's choices for one kernel.
 
-    A *tile* is the rows that a warp multiplies at a time, with all columns. If words are
-    column-major, it may have several *sets* of such rows. It passes through the ring in *chunks* of
+    A *tile* is the rows that a warp multiplies at a time, with all columns. It may have several
+    *sets* of rows, those of an instruction each. It passes through the ring in *chunks* of
     columns, one for each stage. The warps share the columns of a chunk in *units*: the columns that
     the four lanes of a row load at once. If the blocks of a cluster walk the same tiles, each has a
     *share* of the columns. If the other factor does not fit beside the ring, the block walks its
@@ -585,11 +585,20 @@ def is_of_digits(products: Products) -> bool:
     return products.dtype is not torch.float8_e4m3fn and products.batch_size == 1
 
 
-def fewer_rows(products: Products) -> tuple[int, ...]:
-    """Return how many rows of each product a tile may have, other than the most."""
+def other_rows(products: Products) -> tuple[int, ...]:
+    """Return how many rows of each product a tile may have, other than `rows_of_each`.
+
+    If the other factor has several rows, tiles may have two sets. A warp then loads these rows from
+    shared memory once for both.
+    """
     if products.is_column_major:
         return (products.least_rows,)
-    return (ROWS // 2,) if is_of_digits(products) and products.row_pair is None else ()
+    if products.row_pair is not None:
+        return ()
+    if is_of_digits(products):
+        return (ROWS // 2,)
+    has_sets = products.batch_size > 1 and products.taken is None and not products.is_in_lanes
+    return (2 * products.rows_of_each,) if has_sets else ()
 
 
 def tiled_rows(products: Products, rows: int) -> dict[str, int]:
@@ -624,10 +633,10 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
             f"{MOST_WARPS} warps that compute"
         )
     tiles, rows = tiles_of_rows(products), products.rows_of_each
-    for fewer in fewer_rows(products):
-        others = tiled_rows(products, fewer)
+    for count in other_rows(products):
+        others = tiled_rows(products, count)
         if all(schedule.tiles[a] == n for a, n in others.items()):
-            tiles, rows = tiles | others, fewer
+            tiles, rows = tiles | others, count
     if any(schedule.tiles[a] != n for a, n in tiles.items()):
         raise errors.CodegenError(
             f"{schedule}: a kernel that streams codes has tiles of "
@@ -642,6 +651,12 @@ def stream_layout(op: PlacedOp, schedule: Schedule) -> StreamLayout:
     if layout.sharers > 1:
         _check_shares(layout)
     layout.lane_bytes  # noqa: B018 — raises if nothing fits
+    shared = [name for _, name in products.grouped if name and not products.is_of_rows(name)]
+    if shared and (inner := block.axis(products.rows[-1]).size) % rows:
+        raise errors.CodegenError(
+            f"{schedule}: blocks of {inner} rows share scales, and tiles would cross them; "
+            f"give tiles of {products.rows_of_each} rows"
+        )
     if products.taken is None and any(map(layout.is_cut, range(len(products.grouped)))):
         raise errors.CodegenError(
             f"{schedule}: the scales of a tile are no multiple of 16 bytes; "

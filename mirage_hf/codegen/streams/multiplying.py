@@ -203,14 +203,20 @@ class ProductWriter(FactorWriter):
             at = self.layout.tile_rows * number + half
             return f"2 * g + {at}" if at else "2 * g"
         if not self.found.is_column_major:
-            is_first = of_product and len(self.found.products) > 1
-            return "g + 8" if half and not is_first else "g"
+            at = self.row_of_set(number, half, of_product)
+            return f"g + {at}" if at else "g"
         count = self.layout.lane_rows
         vector, word = divmod(2 * number + half, count)
         at = 8 * count * vector + word
         if of_product:
             at %= self.layout.tile_rows
         return f"{count} * g + {at}" if at else f"{count} * g"
+
+    def row_of_set(self, number: int, half: int, of_product: bool = False) -> int:
+        """Return the row of a tile at which half of a set begins, if codes are row-major."""
+        if len(self.found.products) == 1:
+            return 16 * number + 8 * half
+        return 8 * number + (0 if of_product else self.layout.tile_rows * half)
 
     def product_of(self, number: int, half: int) -> int:
         """Return the number of the product that half of a set of rows belongs to."""
@@ -268,6 +274,8 @@ class ProductWriter(FactorWriter):
             step_texts += self.unit_sum_texts()
         if layout.sets > 1:
             self.put(*step_texts)
+        if self.shares_loads:
+            self.half_products(range(layout.sets))
         for number in range(layout.sets):
             with self.scope("") if layout.sets > 1 else nullcontext():
                 halves = self.set_products(number)
@@ -282,9 +290,10 @@ class ProductWriter(FactorWriter):
             The texts of the upper and the lower sums, one for each column.
         """
         if self.layout.is_in_halves:
-            self.half_products(number)
+            if not self.shares_loads:
+                self.half_products([number])
             return [
-                [f"{name}[{n}]" for name in self.names_of_sums for n in (half, half + 1)]
+                [f"{name}[{n}]" for name in self.names_of_sums(number) for n in (half, half + 1)]
                 for half in (0, 2)
             ]
         sums = self.all_digit_products(self.layout.lane_bytes // 4, number)
@@ -389,10 +398,19 @@ class ProductWriter(FactorWriter):
         self.put(
             "const unsigned char* codes = shared.codes[s] + g * pitch + "
             f"u * {4 * layout.lane_bytes} + t * {layout.lane_bytes};",
-            f"const auto a = *reinterpret_cast<const Words<{words}>*>(codes);",
         )
-        if self.has_lower:
-            self.put(f"const auto b = *reinterpret_cast<const Words<{words}>*>(codes + 8 * pitch);")
+        for number in range(layout.sets):
+            for half, row in enumerate("ab"[: 1 + self.has_lower]):
+                begin = self.row_of_set(number, half)
+                at = f"codes + {begin} * pitch" if begin else "codes"
+                self.put(
+                    f"const auto {self.words_name(row, number)} = "
+                    f"*reinterpret_cast<const Words<{words}>*>({at});"
+                )
+
+    def words_name(self, row: str, number: int) -> str:
+        """Return the name of a lane's row-major words of its row "a" or "b" in a set."""
+        return f"{row}_{number}" if self.layout.sets > 1 else row
 
     def load_pairs_of_rows(self, count: int) -> None:
         """Write the loads of a lane's words of a unit if two rows share bytes.
@@ -476,8 +494,14 @@ class ProductWriter(FactorWriter):
         self.put("const float magic = 12582912.0f;")
         return [f"(__int_as_float(sums[{n}]) - magic)" for n in range(4)]
 
-    def half_products(self, number: int) -> None:
-        """Write the products of a set's codes and the other factor, as halves."""
+    @property
+    def shares_loads(self) -> bool:
+        """Whether the sets of a tile are multiplied together, so that they share loads."""
+        found = self.found
+        return self.layout.sets > 1 and not found.is_column_major and found.row_pair is None
+
+    def half_products(self, numbers: Sequence[int]) -> None:
+        """Write the products of some sets' codes and the other factor, as halves."""
         layout = self.layout
         convert = {4: "halves_of_4_bits", 8: "halves_of_8_bits"}[self.found.bits]
         flipped = ", 0u"
@@ -491,7 +515,11 @@ class ProductWriter(FactorWriter):
         self.put(
             f"const unsigned char* factor = shared.factor + unit * {2 * layout.unit * layout.batch}"
             " + t * 16;",
-            *(f"float {name}[4] = {{0.0f, 0.0f, 0.0f, 0.0f}};" for name in self.names_of_sums),
+            *(
+                f"float {name}[4] = {{0.0f, 0.0f, 0.0f, 0.0f}};"
+                for number in numbers
+                for name in self.names_of_sums(number)
+            ),
         )
         heads, each = [f"for (int piece = 0; piece < {layout.pieces}; ++piece)"], ["piece"]
         if self.found.is_column_major or self.found.row_pair is not None:
@@ -501,12 +529,29 @@ class ProductWriter(FactorWriter):
             self.put("#pragma unroll")
         for head, piece in zip(heads, each, strict=True):
             with self.scope(head):
-                self.piece_products(number, piece, convert, flipped)
+                self.load_piece(piece)
+                for number in numbers:
+                    with self.scope("") if self.shares_loads else nullcontext():
+                        self.piece_products(number, piece, convert, flipped)
+
+    def names_of_sums(self, number: int) -> tuple[str, ...]:
+        """Return the names of a lane's sums of a unit: of the first eight rows, and of the next."""
+        names = ("sums", "more")[: self.layout.eights]
+        return tuple(f"{name}_{number}" for name in names) if self.shares_loads else names
 
     @property
-    def names_of_sums(self) -> tuple[str, ...]:
-        """The names of a lane's sums of a unit: of the first eight rows, and of the next ones."""
-        return ("sums", "more")[: self.layout.eights]
+    def others(self) -> list[str]:
+        """The names of a lane's columns of the other factor: of the first eight rows, and so on."""
+        return [f"x_{n}" for n in range(self.layout.eights)]
+
+    def load_piece(self, piece: str) -> None:
+        """Write the loads of a lane's eight columns of the other factor."""
+        for n, other in enumerate(self.others):
+            own = f" + own_{n} * 64" if self.layout.batch > 1 else ""
+            self.put(
+                f"const auto {other} = *reinterpret_cast<const Words<4>*>(factor + {piece} * "
+                f"{64 * self.layout.batch}{own});"
+            )
 
     def piece_products(self, number: int, piece: str, convert: str, flipped: str) -> None:
         """Write the products of eight columns of each lane in a set of rows.
@@ -517,13 +562,7 @@ class ProductWriter(FactorWriter):
             convert: The function that turns codes into halves.
             flipped: The text of its further arguments.
         """
-        words, others = self.found.bits // 4, [f"x_{n}" for n in range(self.layout.eights)]
-        for n, other in enumerate(others):
-            own = f" + own_{n} * 64" if self.layout.batch > 1 else ""
-            self.put(
-                f"const auto {other} = *reinterpret_cast<const Words<4>*>(factor + {piece} * "
-                f"{64 * self.layout.batch}{own});"
-            )
+        words = self.found.bits // 4
         for name, row in (("left", "a"), ("right", "b")):
             if self.found.row_pair is not None:
                 both = "upper_of_both" if row == "a" else "lower_of_both"
@@ -532,8 +571,10 @@ class ProductWriter(FactorWriter):
             elif self.found.is_column_major:
                 loaded = [self.word_text(row, int(piece), number)]
             else:
+                own_words = self.words_name(row, number)
                 loaded = [
-                    f"{row}.w[{words} * {piece}{f' + {n}' if n else ''}]" for n in range(words)
+                    f"{own_words}.w[{words} * {piece}{f' + {n}' if n else ''}]"
+                    for n in range(words)
                 ]
             self.put(f"const auto {name} = {convert}({', '.join(loaded)}{flipped});")
         for n in (0, 2):
@@ -541,7 +582,7 @@ class ProductWriter(FactorWriter):
             self.put(
                 *(
                     f"multiply_halves({sums}, {', '.join(codes)}, {x}.w[{n}], {x}.w[{n + 1}]);"
-                    for sums, x in zip(self.names_of_sums, others, strict=True)
+                    for sums, x in zip(self.names_of_sums(number), self.others, strict=True)
                 )
             )
 

@@ -222,7 +222,7 @@ class Products:
 
     @property
     def rows_of_each(self) -> int:
-        """The most rows of each product that a tile has."""
+        """The rows of each product in a tile of one set, or the most if words are column-major."""
         if self.is_column_major:
             return self._rows_of_words[0]
         if self.row_pair is not None:
