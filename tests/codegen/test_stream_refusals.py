@@ -197,7 +197,7 @@ def test_a_block_has_1024_threads_at_most():
     [
         ({"batch": 1}, "has tiles of 16 along n"),
         ({"tile_rows": 64}, "has tiles of 16 along n"),
-        ({"rows": (64, 16)}, "rows of codes are no multiple of 32; give tiles of 16 rows"),
+        ({"rows": (64, 16)}, "has tiles of 16 along n"),
         ({"has_gate": True}, "has tiles of 8 along n"),
         ({"codes": "float8_e4m3fn", "square": 16}, "has tiles of 1 along n, 16 along o"),
         ({"codes": "float8_e4m3fn", "square": 48, "rows": (96,)}, "tiles would cross them"),

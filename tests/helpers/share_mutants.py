@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.helpers.streamed_graphs import Hand
 
-#: Kernels to change. Clusters walk equally many tiles, so results of wrong tiles are stored within
-#: the output.
+#: Kernels to change. In all but one, clusters walk equally many tiles, so results of wrong tiles
+#: are stored within the output.
 SHARE_KERNELS = {
     # two of four warps compute a row of x, and the others another one
     "shares, 4 rows": Hand(

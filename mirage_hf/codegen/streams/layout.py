@@ -597,8 +597,10 @@ def other_rows(products: Products) -> tuple[int, ...]:
         return ()
     if is_of_digits(products):
         return (ROWS // 2,)
+    rows = 2 * products.rows_of_each
+    every = [n for p in products.products for n in products.source_rows(p.codes)]
     has_sets = products.batch_size > 1 and products.taken is None and not products.is_in_lanes
-    return (2 * products.rows_of_each,) if has_sets else ()
+    return (rows,) if has_sets and not any(n % rows for n in every) else ()
 
 
 def tiled_rows(products: Products, rows: int) -> dict[str, int]:
