@@ -1,9 +1,9 @@
 """List schedules of CUDA kernels that stream codes, best estimate first, and estimate their times.
 
-The estimate counts bytes, the bytes that are under way, and what copies do not hide: what lies
-before and after them, the other factor, and loads of several rows of it from shared memory. Its
-numbers are fitted to the 147 packaged kernels, which were measured on H200s, and to 80 others for
-16 rows of int4 and NF4.
+The estimate counts bytes and the bytes that are under way. Copies do not hide what lies before and
+after them, nor the other factor, nor loads of several rows of it from shared memory. The numbers
+are fitted to times on H200s: of 147 kernels that the tuner chose, and of 80 others for 16 rows of
+int4 and NF4.
 """
 
 from __future__ import annotations

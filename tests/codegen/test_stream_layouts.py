@@ -367,7 +367,7 @@ def test_eight_blocks_may_share_columns(batch, tmp_path):
 
 
 def with_two_sets(hand: Hand) -> Hand | None:
-    """Return a block graph with twice as many rows, of which a tile has two sets, if it may."""
+    """Double the rows of a block graph and of its tiles. None if tiles may not have two sets."""
     most = 16 // (1 + hand.has_gate)
     wide = replace(hand, rows=tuple(2 * n for n in hand.rows), tile_rows=2 * most)
     is_row_major = not (hand.has_columns or hand.has_rows_in_words or hand.has_lanes)

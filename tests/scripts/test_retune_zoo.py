@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,9 +62,9 @@ def make_stale(folder: Path) -> None:
     refresh_zoo.write(entry, folder.parents[2], folder)
 
 
-def run(monkeypatch, zoo: Path, *folders: Path) -> None:
+def run(monkeypatch, zoo: Path, *folders: Path, options: Sequence[str] = ()) -> None:
     names = " ".join(str(zoo.parent / folder) for folder in folders)
-    arguments = ["retune_zoo", "--zoo", str(zoo), "--layer", names]
+    arguments = ["retune_zoo", "--zoo", str(zoo), "--layer", names, *options]
     monkeypatch.setattr(sys, "argv", arguments)
     retune_zoo.main()
 
@@ -80,6 +81,12 @@ def test_an_entry_whose_text_is_out_of_date_is_written_anew(zoo, measured, monke
     assert {t.name for t in after.timings} == {"searched kernel", "library"}
     assert str(after.ugraph.kernels) == str(before.ugraph.kernels)
     assert (zoo.parent / ATTENTION / ENTRY).read_text() == attention
+
+
+def test_so_many_schedules_are_tried_as_an_option_says(zoo, measured, monkeypatch):
+    make_stale(zoo.parent / OUTPUT)
+    run(monkeypatch, zoo, OUTPUT, options=["--tried", "3"])
+    assert read_entry(zoo.parent / OUTPUT).search["tried"] == 4  # and the library
 
 
 def test_entries_that_are_up_to_date_stay(zoo, measured, monkeypatch):

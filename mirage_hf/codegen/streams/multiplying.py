@@ -213,7 +213,7 @@ class ProductWriter(FactorWriter):
         return f"{count} * g + {at}" if at else f"{count} * g"
 
     def row_of_set(self, number: int, half: int, of_product: bool = False) -> int:
-        """Return the row of a tile at which half of a set begins, if codes are row-major."""
+        """Return the first row of half of a set, among a tile's rows. Codes are row-major."""
         if len(self.found.products) == 1:
             return 16 * number + 8 * half
         return 8 * number + (0 if of_product else self.layout.tile_rows * half)
