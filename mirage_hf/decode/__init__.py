@@ -17,7 +17,8 @@ The files, in the order in which a call of `generate` meets them:
 - `step_forms`, `recorded_inputs`, `step_recording`: Record the torch ops of a step.
 - `step_kernels`, `decoded_products`, `trace_check`, `rounding`, `trace_report`: Find its kernels,
   compare it with that of stock, and report it.
-- `step_plans`, `traced_step`, `explaining`: Choose a traced step for a call, run it, or explain it.
+- `step_plans`, `step_beginning`, `traced_step`, `explaining`: Choose a traced step for a call, run
+  it, or explain it.
 - `choosing`, `sampler`, `processors`, `processor_ops`, `uniform_numbers`, `token_reader`: Choose
   the next tokens on the device, and read them on the host.
 - `drafts`, `draft_sources`, `assistants`, `draft_schedule`, `verifying`: Propose tokens, and verify

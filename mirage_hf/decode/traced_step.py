@@ -14,6 +14,7 @@ from torch import Tensor
 from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.choosing import Chooser
 from mirage_hf.decode.drafts import Drafts
+from mirage_hf.decode.kernels.embedding import Window
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.recorded_inputs import (
     PLAIN_MASK,
@@ -25,13 +26,24 @@ from mirage_hf.decode.recorded_inputs import (
 )
 from mirage_hf.decode.rings import Ring
 from mirage_hf.decode.step import Step, step_masks
+from mirage_hf.decode.step_beginning import StepBeginning
 from mirage_hf.layers.step import TokenBounds
 from mirage_hf.trace.step_plan import StepPlan
 from mirage_hf.trace.successive import kept_name
 
 
 class TracedStep(Step):
-    """A recorded forward, with kernels in place of some of its ops."""
+    """A recorded forward, with kernels in place of some of its ops.
+
+    Args:
+        plan: What runs.
+        block: Memory of the call.
+        masks: The masks of the model.
+        drafts: State of the drafts, if the call drafts.
+        positions_are_slots: Whether all positions lie within the slots of the block.
+        graphs: Whether it is captured.
+        graph_key: The state of the model that its graphs depend on.
+    """
 
     runs_modules = False
 
@@ -42,10 +54,13 @@ class TracedStep(Step):
         masks: MaskPlan,
         drafts: Drafts | None = None,
         *,
+        positions_are_slots: bool = True,
         graphs: bool,
         graph_key: object,
     ):
         super().__init__(block, graphs, graph_key)
+        self._may_look_up = positions_are_slots and drafts is None
+        self._beginning: StepBeginning | None = None
         self.plan, self.masks, self.drafts = plan, masks, drafts
         self._inputs = step_inputs(block) | {"logits": self.logits}
         self._of_tokens = {} if drafts is None else self._bounds_of_tokens(drafts)
@@ -61,12 +76,15 @@ class TracedStep(Step):
 
     def held(self) -> Any:
         """Return what a captured graph reads besides the block and the model."""
-        return self._run, self._of_tokens, self._kept
+        return self._run, self._beginning, self._of_tokens, self._kept
+
+    def _name(self, chooser: Chooser | None) -> tuple[Any, ...]:
+        return *super()._name(chooser), self._may_look_up
 
     def _forward(self) -> None:
         if self._run is None:
             self._keep_states()
-            self._run = self.plan.bind(self._inputs, sizes_of(self.block))
+            self._run = self._bound()
         with torch.no_grad():
             rows = self.block.control
             if self.drafts is not None:
@@ -80,8 +98,21 @@ class TracedStep(Step):
                 for name in inputs.keys() & self._bool_masks:
                     inputs[name] = inputs[name] == 0
                 self._inputs.update(inputs)
+            if self._beginning is not None:
+                self._beginning.run(self.block)
             self._inputs.update(self._bounds())
             self._run()
+
+    def _bound(self) -> Callable[[], None]:
+        """Return what runs the step, after what begins it."""
+        if self._may_look_up:
+            distinct = dict.fromkeys(self._windows().values())
+            self._beginning = StepBeginning.of(self.plan, self.block, distinct)
+        begun = self._beginning
+        sizes = sizes_of(self.block)
+        if begun is None:
+            return self.plan.bind(self._inputs, sizes)
+        return self.plan.bind(self._inputs, sizes, given=begun.given, left_out=begun.left_out)
 
     def _to_token(self, chooser: Chooser) -> None:
         super()._to_token(chooser)
@@ -135,22 +166,29 @@ class TracedStep(Step):
 
     def _bounds(self) -> dict[str, Tensor]:
         """Return the slots that attention's kernels read and write, by layer."""
-        block, windows = self.block, dict(self.masks.windows)
-        made: dict[Any, dict[str, Tensor]] = {}
+        made: dict[Window, dict[str, Tensor]] = {}
         bounds: dict[str, Tensor] = {}
-        for one in self.plan.by_kernels:
-            ring = block.rings[one.layer]
-            window = windows[one.mask.removeprefix("mask.")]  # the mask that attention was given
-            if (ring, window) not in made:
-                made[ring, window] = self._bounds_of(ring, window)
-            bounds |= {f"{name}.{one.layer}": x for name, x in made[ring, window].items()}
+        for layer, window in self._windows().items():
+            if window not in made:
+                begun = self._beginning
+                made[window] = self._bounds_of(window) if begun is None else begun.bounds(window)
+            bounds |= {f"{name}.{layer}": x for name, x in made[window].items()}
         return bounds
 
-    def _bounds_of(self, ring: Ring | None, window: int | None) -> dict[str, Tensor]:
+    def _windows(self) -> dict[int, Window]:
+        """Return the ring or the window of each layer whose attention a kernel runs."""
+        windows = dict(self.masks.windows)
+        return {
+            # the window is that of the mask that attention was given
+            one.layer: self.block.rings[one.layer] or windows[one.mask.removeprefix("mask.")]
+            for one in self.plan.by_kernels
+        }
+
+    def _bounds_of(self, window: Window) -> dict[str, Tensor]:
         """Return the bounds of attention's program by name (batch, 1), or (batch, tokens)."""
         control, drafts = self.block.control, self.drafts
-        if ring is not None:
-            slot = ring.slot(control)
+        if isinstance(window, Ring):
+            slot = window.slot(control)
             lo = torch.zeros_like(slot)
         else:
             slot, lo = control.length.expand_as(control.lowest), control.lowest
@@ -160,7 +198,8 @@ class TracedStep(Step):
                 lo = torch.maximum(lo, slot - window + 1)
         bounds = {"lo": lo, "slot": slot}
         bounds = {name: x.to(torch.int32) for name, x in bounds.items()}
-        if (of_tokens := self._of_tokens.get(window)) is not None:
+        of_tokens = None if isinstance(window, Ring) else self._of_tokens.get(window)
+        if of_tokens is not None:
             if drafts is not None and window is not None:
                 of_tokens.first.copy_((slot + drafts.number - window + 1).clamp_min(0))
             names = ("first", "last", "new_first", "new_last")

@@ -19,5 +19,6 @@ The files, in processing order:
 - `axes`, `region_finder`, `regions`: Write updates of states and elementwise ops as programs.
 - `order`, `step_ops`, `scheduling`, `binding`, `step_plan`: Order kernels and torch ops, and run
   them.
+- `position_ops`: Find the ops that depend on positions alone, and compute them for all positions.
 - `near_ties`, `weight_names`: Help to check a step, and to report it.
 """

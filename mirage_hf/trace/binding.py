@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,9 +60,20 @@ class Binding:
         self._attention, self._regions = attention, regions
         self.inputs, self.sizes = inputs, sizes
 
-    def bind(self, step_ops: Sequence[StepOp]) -> Callable[[], None]:
-        """Return a function that runs the step ops in order."""
-        constants: Tensors = {}
+    def run_op(self, step_op: StepOp, tensors: Tensors) -> None:
+        """Run one torch op, and add its results."""
+        self._op_action(step_op)(tensors)
+
+    def bind(
+        self, step_ops: Sequence[StepOp], given: Mapping[Value, Tensor] = MappingProxyType({})
+    ) -> Callable[[], None]:
+        """Return a function that runs the step ops in order.
+
+        Args:
+            step_ops: The step ops.
+            given: Tensors that none of them makes. They keep their addresses.
+        """
+        constants: Tensors = dict(given)
         read = {key for step_op in step_ops for key in reads(step_op, self.terms)}
         actions: list[tuple[StepOp, Action]] = []
         for step_op in step_ops:

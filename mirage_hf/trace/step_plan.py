@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from mirage_hf.trace.experts.dense import with_chosen_experts
 from mirage_hf.trace.experts.programs import experts_that_repeat_norms, find_experts
 from mirage_hf.trace.groups import Group, groups_of
 from mirage_hf.trace.order import ancestors, dependencies, effects
+from mirage_hf.trace.position_ops import PositionOps, find_position_ops
 from mirage_hf.trace.program import GroupProgram, program_of
-from mirage_hf.trace.record import Input, Recording
+from mirage_hf.trace.record import Held, Input, Recording, Value
 from mirage_hf.trace.regions import Region, find_regions
 from mirage_hf.trace.routers.finder import with_routers
 from mirage_hf.trace.scheduling import Scheduler
@@ -112,7 +114,12 @@ class StepPlan:
         return StepOp(numbers, program=self.programs[group], run=run)
 
     def bind(
-        self, inputs: MutableMapping[str, Tensor], sizes: Sizes, replaced: Collection[str] = ()
+        self,
+        inputs: MutableMapping[str, Tensor],
+        sizes: Sizes,
+        replaced: Collection[str] = (),
+        given: Mapping[Value, Tensor] = MappingProxyType({}),
+        left_out: Collection[int] = (),
     ) -> Callable[[], None]:
         """Return a function that runs the step ops on these inputs, at these sizes.
 
@@ -121,10 +128,28 @@ class StepPlan:
             sizes: What each `Size` is taken at.
             replaced: Inputs that are results. If a tensor is copied over all of one, it takes its
                 place in `inputs`, and nothing is copied.
+            given: Results that something else leaves at the same addresses in every step.
+            left_out: The nodes whose torch ops do not run, because their results are given.
         """
         runs = self._attention_runs, self._region_runs
         binding = Binding(self.recording, self.terms, *runs, inputs, sizes, replaced)
-        return binding.bind(self.step_ops)
+        step_ops = [x for x in self.step_ops if x.node is None or x.nodes[0] not in left_out]
+        return binding.bind(step_ops, given)
+
+    def position_ops(self) -> PositionOps | None:
+        """Return the torch ops that read nothing but positions, if there are any."""
+        return find_position_ops(self.recording, self.terms, self.step_ops)
+
+    def embedding(self) -> tuple[Value, Tensor] | None:
+        """Return the rows that torch takes for the tokens, and their table, if there is one."""
+        for step_op in self.step_ops:
+            node = step_op.node
+            if node is None or node.name != "aten.embedding" or node.args[1] != Input("ids"):
+                continue
+            table = node.args[0]
+            if isinstance(table, Held) and node.outputs[0] is not None:
+                return Value(step_op.nodes[0]), table.tensor
+        return None
 
     def regions_to_run(self) -> list[Region]:
         """Return the regions of experts, and those that torch ops run if experts have kernels."""

@@ -24,6 +24,7 @@ from mirage_hf.decode import prefill, prompts, runner, step, step_recording, tra
 from mirage_hf.decode.graphs import WARM_UPS
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import rings_variants
+from mirage_hf.decode.step_beginning import StepBeginning
 from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
 from mirage_hf.trace import torch_ops
@@ -316,6 +317,54 @@ def test_a_cache_that_grows_over_a_block_of_slots() -> None:
     agree(stock, ours, {"inputs": text(1, 225), **FULL, **GREEDY})
     agree(stock, ours, {"inputs": text(1, 5), **GREEDY})
     assert steps(ours) == {"traced": 2}
+
+
+# -- how a step begins -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[StepBeginning | None]:
+    """Collect how steps begin."""
+    made: list[StepBeginning | None] = []
+
+    def of(*args: Any) -> StepBeginning | None:
+        made.append(beginning_of(*args))
+        return made[-1]
+
+    beginning_of = StepBeginning.of
+    monkeypatch.setattr(StepBeginning, "of", of)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "windows"), [("falcon", 1, 0), ("lfm2", 1, 1), ("gemma3", 2, 2)]
+)
+def test_rows_of_tables_replace_ops_of_positions(
+    name: str, tables: int, windows: int, beginnings: list[StepBeginning | None]
+) -> None:
+    stock, ours = shared_pair(name, (3,))
+    agree(stock, ours, {**padded(), **FULL, **GREEDY})
+    begun = beginnings[-1]
+    assert begun is not None
+    assert begun.tables.shape[:2] == (2, tables)
+    assert len(begun.out.windows) == windows
+    for plan in ours.generate.runner.traced.all_plans:
+        left = {plan.recording.nodes[n].name for n in begun.left_out}
+        assert {"aten.embedding", "aten.cos", "aten.sin"} <= left
+
+
+@pytest.mark.parametrize("name", ["falcon", "gemma3"])
+def test_positions_beyond_the_slots_are_computed(
+    name: str, beginnings: list[StepBeginning | None]
+) -> None:
+    stock, ours = shared_pair(name, (3,))
+    beginnings.clear()  # those of the check
+    positions = 9 + torch.arange(9).expand(3, -1)
+    given = {"input_ids": text(3), "position_ids": positions, **FULL, **GREEDY}
+    for offset in (0, 700):
+        agree(stock, ours, {**given, "position_ids": positions + offset})
+    assert steps(ours) == {"traced": 2}
+    assert beginnings == []
 
 
 # -- caches of the caller's -----------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""Find the ops of a step that read nothing but the positions of its tokens, such as those of RoPE.
+
+What they give at every position of a cache is computed once. Then a step takes rows of tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mirage_hf.trace.binding import Binding, Tensors
+from mirage_hf.trace.record import Held, Input, Recording, Value, leaves
+from mirage_hf.trace.sizes import Size, fixed_shape
+from mirage_hf.trace.step_ops import StepOp, reads
+from mirage_hf.trace.terms import Terms
+
+#: The input that holds the positions: (batch, 1).
+POSITION = Input("position")
+
+#: Elements of one result that are computed at once.
+_AT_ONCE = 1 << 20
+
+#: Seed of the positions at which tables are compared with the ops.
+_SEED = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PositionOps:
+    """Ops that read positions and constants.
+
+    Attributes:
+        recording: The recording.
+        terms: Its terms.
+        step_ops: The ops in order, after those that give their constants.
+        results: Floats that other ops read of what they give: (batch, …), a row for each sequence.
+        nodes: The numbers of the ops that nothing but these results needs.
+    """
+
+    recording: Recording
+    terms: Terms
+    step_ops: tuple[StepOp, ...]
+    results: tuple[Value, ...]
+    nodes: frozenset[int]
+
+    def at(self, positions: Tensor) -> list[Tensor]:
+        """Return the results at positions (batch, 1), a row (batch, width) for each sequence."""
+        inputs = {POSITION.name: positions}
+        binding = Binding(self.recording, self.terms, {}, {}, inputs, ())
+        tensors: Tensors = {}
+        for step_op in self.step_ops:
+            binding.run_op(step_op, tensors)
+        return [tensors[value].flatten(1) for value in self.results]
+
+    def tables(self, count: int, batch: int, device: torch.device) -> list[Tensor] | None:
+        """Return a table (count, width) of each result at the positions 0, 1, … count − 1.
+
+        Returns:
+            None if rows of the tables are not what the ops give.
+        """
+        shapes = [fixed_shape(self.recording.meta(value)) for value in self.results]
+        widest = max(torch.Size(shape or (1,)).numel() for shape in shapes)
+        every = torch.arange(count, device=device)
+        parts = []
+        try:
+            for some in every.split(max(1, _AT_ONCE // widest)):
+                filled = some[:, None, None].expand(-1, batch, 1)
+                given = torch.vmap(self.at)(filled)
+                if not all(torch.equal(x, x[:, :1].expand_as(x)) for x in given):
+                    return None
+                parts.append([x[:, 0] for x in given])
+        except RuntimeError:  # an op that cannot be run for many positions at once
+            return None
+        tables = [torch.cat(each).contiguous() for each in zip(*parts, strict=True)]
+        return tables if self._gives(tables, batch) else None
+
+    def _gives(self, tables: Sequence[Tensor], batch: int) -> bool:
+        """Return whether the ops give rows of tables, at positions that differ between rows."""
+        count, device = len(tables[0]), tables[0].device
+        draw = torch.Generator().manual_seed(_SEED)
+        last = torch.full((batch, 1), count - 1)
+        tried = [last, *(torch.randint(count, (batch, 1), generator=draw) for _ in range(2))]
+        return all(
+            torch.equal(x, table[positions[:, 0]])
+            for positions in (each.to(device) for each in tried)
+            for x, table in zip(self.at(positions), tables, strict=True)
+        )
+
+
+def find_position_ops(
+    recording: Recording, terms: Terms, step_ops: Sequence[StepOp]
+) -> PositionOps | None:
+    """Return the ops among step ops that read positions and constants alone, if there are any."""
+    known: dict[Value, bool] = {}  # whether a tensor is made from positions, of those that may be
+    chosen: list[StepOp] = []
+    for step_op in step_ops:
+        number = step_op.nodes[0]
+        if step_op.node is None or step_op.node.written or not _is_fixed(step_op):
+            continue
+        operands = step_op.node.operands
+        if not all(isinstance(x, Held) or x == POSITION or x in known for x in operands):
+            continue
+        reads_position = any(x == POSITION or known.get(x, False) for x in operands)  # type: ignore[arg-type]
+        if reads_position or number in terms.constant:
+            outputs = range(len(step_op.node.outputs))
+            known |= {Value(number, n): reads_position for n in outputs}
+            chosen.append(step_op)
+    others = [x for x in step_ops if x not in chosen]
+    read = dict.fromkeys(x for x in _read_by(others, terms) if known.get(x, False))
+    results = [x for x in read if _has_rows(recording, x)]
+    if not results:
+        return None
+    needed = {x.node for x in read} - {x.node for x in results}
+    for step_op in reversed(chosen):
+        if step_op.nodes[0] in needed:
+            needed |= {x.node for x in _read_by([step_op], terms)}
+    nodes = {x.nodes[0] for x in chosen if known.get(Value(x.nodes[0]))} - needed
+    return PositionOps(recording, terms, tuple(chosen), tuple(results), frozenset(nodes))
+
+
+def _is_fixed(step_op: StepOp) -> bool:
+    """Return whether a torch op gives the same in every step, whatever the cache's size."""
+    assert step_op.node is not None
+    node = step_op.node
+    is_random = torch.Tag.nondeterministic_seeded in node.op.tags
+    return not is_random and not any(isinstance(x, Size) for x in leaves((node.args, node.kwargs)))
+
+
+def _read_by(step_ops: Collection[StepOp], terms: Terms) -> Iterator[Value]:
+    """Yield the recorded tensors that step ops read."""
+    for step_op in step_ops:
+        yield from (x for x in reads(step_op, terms) if isinstance(x, Value))
+
+
+def _has_rows(recording: Recording, value: Value) -> bool:
+    """Return whether a tensor has a row of floats for each sequence."""
+    meta, batch = recording.meta(value), recording.meta(POSITION).shape[0]
+    shape = fixed_shape(meta)
+    is_float = meta.dtype.is_floating_point
+    return is_float and shape is not None and len(shape) > 1 and shape[0] == batch
