@@ -5,7 +5,8 @@
 Each --layer names the folders of entries in the order in which a layer of a model runs them, with
 white space between. Their µGraphs stay. Entries whose text is out of date get the schedules that
 make the whole layer fastest, and so do those whose codes a CUDA kernel can stream. All others only
-run beside them. An entry is written with its new schedule, text, times, machine and date.
+run beside them. With --pattern, entries of this pattern get new schedules, and all others only run
+beside them. An entry is written with its new schedules, text, times, machine and date.
 
 `scripts/refresh_zoo.py` is enough if the same schedules still generate the same code up to names.
 Run `scripts/build_cubins.py` afterwards, because cubins belong to a text. Then run
@@ -53,20 +54,29 @@ def schedules_of(op: KernelOp, device: Device, own: Schedule) -> list[Schedule]:
     return list(dict.fromkeys([own, *others]))
 
 
-def tuned(entry: Entry, tried: int) -> TuneResult | None:
-    """Return up to `tried` measured kernels of an entry's µGraph, or None if it needs none."""
+def is_wanted(entry: Entry, pattern: str | None) -> bool:
+    """Return whether an entry is to get new schedules.
+
+    Args:
+        entry: The entry.
+        pattern: The pattern whose entries get them. None: those that are out of date, and those
+            whose codes a CUDA kernel can stream.
+    """
+    if pattern is not None:
+        return entry.pattern == pattern
     ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
-    is_stale = entry.generate().source != entry.kernel
-    if not is_stale and not any(stream_schedules(op) for op in ops):
-        return None
-    if len(ops) != 1:
-        raise SystemExit(f"{entry.folder}: it has {len(ops)} kernels; make it again by build_zoo")
-    (own,) = entry.schedules
+    return entry.generate().source != entry.kernel or any(stream_schedules(op) for op in ops)
+
+
+def tuned(entry: Entry, tried: int) -> TuneResult:
+    """Return up to `tried` measured kernels of an entry's µGraph."""
+    ops = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
+    own = dict(zip(map(str, ops), entry.schedules, strict=True))
     return tuner.tune(
         [entry.ugraph],
         device=DEVICE,
         per_graph=tried,
-        schedules=lambda op, device: schedules_of(op, device, own),
+        schedules=lambda op, device: schedules_of(op, device, own[str(op)]),
         rounds=0,
         patience=0,
         next_may_launch_early=entry.key.next_may_launch_early,
@@ -89,11 +99,11 @@ def remade(entry: Entry, chosen: ScheduledCandidate, result: TuneResult, layer_u
     )
 
 
-def retune(folders: Sequence[Path], zoo: Path, tried: int) -> None:
+def retune(folders: Sequence[Path], zoo: Path, tried: int, pattern: str | None = None) -> None:
     """Measure the entries of a layer again, and write those that were tuned."""
     started = time.perf_counter()
     entries = [read_entry(folder) for folder in folders]
-    results = [tuned(entry, tried) for entry in entries]
+    results = [tuned(entry, tried) if is_wanted(entry, pattern) else None for entry in entries]
     choices = [
         only_choice(entry) if result is None else result.searched
         for entry, result in zip(entries, results, strict=True)
@@ -107,8 +117,8 @@ def retune(folders: Sequence[Path], zoo: Path, tried: int) -> None:
     for entry, result, kernel, folder in zip(entries, results, chosen, folders, strict=True):
         if result is not None:
             write(remade(entry, kernel, result, whole.us), zoo, folder)
-            (schedule,) = kernel.schedules
-            print(f"  {kernel.us:8.2f} µs  {folder.parent.name}  {schedule}", flush=True)
+            schedules = ", ".join(map(str, kernel.schedules))
+            print(f"  {kernel.us:8.2f} µs  {folder.parent.name}  {schedules}", flush=True)
 
 
 def main() -> None:
@@ -119,6 +129,7 @@ def main() -> None:
     parser.add_argument("--layer", action="append", required=True, help="folders of entries")
     parser.add_argument("--zoo", type=Path, default=ROOT / "kernel_zoo", help="where they lie")
     parser.add_argument("--tried", type=int, default=TRIED, help="schedules to try for each entry")
+    parser.add_argument("--pattern", help="the pattern whose entries get new schedules")
     args = parser.parse_args()
     need_gpu("retune_zoo")
     for layer in args.layer:
@@ -126,7 +137,7 @@ def main() -> None:
         zoo = args.zoo.resolve()
         if outside := [f for f in folders if not f.is_relative_to(zoo)]:
             parser.error(f"{outside[0]} does not lie in {zoo}; name its zoo by --zoo")
-        retune(folders, zoo, args.tried)
+        retune(folders, zoo, args.tried, args.pattern)
 
 
 if __name__ == "__main__":

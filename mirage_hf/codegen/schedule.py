@@ -93,7 +93,8 @@ class Schedule:
     #: results. With `persistent_blocks` they are a thread-block cluster, and share the columns.
     cooperating_blocks: int = 1
     #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid
-    #: dependency wait. A power of two, or 0 for none.
+    #: dependency wait. A power of two, or 0 for none. If the loop has one trip, rows of a cache
+    #: within bounds are loaded, if registers hold them.
     prefetch_steps: int = 0
     #: Let the next kernel launch before this one's grid dependency wait (PDL). It has no effect
     #: unless the placed op says that this is safe (`PlacedOp.next_may_launch_early`).

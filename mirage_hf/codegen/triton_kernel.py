@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import KernelPlan, stages
+from mirage_hf.codegen.plan.kernel_plan import THREADS_PER_WARP
 from mirage_hf.codegen.triton_combine import CombineWriter
 from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
 
@@ -21,7 +22,6 @@ EARLY_ELEMENTS_PER_THREAD = 8
 #: Elements of constants that a kernel without a loop holds during its grid dependency wait.
 HELD_ELEMENTS_PER_THREAD = 64
 
-_WARP = 32
 _LAUNCH_NEXT = "tl.extra.cuda.gdc_launch_dependents()"
 
 
@@ -116,7 +116,7 @@ class _KernelWriter(CombineWriter):
 
     def _registers_per_thread(self, i: BlockInput) -> float:
         """Return the registers that a thread needs to hold its elements, or words, of an input."""
-        threads = _WARP * self.plan.schedule.num_warps
+        threads = THREADS_PER_WARP * self.plan.schedule.num_warps
         return self.tiling.numel(self.block.input_axes(i)) / threads / self.codes_per_word(i)
 
     def _early_inputs(self) -> list[BlockInput]:
@@ -198,8 +198,14 @@ class _KernelWriter(CombineWriter):
         return whole
 
     def _wait(self) -> None:
-        """Prefetch the first tiles of inputs that allow it, then wait for earlier launches."""
-        prefetches = [line for i in self._prefetched_inputs() for line in self.prefetch(i)]
+        """Load or prefetch tiles that allow it, then wait for earlier launches."""
+        loaded = self.plan.cached_before_wait
+        if loaded:
+            self.line("# the previous launch does not write these rows")
+        for i in loaded:
+            self.load(i)
+        prefetched = [i for i in self._prefetched_inputs() if i not in loaded]
+        prefetches = [line for i in prefetched for line in self.prefetch(i)]
         wait = [*prefetches, "tl.extra.cuda.gdc_wait()"]
         if self.plan.triggers_early:
             comment = "  # the next kernel reads only constants before its own wait"

@@ -132,7 +132,7 @@ class LoadWriter(CodeWriter):
         masked = [a for a in axes if ahead is None or a != loop]
         mask = self.mask(masked, dims) + ([extra_mask] if extra_mask else [])
         mask += self.taken_inside(i, dims)
-        bounds = self.effective_bounds(i)
+        bounds = self.plan.effective_bounds(i)
         if bounds is not None:
             self.load_bounds(bounds)
             mask += self._between(bounds, dims)
@@ -272,23 +272,6 @@ class LoadWriter(CodeWriter):
         at = self.spread(self.axis[i.bounds], self.layout.dims([i.bounds]), dims)
         lo, hi = (self.spread(f"{self.value[i.name]}_{end}", axes, dims) for end in ("lo", "hi"))
         return [f"({at} >= {lo})", f"({at} < {hi})"]
-
-    def effective_bounds(self, i: BlockInput) -> BlockInput | None:
-        """Return the bounds that limit the read of an input if the loop axis is held whole.
-
-        Elements outside these bounds change no result, so they are not read.
-        """
-        loop = self.tiling.loop
-        is_read_plainly = i.bounds is None and not self.tiling.is_constant(i)
-        if self.tiling.is_looped or loop is None or loop not in i.read_axes or not is_read_plainly:
-            return None
-        readers = [s for s in self.block.stages if i.name in s.reads]
-        effective = {self.loop_bounds.effective(s) for s in readers}
-        bounds = effective.pop() if len(effective) == 1 else None
-        if bounds is None or not {a for a in bounds.axes if a} <= {*self.block.input_axes(i)}:
-            return None
-        unrolled = self.layout.unrolled
-        return bounds if unrolled is None or unrolled not in bounds.axes else None
 
     # -- stores -----------------------------------------------------------------------------------
 

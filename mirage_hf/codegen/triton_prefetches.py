@@ -29,7 +29,7 @@ class PrefetchWriter(AheadWriter):
             for a, s in zip(i.axes, self.tiling.operands[i.sources[0]].strides, strict=True)
             if a and not self.is_fixed(a, s)
         }
-        bounds = self._scalar_bounds(i)
+        bounds = self.plan.early_bounds(i)
         indices: dict[str, tuple[str, int]] = {}
         for a, stride in strides.items():
             per_line = int(LINE_BYTES / element_bytes(self.tiling.dtype(i)))
@@ -72,15 +72,6 @@ class PrefetchWriter(AheadWriter):
         is_read_plainly = i.rotation is None and i.padding is None
         has_one_index = not self.tiling.has_index_in_loop(i) and self.chosen_taken_stride(i) is None
         return not is_unrolled and is_read_plainly and has_one_index
-
-    def _scalar_bounds(self, i: BlockInput) -> BlockInput | None:
-        """Return the effective bounds of an input if they are scalars that were already read."""
-        bounds = self.effective_bounds(i)
-        if bounds is None:
-            return None
-        have_dims = self.layout.dims([a for a in bounds.axes if a])
-        were_read = self.plan.op.readable_before_wait.issuperset(bounds.sources)
-        return None if have_dims or not were_read else bounds
 
     def _lines_of_first_steps(self, axis: str, every: int) -> tuple[str, int]:
         """Return every `every`-th index of the first loop steps as text, and how many there are."""

@@ -159,6 +159,8 @@ def uncorrected(
     loop_bytes = tiles.longest_step_bytes
     if plan.tiling.is_looped:
         loop_bytes = tiles.step_bytes * trips
+    # rows of caches that are loaded before the wait come while the previous kernel runs
+    early = grid * sum(plan.tiling.input_bytes[i.name] for i in plan.cached_before_wait)
     l2 = (loop_bytes + tiles.once) * grid + 8 * cooperation.scratch
     instructions = float(trips * tiles.step_work + tiles.once_work) * grid * tiles.element_work
     if tiles.beside_words:
@@ -203,9 +205,8 @@ def uncorrected(
     tail = 1.0
     if waves > 1 and not tiles.packed:
         tail += 0.3 * (math.ceil(waves) / waves - 1.0)
-    reads = max(
-        tiles.moved / _read_rate(plan, tiles, trips, per_sm, device), l2 / device.l2_bandwidth
-    )
+    rate = _read_rate(plan, tiles, trips, per_sm, device)
+    reads = max((tiles.moved - early) / rate, (l2 - early) / device.l2_bandwidth)
     if tiles.scaled:
         resident = plan.schedule.num_warps * min(per_sm, max(1.0, grid / device.sms))
         arithmetic *= 1 + HIDING_WARPS / resident

@@ -15,13 +15,13 @@ from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.plan import plan_kernel
-from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.errors import Rejected
-from mirage_hf.graph import effects, json_writer
+from mirage_hf.graph import effects, json_writer, symbolic
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.graph.kernel import KernelGraph
+from mirage_hf.graph.kernel import KernelGraph, KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
@@ -384,15 +384,22 @@ def test_triton_text_equals_torch():
     assert triton_interpreter.run(given + INTERPRETED) == []
 
 
-def test_only_constants_are_read_early_and_caches_only_prefetched(tmp_path, monkeypatch):
-    """The PTX of kernels that may begin before earlier launches are done shows this."""
+@pytest.mark.parametrize("looped", [True, False])
+def test_caches_are_prefetched_or_loaded_early_if_the_loop_has_one_trip(
+    looped, tmp_path, monkeypatch
+):
+    """The PTX of kernels that may begin before earlier launches are done shows this.
+
+    Of other inputs they read only constants, bounds and positions.
+    """
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
+    tried = 0
     for c in searched(LARGE).candidates[:3]:
         ops = place_kernels(c.ugraph)
-        schedules = [
-            next((s for s in space.schedules(op) if s.prefetch_steps), space.default_schedule(op))
-            for op in ops
-        ]
+        schedules = [early_schedule(op, looped=looped) for op in ops]
+        if not any(s.prefetch_steps for s in schedules):
+            continue
+        tried += 1
         kernels = compiler.ahead_of_time(triton.generate(c.ugraph, schedules), 90)
         for op, s, kernel in zip(ops, schedules, kernels, strict=True):
             p = plan_kernel(op, s)
@@ -408,14 +415,43 @@ def test_only_constants_are_read_early_and_caches_only_prefetched(tmp_path, monk
             )
             seen = test_overlap.touched(kernel.ptx)
             assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
-            for what, of in seen[: [what for what, _ in seen].index(test_overlap.WAIT)]:
-                assert of and of <= constant | (
-                    caches | settled if what.startswith("prefetch") else settled
+            before = seen[: [what for what, _ in seen].index(test_overlap.WAIT)]
+            by = "prefetch" if p.tiling.is_looped else "ld"
+            for what, of in before:
+                assert of and of <= constant | settled | (
+                    caches if what.startswith(by) else set()
                 ), (what, of)
                 assert what.startswith(("ld", "prefetch", "cp.async")), what
-            assert not s.prefetch_steps or any(
-                what.startswith("prefetch") and of & caches for what, of in seen
-            )
+            if s.prefetch_steps:
+                assert caches == {
+                    n for what, of in before if what.startswith(by) for n in of & caches
+                }
+    assert tried
+
+
+def early_schedule(op: KernelOp, *, looped: bool) -> Schedule:
+    """Return the first schedule that brings cached rows early, if its loop has one trip or more."""
+    for s in space.schedules(op, limit=1000):
+        is_looped = plan_kernel(op, s).tiling.is_looped
+        if s.prefetch_steps and is_looped == looped and (looped or s.num_warps >= 4):
+            return s
+    return space.default_schedule(op)
+
+
+@pytest.mark.parametrize(("warps", "loaded"), [(2, False), (8, True)])
+def test_cached_rows_that_registers_do_not_hold_are_prefetched(warps, loaded):
+    """A thread of 64 has 512 elements of keys and values, and one of 256 has 128."""
+    sizes = {"b": 1, "heads": 8, "group": 4, "d": 64, "norm": True, "dtype": "bfloat16"}
+    u = next(c.ugraph for c in searched(LARGE).candidates if c.ugraph.num_kernels == 1)
+    (op,) = place_kernels(symbolic.for_program(u, attention(slots=256, **sizes)))
+    assert op.block is not None
+    tiles = {a.name: 1 if a.role is Role.GRID else next_power_of_two(a.size) for a in op.block.axes}
+    schedule = Schedule(tiles, mma=True, num_warps=warps, prefetch_steps=1)
+    source = write_kernel(plan_kernel(op, schedule), "k").source
+    before = source[: source.index("gdc_wait")]
+    for name in ("keys", "values"):
+        assert (f" {name} = tl.load({name}_ptr" in before) == loaded
+        assert (f"prefetch({name}_ptr" in before) != loaded
 
 
 def test_a_kernel_triggers_early_only_if_the_next_one_reads_no_bounds_early():

@@ -14,7 +14,7 @@ import torch
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.tune import measure, space
+from mirage_hf.tune import measure
 from tests.codegen import test_append
 from tests.helpers import kernel_cases
 
@@ -53,16 +53,15 @@ def program_of(ugraph, **schedule):
     return triton.generate(ugraph, [Schedule(tiles, **schedule)])
 
 
-def attention(kernels: int):
+def attention(kernels: int, slots: int = 1024, *, looped: bool = True):
     """Return a searched step of attention that reads its cache early and appends to it."""
-    g = test_append.attention(1, 8, 4, slots=1024, d=64, norm=True, dtype="bfloat16")
+    g = test_append.attention(1, 8, 4, slots=slots, d=64, norm=True, dtype="bfloat16")
     ugraph = next(
         c.ugraph for c in test_append.searched(g).candidates if c.ugraph.num_kernels == kernels
     )
     schedules = [
         replace(
-            next((s for s in space.schedules(op) if s.prefetch_steps), space.default_schedule(op)),
-            trigger_early=op.next_may_launch_early,
+            test_append.early_schedule(op, looped=looped), trigger_early=op.next_may_launch_early
         )
         for op in place_kernels(ugraph)
     ]
@@ -107,6 +106,8 @@ KINDS = {
     "squares, then mma split": squares_first,
     "attention": lambda: attention(1),
     "attention, two kernels": lambda: attention(2),
+    "attention, one trip": lambda: attention(1, 256, looped=False),
+    "attention, two kernels of one trip": lambda: attention(2, looped=False),
 }
 
 

@@ -89,6 +89,25 @@ def test_so_many_schedules_are_tried_as_an_option_says(zoo, measured, monkeypatc
     assert read_entry(zoo.parent / OUTPUT).search["tried"] == 4  # and the library
 
 
+def test_entries_of_a_pattern_get_new_schedules_and_no_others(zoo, measured, monkeypatch):
+    make_stale(zoo.parent / OUTPUT)
+    before = {folder: (zoo.parent / folder / ENTRY).read_text() for folder in (OUTPUT, ATTENTION)}
+    run(monkeypatch, zoo, OUTPUT, ATTENTION, options=["--pattern", "attention", "--tried", "3"])
+    assert (zoo.parent / OUTPUT / ENTRY).read_text() == before[OUTPUT]
+    after = read_entry(zoo.parent / ATTENTION)
+    assert after.search["layer_us"] == 40.0 and after.search["tried"] == 4
+    assert after.kernel == after.generate().source
+
+
+def test_a_program_of_two_kernels_gets_new_schedules(zoo, measured, monkeypatch):
+    two = packaged("attention/1x8x2x128-to-1x8x2x128-1x8x256x128-*")
+    shutil.copytree(refresh_zoo.ROOT / two, zoo.parent / two, dirs_exist_ok=True)
+    assert len(read_entry(zoo.parent / two).schedules) == 2
+    run(monkeypatch, zoo, two, options=["--pattern", "attention", "--tried", "3"])
+    after = read_entry(zoo.parent / two)
+    assert len(after.schedules) == 2 and after.search["layer_us"] == 40.0
+
+
 def test_entries_that_are_up_to_date_stay(zoo, measured, monkeypatch):
     before = (zoo.parent / OUTPUT / ENTRY).read_text()
     run(monkeypatch, zoo, OUTPUT, ATTENTION)

@@ -15,11 +15,16 @@ from mirage_hf.codegen.plan.masks import Masks
 from mirage_hf.codegen.plan.pipelining import LoopLoads, Pipelining
 from mirage_hf.codegen.plan.tiling import Tiling
 from mirage_hf.codegen.schedule import Schedule
-from mirage_hf.graph.block import Accumulator, BlockGraph, Role, Stage
+from mirage_hf.graph.block import Accumulator, BlockGraph, BlockInput, Role, Stage
 from mirage_hf.graph.kernel import KernelOp
 
 #: Elements of the largest tile that Triton takes.
 MAX_ELEMENTS = 1 << 20
+
+#: Registers of a thread for rows of caches that are loaded before the grid dependency wait.
+CACHED_REGISTERS = 128
+
+THREADS_PER_WARP = 32
 
 
 def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
@@ -149,6 +154,50 @@ class KernelPlan:
     def triggers_early(self) -> bool:
         """True if the next kernel may launch before this one's grid dependency wait."""
         return self.schedule.trigger_early and self.op.next_may_launch_early
+
+    def effective_bounds(self, i: BlockInput) -> BlockInput | None:
+        """Return the bounds that limit the read of an input if the loop axis is held whole.
+
+        Elements outside these bounds change no result, so they are not read.
+        """
+        tiling, block, loop = self.tiling, self.tiling.block, self.tiling.loop
+        is_read_plainly = i.bounds is None and not tiling.is_constant(i)
+        if tiling.is_looped or loop is None or loop not in i.read_axes or not is_read_plainly:
+            return None
+        readers = [s for s in block.stages if i.name in s.reads]
+        effective = {self.loop_bounds.effective(s) for s in readers}
+        bounds = effective.pop() if len(effective) == 1 else None
+        if bounds is None or not {a for a in bounds.axes if a} <= {*block.input_axes(i)}:
+            return None
+        unrolled = self.layout.unrolled
+        return bounds if unrolled is None or unrolled not in bounds.axes else None
+
+    def early_bounds(self, i: BlockInput) -> BlockInput | None:
+        """Return these bounds if they are scalars that are read before the grid dependency wait."""
+        bounds = self.effective_bounds(i)
+        if bounds is None:
+            return None
+        have_dims = self.layout.dims([a for a in bounds.axes if a])
+        were_read = self.op.readable_before_wait.issuperset(bounds.sources)
+        return None if have_dims or not were_read else bounds
+
+    @cached_property
+    def cached_before_wait(self) -> tuple[BlockInput, ...]:
+        """The rows of caches that are loaded before the wait.
+
+        They are within bounds. The loop has one trip, and registers hold them.
+        """
+        tiling = self.tiling
+        if not self.schedule.prefetch_steps or tiling.is_looped or tiling.loop is None:
+            return ()
+        cached = [
+            i
+            for i in tiling.block.inputs
+            if tiling.loop in i.axes and tiling.prefetchable(i) and self.early_bounds(i) is not None
+        ]
+        threads = THREADS_PER_WARP * self.schedule.num_warps
+        registers = sum(tiling.input_bytes[i.name] for i in cached) / 4 / threads
+        return tuple(cached) if registers <= CACHED_REGISTERS else ()
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -160,8 +160,9 @@ class Tiling:
         """Return True if an input may be prefetched into the L2 before the grid dependency wait.
 
         That holds for constants and for the old rows of a cache, which were written long before.
-        Later writes go through the L2, so a prefetch cannot hide them. Only constants may also be
-        read before the wait. If an index chooses what is read, it must be known before the wait.
+        Later writes go through the L2, so a prefetch cannot hide them. Constants may also be read
+        before the wait, and so may rows within bounds: the previous launch writes none of these. If
+        an index chooses what is read, it must be known before the wait.
         """
         if i.taken is not None:
             is_early = i.taken.index in self.op.readable_before_wait
