@@ -93,9 +93,11 @@ class Schedule:
     #: results. With `persistent_blocks` they are a thread-block cluster, and share the columns.
     cooperating_blocks: int = 1
     #: Loop steps whose constant or cached inputs a block prefetches into the L2 before its grid
-    #: dependency wait. A power of two, or 0 for none. If the loop has one trip, rows of a cache
-    #: within bounds are loaded, if registers hold them.
+    #: dependency wait. A power of two, or 0 for none.
     prefetch_steps: int = 0
+    #: Load rows of caches within bounds before the grid dependency wait. It has no effect if the
+    #: loop has several trips, or if registers do not hold the rows.
+    load_cached_early: bool = False
     #: Let the next kernel launch before this one's grid dependency wait (PDL). It has no effect
     #: unless the placed op says that this is safe (`PlacedOp.next_may_launch_early`).
     trigger_early: bool = False

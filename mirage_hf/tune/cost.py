@@ -159,8 +159,8 @@ def uncorrected(
     loop_bytes = tiles.longest_step_bytes
     if plan.tiling.is_looped:
         loop_bytes = tiles.step_bytes * trips
-    # rows of caches that are loaded before the wait come while the previous kernel runs
-    early = grid * sum(plan.tiling.input_bytes[i.name] for i in plan.cached_before_wait)
+    # about half of the time of rows that are loaded before the wait is hidden
+    early = grid * sum(plan.tiling.input_bytes[i.name] for i in plan.cached_before_wait) / 2
     l2 = (loop_bytes + tiles.once) * grid + 8 * cooperation.scratch
     instructions = float(trips * tiles.step_work + tiles.once_work) * grid * tiles.element_work
     if tiles.beside_words:

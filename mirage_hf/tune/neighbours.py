@@ -176,6 +176,8 @@ def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
             yield {"cooperating_blocks": blocks}
     if s.mma:
         yield {"weights_first": not s.weights_first}
+    if op.caches and not s.cuda:
+        yield {"load_cached_early": not s.load_cached_early}
     if op.next_may_launch_early:
         yield {"trigger_early": not s.trigger_early}
 

@@ -305,6 +305,8 @@ def tie_break(s: Schedule) -> str:
         words.append(f"split:{s.cooperating_blocks}")
     if s.prefetch_steps:
         words.append(f"prefetch:{s.prefetch_steps}")
+    if s.load_cached_early:
+        words.append("early-rows")
     if s.trigger_early:
         words.append("early-trigger")
     return " ".join(words)
@@ -323,6 +325,11 @@ class _Tiles:
     plan: KernelPlan
     footprint: Footprint
     step_bytes: int
+
+    @property
+    def may_load_cached_early(self) -> bool:
+        """Whether a schedule may load rows of caches before the grid dependency wait."""
+        return bool(self.plan.op.caches) and not self.plan.tiling.is_looped
 
     def suit(self, s: Schedule) -> bool:
         """Return whether a schedule uses its threads, and its tiles fit into registers."""
@@ -373,9 +380,12 @@ def _variants(tiles: _Tiles, schedule: Schedule, device: Device) -> Iterator[Sch
             break
         steps = _prefetch_steps(tiles, schedule, blocks, device)
         if blocks > 1 or steps:
-            yield schedule.changed(cooperating_blocks=blocks, prefetch_steps=steps)
-        else:
-            yield schedule
+            schedule = schedule.changed(cooperating_blocks=blocks, prefetch_steps=steps)
+        yield schedule
+        if tiles.may_load_cached_early:
+            early = schedule.changed(load_cached_early=True)
+            if tiles.plan.with_schedule(early).cached_before_wait:
+                yield early
 
 
 def _may_share(tiles: _Tiles, schedule: Schedule, blocks: int, device: Device) -> bool:

@@ -18,6 +18,7 @@ from mirage_hf.codegen.plan import plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.errors import Rejected
+from mirage_hf.gpus import H200
 from mirage_hf.graph import effects, json_writer, symbolic
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.execute import run_kernel_graph
@@ -27,6 +28,8 @@ from mirage_hf.pipeline.search_and_verify import search_and_verify
 from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.split_appends import split_appends
 from mirage_hf.tune import space
+from mirage_hf.tune.candidates import ScheduledCandidate
+from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
 from tests.codegen import test_overlap
@@ -384,22 +387,16 @@ def test_triton_text_equals_torch():
     assert triton_interpreter.run(given + INTERPRETED) == []
 
 
-@pytest.mark.parametrize("looped", [True, False])
-def test_caches_are_prefetched_or_loaded_early_if_the_loop_has_one_trip(
-    looped, tmp_path, monkeypatch
+@pytest.mark.parametrize("early", [False, True])
+def test_only_constants_are_read_early_and_caches_only_prefetched_unless_asked_for(
+    early, tmp_path, monkeypatch
 ):
-    """The PTX of kernels that may begin before earlier launches are done shows this.
-
-    Of other inputs they read only constants, bounds and positions.
-    """
+    """The PTX of kernels that may begin before earlier launches are done shows this."""
     monkeypatch.setenv("MIRAGE_HF_CACHE", str(tmp_path))
     tried = 0
     for c in searched(LARGE).candidates[:3]:
         ops = place_kernels(c.ugraph)
-        schedules = [early_schedule(op, looped=looped) for op in ops]
-        if not any(s.prefetch_steps for s in schedules):
-            continue
-        tried += 1
+        schedules = [early_schedule(op, load_cached_early=early) for op in ops]
         kernels = compiler.ahead_of_time(triton.generate(c.ugraph, schedules), 90)
         for op, s, kernel in zip(ops, schedules, kernels, strict=True):
             p = plan_kernel(op, s)
@@ -416,37 +413,55 @@ def test_caches_are_prefetched_or_loaded_early_if_the_loop_has_one_trip(
             seen = test_overlap.touched(kernel.ptx)
             assert [what for what, _ in seen].count(test_overlap.WAIT) == 1
             before = seen[: [what for what, _ in seen].index(test_overlap.WAIT)]
-            by = "prefetch" if p.tiling.is_looped else "ld"
             for what, of in before:
-                assert of and of <= constant | settled | (
-                    caches if what.startswith(by) else set()
+                may_read = settled | caches if s.load_cached_early else settled
+                assert of and of <= constant | (
+                    caches | settled if what.startswith("prefetch") else may_read
                 ), (what, of)
                 assert what.startswith(("ld", "prefetch", "cp.async")), what
-            if s.prefetch_steps:
-                assert caches == {
-                    n for what, of in before if what.startswith(by) for n in of & caches
-                }
-    assert tried
+            loaded = {n for what, of in before if what.startswith("ld") for n in of & caches}
+            assert loaded == (caches if s.load_cached_early else set())
+            assert (
+                loaded
+                or not s.prefetch_steps
+                or any(what.startswith("prefetch") and of & caches for what, of in seen)
+            )
+            tried += s.load_cached_early
+    assert tried or not early
 
 
-def early_schedule(op: KernelOp, *, looped: bool) -> Schedule:
-    """Return the first schedule that brings cached rows early, if its loop has one trip or more."""
-    for s in space.schedules(op, limit=1000):
-        is_looped = plan_kernel(op, s).tiling.is_looped
-        if s.prefetch_steps and is_looped == looped and (looped or s.num_warps >= 4):
-            return s
-    return space.default_schedule(op)
+def early_schedule(op: KernelOp, *, load_cached_early: bool) -> Schedule:
+    """Return the first schedule that prefetches, and loads rows of caches early or does not."""
+    found = (
+        s
+        for s in space.schedules(op, limit=1000)
+        if s.prefetch_steps and s.load_cached_early == load_cached_early
+    )
+    return next(found, space.default_schedule(op))
+
+
+def test_tuning_tries_rows_of_caches_before_and_after_the_wait():
+    u = next(c.ugraph for c in searched(LARGE).candidates if c.ugraph.num_kernels == 2)
+    first, second = place_kernels(u)
+    asked = {s.load_cached_early for s in space.schedules(first, limit=1000)}
+    assert asked == {False, True}
+    assert not any(s.load_cached_early for s in space.schedules(second, limit=1000))
+    schedules = early_schedule(first, load_cached_early=False), space.default_schedule(second)
+    start = ScheduledCandidate(u, schedules, 1.0)
+    near = neighbours([start], [start], H200, space.schedules)
+    flipped = replace(schedules[0], load_cached_early=True)
+    assert flipped in {c.schedules[0] for c in near}
 
 
 @pytest.mark.parametrize(("warps", "loaded"), [(2, False), (8, True)])
-def test_cached_rows_that_registers_do_not_hold_are_prefetched(warps, loaded):
+def test_cached_rows_that_registers_do_not_hold_are_not_loaded_early(warps, loaded):
     """A thread of 64 has 512 elements of keys and values, and one of 256 has 128."""
     sizes = {"b": 1, "heads": 8, "group": 4, "d": 64, "norm": True, "dtype": "bfloat16"}
     u = next(c.ugraph for c in searched(LARGE).candidates if c.ugraph.num_kernels == 1)
     (op,) = place_kernels(symbolic.for_program(u, attention(slots=256, **sizes)))
     assert op.block is not None
     tiles = {a.name: 1 if a.role is Role.GRID else next_power_of_two(a.size) for a in op.block.axes}
-    schedule = Schedule(tiles, mma=True, num_warps=warps, prefetch_steps=1)
+    schedule = Schedule(tiles, mma=True, num_warps=warps, prefetch_steps=1, load_cached_early=True)
     source = write_kernel(plan_kernel(op, schedule), "k").source
     before = source[: source.index("gdc_wait")]
     for name in ("keys", "values"):

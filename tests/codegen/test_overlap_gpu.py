@@ -53,7 +53,7 @@ def program_of(ugraph, **schedule):
     return triton.generate(ugraph, [Schedule(tiles, **schedule)])
 
 
-def attention(kernels: int, slots: int = 1024, *, looped: bool = True):
+def attention(kernels: int, slots: int = 1024, *, early: bool = False):
     """Return a searched step of attention that reads its cache early and appends to it."""
     g = test_append.attention(1, 8, 4, slots=slots, d=64, norm=True, dtype="bfloat16")
     ugraph = next(
@@ -61,11 +61,13 @@ def attention(kernels: int, slots: int = 1024, *, looped: bool = True):
     )
     schedules = [
         replace(
-            test_append.early_schedule(op, looped=looped), trigger_early=op.next_may_launch_early
+            test_append.early_schedule(op, load_cached_early=early),
+            trigger_early=op.next_may_launch_early,
         )
         for op in place_kernels(ugraph)
     ]
     assert any(s.prefetch_steps for s in schedules)
+    assert any(s.load_cached_early for s in schedules) == early
     return g, triton.generate(ugraph, schedules)
 
 
@@ -106,8 +108,8 @@ KINDS = {
     "squares, then mma split": squares_first,
     "attention": lambda: attention(1),
     "attention, two kernels": lambda: attention(2),
-    "attention, one trip": lambda: attention(1, 256, looped=False),
-    "attention, two kernels of one trip": lambda: attention(2, looped=False),
+    "attention, rows before the wait": lambda: attention(1, 256, early=True),
+    "attention, two kernels, rows before the wait": lambda: attention(2, early=True),
 }
 
 

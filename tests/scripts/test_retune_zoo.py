@@ -100,7 +100,7 @@ def test_entries_of_a_pattern_get_new_schedules_and_no_others(zoo, measured, mon
 
 
 def test_a_program_of_two_kernels_gets_new_schedules(zoo, measured, monkeypatch):
-    two = packaged("attention/1x8x2x128-to-1x8x2x128-1x8x256x128-*")
+    two = packaged("attention/4x8x2x128-to-4x8x2x128-4x8x256x128-*")
     shutil.copytree(refresh_zoo.ROOT / two, zoo.parent / two, dirs_exist_ok=True)
     assert len(read_entry(zoo.parent / two).schedules) == 2
     run(monkeypatch, zoo, two, options=["--pattern", "attention", "--tried", "3"])

@@ -188,7 +188,7 @@ class KernelPlan:
         They are within bounds. The loop has one trip, and registers hold them.
         """
         tiling = self.tiling
-        if not self.schedule.prefetch_steps or tiling.is_looped or tiling.loop is None:
+        if not self.schedule.load_cached_early or tiling.is_looped or tiling.loop is None:
             return ()
         cached = [
             i
