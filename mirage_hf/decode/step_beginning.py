@@ -50,7 +50,7 @@ class StepBeginning:
             block: Memory of a call.
             windows: What layers see, each window and each ring once.
         """
-        positions, embedding = plan.position_ops(), plan.embedding()
+        positions, embedding = plan.position_ops, plan.embedding()
         by_kernel = sampler_of(block).by_kernels
         is_slow = block.device.type == "cuda" and not by_kernel
         if positions is None or embedding is None or len(windows) > MAX_KINDS or is_slow:

@@ -79,7 +79,8 @@ class TracedStep(Step):
         return self._run, self._beginning, self._of_tokens, self._kept
 
     def _name(self, chooser: Chooser | None) -> tuple[Any, ...]:
-        return *super()._name(chooser), self._may_look_up
+        ops = self.plan.position_ops if self._may_look_up else None
+        return *super()._name(chooser), None if ops is None else ops.versions
 
     def _forward(self) -> None:
         if self._run is None:

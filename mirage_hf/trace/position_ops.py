@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirage_hf.trace.binding import Binding, Tensors
 from mirage_hf.trace.record import Held, Input, Recording, Value, leaves
@@ -22,6 +22,9 @@ POSITION = Input("position")
 
 #: Elements of one result that are computed at once.
 _AT_ONCE = 1 << 20
+
+#: Ops that look up rows. A table of the model may have fewer rows than the cache has slots.
+_LOOK_UPS = frozenset(f"aten.{x}" for x in ("embedding", "gather", "index", "index_select", "take"))
 
 #: Seed of the positions at which tables are compared with the ops.
 _SEED = 0
@@ -44,6 +47,12 @@ class PositionOps:
     step_ops: tuple[StepOp, ...]
     results: tuple[Value, ...]
     nodes: frozenset[int]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the tensors that the ops read. A change in place gives another one."""
+        read = (x for step_op in self.step_ops if step_op.node for x in step_op.node.operands)
+        return tuple(x.tensor._version for x in read if isinstance(x, Held))
 
     def at(self, positions: Tensor) -> list[Tensor]:
         """Return the results at positions (batch, 1), a row (batch, width) for each sequence."""
@@ -92,38 +101,62 @@ class PositionOps:
 def find_position_ops(
     recording: Recording, terms: Terms, step_ops: Sequence[StepOp]
 ) -> PositionOps | None:
-    """Return the ops among step ops that read positions and constants alone, if there are any."""
+    """Return the ops among step ops that read positions and constants alone, if there are any.
+
+    Parameters are no constants: a step reads them as they are.
+    """
     known: dict[Value, bool] = {}  # whether a tensor is made from positions, of those that may be
     chosen: list[StepOp] = []
     for step_op in step_ops:
-        number = step_op.nodes[0]
-        if step_op.node is None or step_op.node.written or not _is_fixed(step_op):
+        if not _may_be_computed_once(step_op):
             continue
+        assert step_op.node is not None
         operands = step_op.node.operands
-        if not all(isinstance(x, Held) or x == POSITION or x in known for x in operands):
+        if not all(x == POSITION or x in known or _is_constant(recording, x) for x in operands):
             continue
         reads_position = any(x == POSITION or known.get(x, False) for x in operands)  # type: ignore[arg-type]
-        if reads_position or number in terms.constant:
-            outputs = range(len(step_op.node.outputs))
-            known |= {Value(number, n): reads_position for n in outputs}
-            chosen.append(step_op)
+        known |= {Value(step_op.nodes[0], n): reads_position for n in range(_outputs(step_op))}
+        chosen.append(step_op)
     others = [x for x in step_ops if x not in chosen]
     read = dict.fromkeys(x for x in _read_by(others, terms) if known.get(x, False))
     results = [x for x in read if _has_rows(recording, x)]
     if not results:
         return None
-    needed = {x.node for x in read} - {x.node for x in results}
-    for step_op in reversed(chosen):
+    run = _with_makers(chosen, {x.node for x in results}, terms)
+    kept = _with_makers(chosen, {x.node for x in read.keys() - set(results)}, terms)
+    nodes = {x.nodes[0] for x in run if x not in kept and known[Value(x.nodes[0])]}
+    return PositionOps(recording, terms, tuple(run), tuple(results), frozenset(nodes))
+
+
+def _with_makers(step_ops: Sequence[StepOp], nodes: Collection[int], terms: Terms) -> list[StepOp]:
+    """Return the ops of some nodes, and those that make what they read, in order."""
+    needed, found = set(nodes), []
+    for step_op in reversed(step_ops):
         if step_op.nodes[0] in needed:
             needed |= {x.node for x in _read_by([step_op], terms)}
-    nodes = {x.nodes[0] for x in chosen if known.get(Value(x.nodes[0]))} - needed
-    return PositionOps(recording, terms, tuple(chosen), tuple(results), frozenset(nodes))
+            found.append(step_op)
+    return found[::-1]
 
 
-def _is_fixed(step_op: StepOp) -> bool:
-    """Return whether a torch op gives the same in every step, whatever the cache's size."""
+def _outputs(step_op: StepOp) -> int:
     assert step_op.node is not None
+    return len(step_op.node.outputs)
+
+
+def _is_constant(recording: Recording, x: object) -> bool:
+    """Return whether an operand is a tensor that no step writes, and whose changes are noticed."""
+    if not isinstance(x, Held) or isinstance(x.tensor, nn.Parameter) or x.tensor.is_inference():
+        return False
+    return recording.meta(x).storage not in recording.changing
+
+
+def _may_be_computed_once(step_op: StepOp) -> bool:
+    """Return whether a step op is a torch op that gives the same for equal operands of any step."""
     node = step_op.node
+    if node is None or node.written or not node.operands:
+        return False
+    if not node.name.startswith("aten.") or node.name in _LOOK_UPS:
+        return False
     is_random = torch.Tag.nondeterministic_seeded in node.op.tags
     return not is_random and not any(isinstance(x, Size) for x in leaves((node.args, node.kwargs)))
 

@@ -46,6 +46,7 @@ class StepPlan:
         regions: The regions that have a program.
         attentions: The attention of each layer that a kernel may run.
         step_ops: What runs, in order.
+        position_ops: The torch ops among it that read nothing but positions, if there are any.
     """
 
     def __init__(self, recording: Recording, rows: int):
@@ -67,6 +68,7 @@ class StepPlan:
         self.attentions = find_attention(recording, rows)
         self.regions = self._find_regions(needed_before)
         self.step_ops: list[StepOp] = []
+        self.position_ops: PositionOps | None = None
         self._attention_runs: dict[CachedAttention, AttentionOfSlots] = {}
         self._region_runs: dict[Region, RegionRun] = {}
         self._group_ops: list[StepOp] = []
@@ -103,6 +105,7 @@ class StepPlan:
         self._region_runs = _with_makers(dict(regions or {}))
         self._group_ops = [self._step_op_of(group, run) for group, run in kernels.items()]
         self.step_ops = self._scheduled(self._region_runs)
+        self.position_ops = find_position_ops(self.recording, self.terms, self.step_ops)
 
     def _scheduled(self, regions: Collection[Region]) -> list[StepOp]:
         """Return what runs in order, if some regions have kernels."""
@@ -136,18 +139,14 @@ class StepPlan:
         step_ops = [x for x in self.step_ops if x.node is None or x.nodes[0] not in left_out]
         return binding.bind(step_ops, given)
 
-    def position_ops(self) -> PositionOps | None:
-        """Return the torch ops that read nothing but positions, if there are any."""
-        return find_position_ops(self.recording, self.terms, self.step_ops)
-
     def embedding(self) -> tuple[Value, Tensor] | None:
         """Return the rows that torch takes for the tokens, and their table, if there is one."""
         for step_op in self.step_ops:
             node = step_op.node
-            if node is None or node.name != "aten.embedding" or node.args[1] != Input("ids"):
+            if node is None or node.name != "aten.embedding":
                 continue
-            table = node.args[0]
-            if isinstance(table, Held) and node.outputs[0] is not None:
+            table, ids = node.args[:2]
+            if isinstance(table, Held) and ids == Input("ids"):
                 return Value(step_op.nodes[0]), table.tensor
         return None
 

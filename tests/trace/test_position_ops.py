@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirage_hf.trace.position_ops import PositionOps
 from mirage_hf.trace.record import Value
@@ -42,7 +42,7 @@ def scheduled(function: Function) -> StepPlan:
 
 
 def found(function: Function) -> PositionOps | None:
-    return scheduled(function).position_ops()
+    return scheduled(function).position_ops
 
 
 def test_tables_hold_cos_and_sin_at_every_position() -> None:
@@ -60,7 +60,7 @@ def test_tables_hold_cos_and_sin_at_every_position() -> None:
 
 def test_a_step_takes_rows_in_place_of_the_ops() -> None:
     plan = scheduled(rotated)
-    ops = plan.position_ops()
+    ops = plan.position_ops
     assert ops is not None
     tables = ops.tables(COUNT, ROWS, torch.device("cpu"))
     assert tables is not None
@@ -143,7 +143,7 @@ def test_ops_run_if_they_give_something_that_is_no_row_of_a_table() -> None:
         return x * doubled.float().cos() + x * doubled
 
     plan = scheduled(function)
-    ops = plan.position_ops()
+    ops = plan.position_ops
     assert ops is not None
     names = {ops.recording.nodes[n].name for n in ops.nodes}
     assert names == {"aten._to_copy", "aten.cos"}
@@ -152,6 +152,75 @@ def test_ops_run_if_they_give_something_that_is_no_row_of_a_table() -> None:
     place = torch.zeros(ROWS, 1, WIDTH)
     plan.bind({**INPUTS, "out.0": place}, (), given={result: rows}, left_out=ops.nodes)()
     assert torch.equal(place, function(**INPUTS))
+
+
+def test_a_parameter_is_no_constant_and_a_change_of_another_tensor_gives_another_version() -> None:
+    speeds = normal(WIDTH, seed=3)
+
+    def scaled(position: Tensor, x: Tensor) -> Tensor:
+        return x * (position[..., None] * speeds)
+
+    ops = found(scaled)
+    assert ops is not None
+    before = ops.versions
+    speeds.mul_(2)
+    assert ops.versions != before
+    speeds = nn.Parameter(speeds)
+    assert found(scaled) is None
+    with torch.inference_mode():
+        speeds = normal(WIDTH, seed=3)
+    assert found(scaled) is None
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda rows, position: rows[position],
+        lambda rows, position: torch.nn.functional.embedding(position, rows),
+        lambda rows, position: rows.gather(0, position.expand(ROWS, WIDTH))[:, None],
+        lambda rows, position: rows.index_select(0, position[:, 0])[:, None],
+    ],
+)
+def test_a_table_of_the_model_is_not_read_beyond_its_rows(look_up: Callable[..., Tensor]) -> None:
+    """Positions go up to 17, and slots to 600."""
+    rows = normal(18, WIDTH, seed=3)
+    assert found(lambda position, x: x + look_up(rows, position)) is None
+
+
+def test_both_results_of_one_op_have_tables() -> None:
+    def function(position: Tensor, x: Tensor) -> Tensor:
+        angles = position.float()[..., None] * torch.cat([FREQUENCIES, FREQUENCIES])
+        first, second = angles.cos().split(WIDTH // 2, -1)
+        return torch.cat([x[..., : WIDTH // 2] * second, x[..., WIDTH // 2 :] * first], -1)
+
+    ops = found(function)
+    assert ops is not None
+    assert len(ops.results) == 2
+    assert {x.output for x in ops.results} == {0, 1}
+
+
+def test_constants_that_a_step_writes_are_none() -> None:
+    speeds = normal(WIDTH, seed=3)
+
+    def scaled(position: Tensor, x: Tensor) -> Tensor:
+        y = x * (position[..., None] * speeds)
+        speeds.mul_(2)
+        return y
+
+    assert found(scaled) is None
+
+
+def test_ops_on_constants_run_only_if_results_need_them() -> None:
+    speeds, other = normal(2, WIDTH, seed=3)
+
+    def scaled(position: Tensor, x: Tensor) -> Tensor:
+        return x * (position[..., None] * speeds.cos()) + other.sin()
+
+    ops = found(scaled)
+    assert ops is not None
+    names = [x.node.name for x in ops.step_ops if x.node is not None]
+    assert sorted(names) == ["aten.cos", "aten.mul", "aten.unsqueeze"]
+    assert {ops.recording.nodes[n].name for n in ops.nodes} == {"aten.mul", "aten.unsqueeze"}
 
 
 def test_results_are_those_that_other_ops_read() -> None:
