@@ -103,6 +103,9 @@ def retune(folders: Sequence[Path], zoo: Path, tried: int, pattern: str | None =
     """Measure the entries of a layer again, and write those that were tuned."""
     started = time.perf_counter()
     entries = [read_entry(folder) for folder in folders]
+    patterns = sorted({entry.pattern for entry in entries})
+    if pattern not in (None, *patterns):
+        raise SystemExit(f"no entry of the layer has the pattern {pattern}; it has {patterns}")
     results = [tuned(entry, tried) if is_wanted(entry, pattern) else None for entry in entries]
     choices = [
         only_choice(entry) if result is None else result.searched

@@ -73,6 +73,11 @@ class CacheBlock:
     prompts: Counter[Any] = field(default_factory=Counter)
     #: Layers that the last prompt wrote. A model may have lost some that its config still counts.
     written: set[int] = field(default_factory=set)
+    #: Tables of what steps compute from positions, by the ops that compute it, with the versions
+    #: of the tensors that these read (step_beginning.py).
+    tables: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
+    #: Whether no position of the call is beyond its slot, or below 0.
+    positions_within_slots: bool = True
     #: Slots below this one may hold keys of an earlier call.
     dirty: int = 0
     #: Whether the block is to be freed when its lease ends.
@@ -98,6 +103,7 @@ class CacheBlock:
         """
         tensors = [*self.slabs, *self.states.values(), *self.sources.values(), self.logits]
         tensors += vars(self.control).values()
+        tensors += [table for _, table in list(self.tables.values())]
         for owner in (self.history, self.sampler, *list(self.drafts.values())):
             if owner is not None:
                 tensors += vars(owner).values()
@@ -114,6 +120,7 @@ class CacheBlock:
     def begin(self, lowest: Tensor | None) -> None:
         """Begin a call whose rows have this left padding (batch, 1), None if no row has any."""
         self.lowest = lowest
+        self.positions_within_slots = True
         self._ring_sources.clear()
         self._claimed = False
 
@@ -300,6 +307,7 @@ class CacheBlock:
         self.choosers.clear()
         self.history = self.sampler = None
         self.drafts.clear()
+        self.tables.clear()
         self.assistant, self.assistant_steps = None, ()
         self.keys.clear()
         self.values.clear()
@@ -315,6 +323,7 @@ class CacheBlock:
         """Copy a smaller block's first `length` slots, logits and state, on the current stream."""
         self.control.continue_from(other.control)
         self.begin(other.lowest)
+        self.positions_within_slots = other.positions_within_slots
         self.written = set(other.written)
         for layer in range(len(self.rings)):
             if layer in other.keys:

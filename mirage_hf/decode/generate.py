@@ -218,6 +218,8 @@ def prefill(session: Session) -> None:
         block.clear_from(session.slot)
     else:
         position = _prefill_by_forward(session)
+    is_replaced = position is not plan.prompt.position
+    block.positions_within_slots = not (is_replaced or plan.prompt.has_unusual_positions)
     block.control.start(
         length=session.slot,
         position=position,

@@ -347,15 +347,7 @@ class DecodeRunner:
             return why_not
         step_plan = traced.plan_for(block, shape, drafts)
         assert step_plan is not None
-        return TracedStep(
-            step_plan,
-            block,
-            plan.masks,
-            drafts,
-            positions_are_slots=not plan.prompt.has_unusual_positions,
-            graphs=False,
-            graph_key=key,
-        )
+        return TracedStep(step_plan, block, plan.masks, drafts, graphs=False, graph_key=key)
 
     def _why_called(
         self,

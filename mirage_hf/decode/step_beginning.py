@@ -12,6 +12,7 @@ from mirage_hf.decode.cache_block import CacheBlock
 from mirage_hf.decode.kernels.embedding import MAX_KINDS, EmbeddingOutput, Window, embed
 from mirage_hf.decode.kernels.total_order import FLOATS
 from mirage_hf.decode.sampler import sampler_of
+from mirage_hf.trace.position_ops import PositionOps
 from mirage_hf.trace.record import Value
 from mirage_hf.trace.sizes import fixed_shape
 from mirage_hf.trace.step_plan import StepPlan
@@ -23,10 +24,10 @@ class StepBeginning:
 
     Attributes:
         embedding: The embedding of the tokens.
-        tables: What the step's ops of positions give: (2, tables, positions, width).
+        tables: What the step computes from positions: (2, tables, positions, width).
         out: What the kernel writes.
         by_kernel: Whether it is launched. Otherwise torch runs.
-        given: The tensors of the step among what it writes.
+        given: The memory that the kernel fills, by the recorded tensor that it stands for.
         left_out: The nodes that need not run.
     """
 
@@ -43,29 +44,22 @@ class StepBeginning:
     ) -> StepBeginning | None:
         """Return the beginning of a plan's steps over a block, None if torch ops begin them.
 
-        Its rows are not those that the ops give if a position lies beyond the block's slots.
-
         Args:
-            plan: The plan. Its steps take one token of each row.
+            plan: The plan. Its steps take one token of each row, at a position within the slots.
             block: Memory of a call.
             windows: What layers see, each window and each ring once.
         """
-        positions, embedding = plan.position_ops, plan.embedding()
+        ops, embedding = plan.position_ops, plan.embedding()
         by_kernel = sampler_of(block).by_kernels
         is_slow = block.device.type == "cuda" and not by_kernel
-        if positions is None or embedding is None or len(windows) > MAX_KINDS or is_slow:
+        if ops is None or embedding is None or len(windows) > MAX_KINDS or is_slow:
             return None
         value, weight = embedding
-        dtypes = {plan.recording.meta(x).dtype for x in positions.results}
-        if not (weight.dtype in FLOATS and weight.is_contiguous() and dtypes <= {*FLOATS}):
+        if weight.dtype not in FLOATS or not weight.is_contiguous():
             return None
-        with torch.inference_mode(False), torch.no_grad():
-            found = positions.tables(block.capacity, block.batch, block.device)
-            if found is None or len({(x.shape, x.dtype) for x in found}) > 1:
-                return None
-            halves = -(-len(found) // 2)
-            found += found[: 2 * halves - len(found)]
-            tables = torch.stack(found).unflatten(0, (2, halves))
+        tables = _tables_of(ops, block)
+        if tables is None:
+            return None
         out = EmbeddingOutput.allocate(
             block.batch,
             weight.shape[1],
@@ -74,19 +68,12 @@ class StepBeginning:
             weight.dtype,
             block.device,
             tables.dtype,
-            halves,
+            tables.shape[1],
         )
-        rows = [*out.cos, *out.sin]
-        given = dict(zip(positions.results, rows, strict=False)) | {value: out.x}
-        shapes = {x: fixed_shape(plan.recording.meta(x)) for x in given}
-        return cls(
-            weight,
-            tables,
-            out,
-            by_kernel,
-            {x: given[x].view(shape) for x, shape in shapes.items() if shape is not None},
-            positions.nodes | {value.node},
-        )
+        filled = dict(zip(ops.results, [*out.cos, *out.sin], strict=False)) | {value: out.x}
+        shapes = {x: fixed_shape(plan.recording.meta(x)) for x in filled}
+        given = {x: filled[x].view(shape) for x, shape in shapes.items() if shape is not None}
+        return cls(weight, tables, out, by_kernel, given, ops.nodes | {value.node})
 
     def run(self, block: CacheBlock) -> None:
         """Fill what the step reads for the tokens in `block.control`."""
@@ -97,3 +84,23 @@ class StepBeginning:
         """Return the first slot that rows see, and the slot of the new key: (batch, 1) int32."""
         kind = self.out.windows.index(window)
         return {"lo": self.out.lows[kind][:, None], "slot": self.out.slots[kind][:, None]}
+
+
+def _tables_of(ops: PositionOps, block: CacheBlock) -> Tensor | None:
+    """Return the tables of a block (2, tables, positions, width), None if there can be none.
+
+    The kernel reads two tensors of as many tables. So the last table may be one that nothing reads.
+    """
+    versions, tables = block.tables.get(ops, (None, None))
+    if tables is None or versions != ops.versions:
+        if not ops.have_one_form or ops.dtype not in FLOATS:
+            return None
+        halves = -(-len(ops.results) // 2)
+        with torch.inference_mode(False), torch.no_grad():
+            dims = 2 * halves, block.capacity, ops.width
+            tables = torch.empty(dims, dtype=ops.dtype, device=block.device)
+            if not ops.fill(tables, block.batch):
+                return None
+            tables = tables.unflatten(0, (2, halves))
+        block.tables[ops] = ops.versions, tables
+    return tables

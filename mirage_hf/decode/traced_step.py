@@ -33,17 +33,7 @@ from mirage_hf.trace.successive import kept_name
 
 
 class TracedStep(Step):
-    """A recorded forward, with kernels in place of some of its ops.
-
-    Args:
-        plan: What runs.
-        block: Memory of the call.
-        masks: The masks of the model.
-        drafts: State of the drafts, if the call drafts.
-        positions_are_slots: Whether all positions lie within the slots of the block.
-        graphs: Whether it is captured.
-        graph_key: The state of the model that its graphs depend on.
-    """
+    """A recorded forward, with kernels in place of some of its ops."""
 
     runs_modules = False
 
@@ -54,12 +44,10 @@ class TracedStep(Step):
         masks: MaskPlan,
         drafts: Drafts | None = None,
         *,
-        positions_are_slots: bool = True,
         graphs: bool,
         graph_key: object,
     ):
         super().__init__(block, graphs, graph_key)
-        self._may_look_up = positions_are_slots and drafts is None
         self._beginning: StepBeginning | None = None
         self.plan, self.masks, self.drafts = plan, masks, drafts
         self._inputs = step_inputs(block) | {"logits": self.logits}
@@ -79,8 +67,13 @@ class TracedStep(Step):
         return self._run, self._beginning, self._of_tokens, self._kept
 
     def _name(self, chooser: Chooser | None) -> tuple[Any, ...]:
-        ops = self.plan.position_ops if self._may_look_up else None
+        ops = self.plan.position_ops if self._has_rows_of_tables else None
         return *super()._name(chooser), None if ops is None else ops.versions
+
+    @property
+    def _has_rows_of_tables(self) -> bool:
+        """Whether its positions are rows of tables, which have one for each slot."""
+        return self.drafts is None and self.block.positions_within_slots
 
     def _forward(self) -> None:
         if self._run is None:
@@ -106,7 +99,7 @@ class TracedStep(Step):
 
     def _bound(self) -> Callable[[], None]:
         """Return what runs the step, after what begins it."""
-        if self._may_look_up:
+        if self._has_rows_of_tables:
             distinct = dict.fromkeys(self._windows().values())
             self._beginning = StepBeginning.of(self.plan, self.block, distinct)
         begun = self._beginning

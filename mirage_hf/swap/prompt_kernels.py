@@ -287,7 +287,7 @@ def compared(
         what: What they compute, for the log.
         ours: Runs the kernels.
         stock: Runs without them. It may fail, for example for lack of memory.
-        given: The inputs.
+        given: The inputs. Neither changes them.
     """
     try:
         expected = stock(*given)  # first, since it takes the most memory meanwhile

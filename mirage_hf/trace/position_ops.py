@@ -1,21 +1,26 @@
 """Find the ops of a step that read nothing but the positions of its tokens, such as those of RoPE.
 
-What they give at every position of a cache is computed once. Then a step takes rows of tables.
+Their results at every position of a cache are computed once. Then a step takes rows of tables.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from mirage_hf.errors import described
 from mirage_hf.trace.binding import Binding, Tensors
 from mirage_hf.trace.record import Held, Input, Recording, Value, leaves
 from mirage_hf.trace.sizes import Size, fixed_shape
 from mirage_hf.trace.step_ops import StepOp, reads
 from mirage_hf.trace.terms import Terms
+
+_log = logging.getLogger("mirage_hf")
 
 #: The input that holds the positions: (batch, 1).
 POSITION = Input("position")
@@ -38,7 +43,7 @@ class PositionOps:
         recording: The recording.
         terms: Its terms.
         step_ops: The ops in order, after those that give their constants.
-        results: Floats that other ops read of what they give: (batch, …), a row for each sequence.
+        results: Their results that other ops read: floats (batch, …), a row for each sequence.
         nodes: The numbers of the ops that nothing but these results needs.
     """
 
@@ -63,38 +68,56 @@ class PositionOps:
             binding.run_op(step_op, tensors)
         return [tensors[value].flatten(1) for value in self.results]
 
-    def tables(self, count: int, batch: int, device: torch.device) -> list[Tensor] | None:
-        """Return a table (count, width) of each result at the positions 0, 1, … count − 1.
+    @property
+    def have_one_form(self) -> bool:
+        """Whether all results have rows of one width and one dtype."""
+        metas = [self.recording.meta(value) for value in self.results]
+        return len({(math.prod(meta.shape), meta.dtype) for meta in metas}) == 1
+
+    @property
+    def width(self) -> int:
+        """The elements of a row of the first result."""
+        return math.prod(self.recording.meta(self.results[0]).shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first result."""
+        return self.recording.meta(self.results[0]).dtype
+
+    def fill(self, tables: Tensor, batch: int) -> bool:
+        """Fill the first tables (tables, count, width) with the results at 0, 1, … count − 1.
+
+        Further tables are left as they are.
 
         Returns:
-            None if rows of the tables are not what the ops give.
+            Whether rows of the tables are what the ops give, bit by bit.
         """
-        shapes = [fixed_shape(self.recording.meta(value)) for value in self.results]
-        widest = max(torch.Size(shape or (1,)).numel() for shape in shapes)
-        every = torch.arange(count, device=device)
-        parts = []
+        _, count, width = tables.shape
+        positions = torch.arange(count, device=tables.device)
         try:
-            for some in every.split(max(1, _AT_ONCE // widest)):
-                filled = some[:, None, None].expand(-1, batch, 1)
-                given = torch.vmap(self.at)(filled)
-                if not all(torch.equal(x, x[:, :1].expand_as(x)) for x in given):
-                    return None
-                parts.append([x[:, 0] for x in given])
-        except RuntimeError:  # an op that cannot be run for many positions at once
-            return None
-        tables = [torch.cat(each).contiguous() for each in zip(*parts, strict=True)]
-        return tables if self._gives(tables, batch) else None
+            for chunk in positions.split(max(1, _AT_ONCE // (batch * width))):
+                results = torch.vmap(self.at)(chunk[:, None, None].expand(-1, batch, 1))
+                for table, x in zip(tables, results, strict=False):
+                    if not torch.equal(x, x[:, :1].expand_as(x)):
+                        return False  # a row depends on the others
+                    table[chunk] = x[:, 0]
+            return self._gives(tables, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # an op that cannot be run for many positions at once
+            _log.info("no tables of positions: %s", described(error))
+            return False
 
-    def _gives(self, tables: Sequence[Tensor], batch: int) -> bool:
+    def _gives(self, tables: Tensor, batch: int) -> bool:
         """Return whether the ops give rows of tables, at positions that differ between rows."""
-        count, device = len(tables[0]), tables[0].device
+        _, count, _ = tables.shape
         draw = torch.Generator().manual_seed(_SEED)
         last = torch.full((batch, 1), count - 1)
         tried = [last, *(torch.randint(count, (batch, 1), generator=draw) for _ in range(2))]
         return all(
             torch.equal(x, table[positions[:, 0]])
-            for positions in (each.to(device) for each in tried)
-            for x, table in zip(self.at(positions), tables, strict=True)
+            for positions in (each.to(tables.device) for each in tried)
+            for x, table in zip(self.at(positions), tables, strict=False)
         )
 
 
@@ -105,7 +128,7 @@ def find_position_ops(
 
     Parameters are no constants: a step reads them as they are.
     """
-    known: dict[Value, bool] = {}  # whether a tensor is made from positions, of those that may be
+    known: dict[Value, bool] = {}  # True if the tensor depends on positions
     chosen: list[StepOp] = []
     for step_op in step_ops:
         if not _may_be_computed_once(step_op):

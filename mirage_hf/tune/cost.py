@@ -159,8 +159,6 @@ def uncorrected(
     loop_bytes = tiles.longest_step_bytes
     if plan.tiling.is_looped:
         loop_bytes = tiles.step_bytes * trips
-    # about half of the time of rows that are loaded before the wait is hidden
-    early = grid * sum(plan.tiling.input_bytes[i.name] for i in plan.cached_before_wait) / 2
     l2 = (loop_bytes + tiles.once) * grid + 8 * cooperation.scratch
     instructions = float(trips * tiles.step_work + tiles.once_work) * grid * tiles.element_work
     if tiles.beside_words:
@@ -206,7 +204,8 @@ def uncorrected(
     if waves > 1 and not tiles.packed:
         tail += 0.3 * (math.ceil(waves) / waves - 1.0)
     rate = _read_rate(plan, tiles, trips, per_sm, device)
-    reads = max((tiles.moved - early) / rate, (l2 - early) / device.l2_bandwidth)
+    hidden = _hidden_bytes(plan, tiles, waves)
+    reads = max((tiles.moved - hidden) / rate, (l2 - hidden) / device.l2_bandwidth)
     if tiles.scaled:
         resident = plan.schedule.num_warps * min(per_sm, max(1.0, grid / device.sms))
         arithmetic *= 1 + HIDING_WARPS / resident
@@ -244,6 +243,15 @@ def uncorrected(
     body_us = tail * seconds * 1e6 * _detours(plan)
     us = launch_us + device.latency_us + again_us + body_us + meeting_us
     return Cost(us, tiles.moved, l2, instructions, flops, registers, shared, per_sm), None
+
+
+def _hidden_bytes(plan: KernelPlan, tiles: Footprint, waves: float) -> float:
+    """Return half of the bytes that blocks of the first wave load before their grid wait.
+
+    The previous kernel hides about half of the time of these loads.
+    """
+    loaded = plan.grid * sum(plan.tiling.input_bytes[i.name] for i in plan.cached_before_wait)
+    return min(loaded / max(1.0, waves), tiles.moved) / 2
 
 
 def _read_rate(

@@ -176,7 +176,10 @@ def _launch_changes(s: Schedule, op: PlacedOp) -> Iterator[dict[str, Any]]:
             yield {"cooperating_blocks": blocks}
     if s.mma:
         yield {"weights_first": not s.weights_first}
-    if op.caches and not s.cuda:
+    assert op.block is not None
+    loops = [a.name for a in op.block.named(Role.LOOP)]
+    takes_one_trip = all(s.tiles[name] >= op.block.split_size(name) for name in loops)
+    if op.caches and takes_one_trip and not s.cuda:
         yield {"load_cached_early": not s.load_cached_early}
     if op.next_may_launch_early:
         yield {"trigger_early": not s.trigger_early}

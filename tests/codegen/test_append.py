@@ -29,6 +29,7 @@ from mirage_hf.search.search_options import SearchOptions
 from mirage_hf.search.split_appends import split_appends
 from mirage_hf.tune import space
 from mirage_hf.tune.candidates import ScheduledCandidate
+from mirage_hf.tune.cost import estimate
 from mirage_hf.tune.neighbours import neighbours
 from mirage_hf.verify.field_proof import prove
 from mirage_hf.verify.verdict import Accepted
@@ -446,11 +447,17 @@ def test_tuning_tries_rows_of_caches_before_and_after_the_wait():
     asked = {s.load_cached_early for s in space.schedules(first, limit=1000)}
     assert asked == {False, True}
     assert not any(s.load_cached_early for s in space.schedules(second, limit=1000))
-    schedules = early_schedule(first, load_cached_early=False), space.default_schedule(second)
+    early = early_schedule(first, load_cached_early=True)
+    schedules = replace(early, load_cached_early=False), space.default_schedule(second)
     start = ScheduledCandidate(u, schedules, 1.0)
+    assert estimate(plan_kernel(first, early)).us < estimate(plan_kernel(first, schedules[0])).us
     near = neighbours([start], [start], H200, space.schedules)
-    flipped = replace(schedules[0], load_cached_early=True)
-    assert flipped in {c.schedules[0] for c in near}
+    assert early in {c.schedules[0] for c in near}
+    looped = early_schedule(first, load_cached_early=False)
+    assert plan_kernel(first, looped).tiling.is_looped
+    start = ScheduledCandidate(u, (looped, schedules[1]), 1.0)
+    near = neighbours([start], [start], H200, space.schedules)
+    assert not any(c.schedules[0].load_cached_early for c in near)
 
 
 @pytest.mark.parametrize(("warps", "loaded"), [(2, False), (8, True)])

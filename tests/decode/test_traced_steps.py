@@ -367,6 +367,27 @@ def test_positions_beyond_the_slots_are_computed(
     assert beginnings == []
 
 
+def test_positions_that_steps_count_from_another_number_are_computed(
+    beginnings: list[StepBeginning | None],
+) -> None:
+    """After the prompt they are 400 greater, and so beyond the slots."""
+    stock = built("falcon")
+    usual = type(stock).prepare_inputs_for_generation
+
+    def far(self: Any, input_ids: Tensor, **given: Any) -> Any:
+        made = usual(self, input_ids, **given)
+        if made["input_ids"].shape[1] == 1:
+            made["position_ids"] = made["position_ids"] + 400
+        return made
+
+    stock.__class__ = type("Far", (type(stock),), {"prepare_inputs_for_generation": far})
+    ours = optimize(twin_of(stock), batch_sizes=(1,), verify=False)
+    beginnings.clear()  # those of the check
+    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
+    assert steps(ours) == TRACED
+    assert beginnings == []
+
+
 # -- caches of the caller's -----------------------------------------------------------------------
 
 

@@ -99,6 +99,15 @@ def test_entries_of_a_pattern_get_new_schedules_and_no_others(zoo, measured, mon
     assert after.kernel == after.generate().source
 
 
+def test_a_pattern_that_no_entry_has_is_refused(zoo, measured, monkeypatch):
+    before = (zoo.parent / ATTENTION / ENTRY).read_text()
+    with pytest.raises(
+        SystemExit, match=r"no entry of the layer has the pattern attentoin; it has"
+    ):
+        run(monkeypatch, zoo, ATTENTION, options=["--pattern", "attentoin"])
+    assert (zoo.parent / ATTENTION / ENTRY).read_text() == before
+
+
 def test_a_program_of_two_kernels_gets_new_schedules(zoo, measured, monkeypatch):
     two = packaged("attention/4x8x2x128-to-4x8x2x128-4x8x256x128-*")
     shutil.copytree(refresh_zoo.ROOT / two, zoo.parent / two, dirs_exist_ok=True)

@@ -45,11 +45,18 @@ def found(function: Function) -> PositionOps | None:
     return scheduled(function).position_ops
 
 
+def filled(ops: PositionOps, rows: int = ROWS) -> Tensor | None:
+    """Return the tables of ops, None if there are none."""
+    assert ops.have_one_form
+    tables = torch.empty(len(ops.results), COUNT, ops.width, dtype=ops.dtype)
+    return tables if ops.fill(tables, rows) else None
+
+
 def test_tables_hold_cos_and_sin_at_every_position() -> None:
     ops = found(rotated)
     assert ops is not None
     assert len(ops.results) == 2
-    tables = ops.tables(COUNT, ROWS, torch.device("cpu"))
+    tables = filled(ops)
     assert tables is not None
     for first in (0, 299, COUNT - ROWS):
         positions = torch.arange(first, first + ROWS)[:, None]
@@ -62,7 +69,7 @@ def test_a_step_takes_rows_in_place_of_the_ops() -> None:
     plan = scheduled(rotated)
     ops = plan.position_ops
     assert ops is not None
-    tables = ops.tables(COUNT, ROWS, torch.device("cpu"))
+    tables = filled(ops)
     assert tables is not None
     place, position = torch.zeros(ROWS, 1, WIDTH), INPUTS["position"]
     rows = {
@@ -109,7 +116,7 @@ def test_other_ops_have_no_tables(function: Callable[..., Tensor]) -> None:
 def test_results_that_are_no_rows_of_a_table_have_none(function: Callable[..., Tensor]) -> None:
     ops = found(function)
     assert ops is not None
-    assert ops.tables(COUNT, ROWS, torch.device("cpu")) is None
+    assert filled(ops) is None
 
 
 def test_random_numbers_have_no_table() -> None:
@@ -134,7 +141,7 @@ def test_an_op_that_cannot_be_run_at_many_positions_has_no_table() -> None:
         raise RuntimeError("vmap: no batching rule")
 
     object.__setattr__(ops, "at", fails)
-    assert ops.tables(COUNT, ROWS, torch.device("cpu")) is None
+    assert filled(ops) is None
 
 
 def test_ops_run_if_they_give_something_that_is_no_row_of_a_table() -> None:

@@ -196,8 +196,14 @@ class KernelPlan:
             if tiling.loop in i.axes and tiling.prefetchable(i) and self.early_bounds(i) is not None
         ]
         threads = THREADS_PER_WARP * self.schedule.num_warps
-        registers = sum(tiling.input_bytes[i.name] for i in cached) / 4 / threads
-        return tuple(cached) if registers <= CACHED_REGISTERS else ()
+        # tiles that are not kept as they are stored become float32 as they are loaded
+        held = sum(
+            tiling.input_bytes[i.name]
+            if i.name in self.layout.kept_as_stored
+            else 4 * tiling.elements[i.name]
+            for i in cached
+        )
+        return tuple(cached) if held / 4 / threads <= CACHED_REGISTERS else ()
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
