@@ -74,8 +74,8 @@ class CacheBlock:
     #: Layers that the last prompt wrote. A model may have lost some that its config still counts.
     written: set[int] = field(default_factory=set)
     #: Tables of what steps compute from positions, by the ops that compute it, with the versions
-    #: of the tensors that these read (step_beginning.py).
-    tables: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
+    #: of the tensors that these read (step_beginning.py). None if ops give no rows of a table.
+    tables: dict[Any, tuple[Any, Tensor | None]] = field(default_factory=dict)
     #: Whether no position of the call is beyond its slot, or below 0.
     positions_within_slots: bool = True
     #: Slots below this one may hold keys of an earlier call.
@@ -103,7 +103,7 @@ class CacheBlock:
         """
         tensors = [*self.slabs, *self.states.values(), *self.sources.values(), self.logits]
         tensors += vars(self.control).values()
-        tensors += [table for _, table in list(self.tables.values())]
+        tensors += [tables for _, tables in list(self.tables.values()) if tables is not None]
         for owner in (self.history, self.sampler, *list(self.drafts.values())):
             if owner is not None:
                 tensors += vars(owner).values()

@@ -55,7 +55,8 @@ class StepBeginning:
         if ops is None or embedding is None or len(windows) > MAX_KINDS or is_slow:
             return None
         value, weight = embedding
-        if weight.dtype not in FLOATS or not weight.is_contiguous():
+        is_on_device = weight.device == block.control.ids.device
+        if weight.dtype not in FLOATS or not weight.is_contiguous() or not is_on_device:
             return None
         tables = _tables_of(ops, block)
         if tables is None:
@@ -91,16 +92,14 @@ def _tables_of(ops: PositionOps, block: CacheBlock) -> Tensor | None:
 
     The kernel reads two tensors of as many tables. So the last table may be one that nothing reads.
     """
+    if not ops.have_one_form or ops.dtype not in FLOATS:
+        return None
     versions, tables = block.tables.get(ops, (None, None))
-    if tables is None or versions != ops.versions:
-        if not ops.have_one_form or ops.dtype not in FLOATS:
-            return None
+    if versions != ops.versions:
         halves = -(-len(ops.results) // 2)
         with torch.inference_mode(False), torch.no_grad():
             dims = 2 * halves, block.capacity, ops.width
             tables = torch.empty(dims, dtype=ops.dtype, device=block.device)
-            if not ops.fill(tables, block.batch):
-                return None
-            tables = tables.unflatten(0, (2, halves))
+            tables = tables.unflatten(0, (2, halves)) if ops.fill(tables, block.batch) else None
         block.tables[ops] = ops.versions, tables
     return tables

@@ -29,6 +29,7 @@ from mirage_hf.errors import OptimizeWarning, SearchError
 from mirage_hf.pipeline import resolver
 from mirage_hf.trace import torch_ops
 from mirage_hf.trace.attention import attention_as_one_node
+from mirage_hf.trace.position_ops import PositionOps
 from mirage_hf.trace.record import record
 from scripts import survey_configs, survey_images, survey_models
 from tests.helpers.generate_comparison import assert_same, tiny
@@ -365,6 +366,30 @@ def test_positions_beyond_the_slots_are_computed(
         agree(stock, ours, {**given, "position_ids": positions + offset})
     assert steps(ours) == {"traced": 2}
     assert beginnings == []
+
+
+def test_tables_of_positions_are_computed_once_for_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, ours = shared_pair("falcon", (3,))
+    filled: list[int] = []
+
+    def fill(ops: PositionOps, tables: Tensor, batch: int) -> bool:
+        filled.append(tables.shape[1])
+        return usual(ops, tables, batch)
+
+    usual = PositionOps.fill
+    monkeypatch.setattr(PositionOps, "fill", fill)
+    given = {**padded(), **FULL, **GREEDY}
+    ours.generate.runner.pool.drop_idle()
+    for _ in range(2):
+        agree(stock, ours, given)
+    (capacity,) = filled
+    with torch.no_grad():
+        for model in (stock, ours):
+            model.transformer.rotary_emb.inv_freq.mul_(1.5)
+    agree(stock, ours, given)
+    assert filled == [capacity]  # the model has changed, and runs its own forward
 
 
 def test_positions_that_steps_count_from_another_number_are_computed(

@@ -173,7 +173,7 @@ class KernelPlan:
         return bounds if unrolled is None or unrolled not in bounds.axes else None
 
     def early_bounds(self, i: BlockInput) -> BlockInput | None:
-        """Return these bounds if they are scalars that are read before the grid dependency wait."""
+        """Return the effective bounds if they are scalars that are read before the grid wait."""
         bounds = self.effective_bounds(i)
         if bounds is None:
             return None
