@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from mirage_hf.codegen import triton_math
 from mirage_hf.codegen.plan import KernelPlan, stages
-from mirage_hf.codegen.plan.kernel_plan import THREADS_PER_WARP
 from mirage_hf.codegen.triton_combine import CombineWriter
 from mirage_hf.graph.block import BlockInput, BlockOp, Role, Stage
 
@@ -22,6 +21,7 @@ EARLY_ELEMENTS_PER_THREAD = 8
 #: Elements of constants that a kernel without a loop holds during its grid dependency wait.
 HELD_ELEMENTS_PER_THREAD = 64
 
+_WARP = 32
 _LAUNCH_NEXT = "tl.extra.cuda.gdc_launch_dependents()"
 
 
@@ -116,7 +116,7 @@ class _KernelWriter(CombineWriter):
 
     def _registers_per_thread(self, i: BlockInput) -> float:
         """Return the registers that a thread needs to hold its elements, or words, of an input."""
-        threads = THREADS_PER_WARP * self.plan.schedule.num_warps
+        threads = _WARP * self.plan.schedule.num_warps
         return self.tiling.numel(self.block.input_axes(i)) / threads / self.codes_per_word(i)
 
     def _early_inputs(self) -> list[BlockInput]:

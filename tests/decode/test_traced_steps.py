@@ -20,7 +20,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from mirage_hf.api import optimize, restore
-from mirage_hf.decode import prefill, prompts, runner, step, step_recording, trace_check, tracing
+from mirage_hf.decode import (
+    call_plan,
+    prefill,
+    prompts,
+    runner,
+    step,
+    step_recording,
+    trace_check,
+    tracing,
+)
 from mirage_hf.decode.graphs import WARM_UPS
 from mirage_hf.decode.masks import MaskPlan
 from mirage_hf.decode.rings import rings_variants
@@ -371,7 +380,7 @@ def test_positions_beyond_the_slots_are_computed(
 def test_tables_of_positions_are_computed_once_for_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stock, ours = shared_pair("falcon", (3,))
+    stock, ours = pair("falcon", (3,))
     filled: list[int] = []
 
     def fill(ops: PositionOps, tables: Tensor, batch: int) -> bool:
@@ -393,9 +402,10 @@ def test_tables_of_positions_are_computed_once_for_a_block(
 
 
 def test_positions_that_steps_count_from_another_number_are_computed(
-    beginnings: list[StepBeginning | None],
+    beginnings: list[StepBeginning | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the prompt they are 400 greater, and so beyond the slots."""
+    """After the prompt they are 400 greater, so beyond the slots. One call outgrows its block."""
+    monkeypatch.setattr(call_plan, "FIRST_REACH", 16)
     stock = built("falcon")
     usual = type(stock).prepare_inputs_for_generation
 
@@ -408,8 +418,9 @@ def test_positions_that_steps_count_from_another_number_are_computed(
     stock.__class__ = type("Far", (type(stock),), {"prepare_inputs_for_generation": far})
     ours = optimize(twin_of(stock), batch_sizes=(1,), verify=False)
     beginnings.clear()  # those of the check
-    agree(stock, ours, {"inputs": text(), **FULL, **GREEDY})
-    assert steps(ours) == TRACED
+    for length in (9, 225):
+        agree(stock, ours, {"inputs": text(1, length), **FULL, **GREEDY, "max_new_tokens": 64})
+    assert steps(ours) == {"traced": 2}
     assert beginnings == []
 
 

@@ -24,7 +24,7 @@ MAX_ELEMENTS = 1 << 20
 #: Registers of a thread for rows of caches that are loaded before the grid dependency wait.
 CACHED_REGISTERS = 128
 
-THREADS_PER_WARP = 32
+_WARP = 32
 
 
 def plan_kernel(op: KernelOp, schedule: Schedule) -> KernelPlan:
@@ -195,7 +195,7 @@ class KernelPlan:
             for i in tiling.block.inputs
             if tiling.loop in i.axes and tiling.prefetchable(i) and self.early_bounds(i) is not None
         ]
-        threads = THREADS_PER_WARP * self.schedule.num_warps
+        threads = _WARP * self.schedule.num_warps
         # tiles that are not kept as they are stored become float32 as they are loaded
         held = sum(
             tiling.input_bytes[i.name]
