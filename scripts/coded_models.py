@@ -13,6 +13,8 @@ The formats:
                 with a float32 scale for each block
     hqq         HQQLinear with 4 bits: groups of 64 columns with zero points. A byte holds codes of
                 two rows.
+    int8-and-head, int4-tiles-and-head
+                int8 and int4-tiles with the head in codes, too, as `quantize_` of torchao does
     mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
                 power of two each. Only experts have codes. If `triton_kernels` is installed, they
                 are stored as it wants them for the GPU, and stock runs them. Otherwise they are in
@@ -47,7 +49,7 @@ GROUP, BLOCK = 128, 128
 def linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield the linears of a model's layers: the parent, the name in it, and the linear.
 
-    The head stays as it is, as in most checkpoints.
+    The head is none of them. Most checkpoints leave it as it is.
     """
     head = model.get_output_embeddings()
     for parent in model.get_decoder().modules():
@@ -94,20 +96,28 @@ def _int4(model: PreTrainedModel, symmetric: bool = True) -> None:
     model.to(model.device)  # it leaves shapes on the CPU
 
 
-def _int8(model: PreTrainedModel) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def _int8(model: PreTrainedModel, head: bool = False) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
 
-    mine = {id(linear) for _, _, linear in linears(model)}
-    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, _: id(m) in mine)
+    _by_torchao(model, Int8WeightOnlyConfig(), head)
 
 
-def _int4_tiles(model: PreTrainedModel) -> None:
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+def _int4_tiles(model: PreTrainedModel, head: bool = False) -> None:
+    from torchao.quantization import Int4WeightOnlyConfig
 
-    mine = {id(linear) for _, _, linear in linears(model)}
     config = Int4WeightOnlyConfig(
         group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
     )
+    _by_torchao(model, config, head)
+
+
+def _by_torchao(model: PreTrainedModel, config: Any, head: bool) -> None:
+    """Quantize the linears by torchao, and on request the head. `quantize_` alone does both."""
+    from torchao.quantization import quantize_
+
+    mine = {id(linear) for _, _, linear in linears(model)}
+    if head:
+        mine.add(id(model.get_output_embeddings()))
     quantize_(model, config, filter_fn=lambda m, _: id(m) in mine)
 
 
@@ -298,6 +308,8 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int8": _int8,
     "int4-zeros": partial(_int4, symmetric=False),
     "int4-tiles": _int4_tiles,
+    "int8-and-head": partial(_int8, head=True),
+    "int4-tiles-and-head": partial(_int4_tiles, head=True),
     "fp8": _fp8,
     "nf4": _nf4,
     "hqq": _hqq,
@@ -305,8 +317,8 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
 }
 
 #: The formats of linears that a CPU can make, and those of all linears.
-CPU_FORMATS = ("int4", "int4-zeros", "int8", "fp8", "nf4", "hqq")
-LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles")
+CPU_FORMATS = ("int4", "int4-zeros", "int8", "int8-and-head", "fp8", "nf4", "hqq")
+LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles", "int4-tiles-and-head")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)
@@ -364,10 +376,10 @@ def coded_bytes(model: PreTrainedModel, rows: int = 1) -> int:
 
     Of experts, as many as `rows` tokens choose on average if each chooses at random.
     """
-    head = model.get_output_embeddings().weight
+    head = model.get_output_embeddings()
     table = model.get_input_embeddings().weight
     chosen = getattr(model.config, "num_experts_per_tok", None) or 0
-    seen: dict[int, float] = {head.data_ptr(): head.nbytes}
+    seen: dict[int, float] = {t.data_ptr(): t.nbytes for t in held_tensors(head) or (head.weight,)}
     for module in model.get_decoder().modules():
         of_experts = parameters_of_experts(module)
         held = held_tensors(module) or tuple(

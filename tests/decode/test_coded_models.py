@@ -30,6 +30,7 @@ LIBRARIES = {
     "int4": "compressed_tensors",
     "int4-zeros": "compressed_tensors",
     "int8": "torchao",
+    "int8-and-head": "torchao",
     "fp8": "transformers",
     "nf4": "bitsandbytes",
     "hqq": "hqq.core.quantize",
