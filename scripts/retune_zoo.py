@@ -8,6 +8,9 @@ make the whole layer fastest, and so do those whose codes a CUDA kernel can stre
 run beside them. With --pattern, entries of this pattern get new schedules, and all others only run
 beside them. An entry is written with its new schedules, text, times, machine and date.
 
+Newer versions of Triton need another text for some schedules, and would make their kernels again.
+Such schedules are not tried.
+
 `scripts/refresh_zoo.py` is enough if the same schedules still generate the same code up to names.
 Run `scripts/build_cubins.py` afterwards, because cubins belong to a text. Then run
 `scripts/index_zoo.py`.
@@ -20,12 +23,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
+from unittest import mock
 
-from mirage_hf.codegen.placement import place_kernels
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
+from mirage_hf.codegen.plan import pipelining, plan_kernel
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton_kernel import write_kernel
+from mirage_hf.errors import CodegenError
 from mirage_hf.gpus import Device
-from mirage_hf.graph.kernel import KernelOp
 from mirage_hf.graph.ugraph import UGraph
 from mirage_hf.pipeline.layer_choice import only_choice
 from mirage_hf.pipeline.outcome import measurements
@@ -44,14 +51,26 @@ from scripts.refresh_zoo import ROOT, write
 TRIED, MOST = 48, 24
 
 
-def schedules_of(op: KernelOp, device: Device, own: Schedule) -> list[Schedule]:
+def schedules_of(op: PlacedOp, device: Device, own: Schedule) -> list[Schedule]:
     """Return the schedules to try for an op.
 
     These are its own, and those that stream codes. If none do, they are the best of Triton kernels.
     """
     streams = [s for s, _ in stream_schedules(op, device)]
-    others = streams or [s for s in space.schedules(op, device) if s.mma == own.mma][:MOST]
-    return list(dict.fromkeys([own, *others]))
+    others = (s for s in space.schedules(op, device) if s.mma == own.mma and is_portable(op, s))
+    return list(dict.fromkeys([own, *(streams or islice(others, MOST))]))
+
+
+def is_portable(op: PlacedOp, schedule: Schedule) -> bool:
+    """Return whether an op's Triton kernel has the same text for older and newer Tritons."""
+    texts = []
+    for is_newer in (False, True):
+        with mock.patch.object(pipelining, "WGMMA_TAKES_8_COLUMNS", is_newer):
+            try:
+                texts.append(write_kernel(plan_kernel(op, schedule), "kernel").source)
+            except CodegenError:
+                return False
+    return texts[0] == texts[1]
 
 
 def is_wanted(entry: Entry, pattern: str | None) -> bool:
