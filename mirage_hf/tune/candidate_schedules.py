@@ -67,7 +67,8 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
     has_packed_codes = bool(packed_axes(op))
     has_bytes = any(isinstance(t, DTensor) and t.dtype in BYTE_DTYPES for t in op.inputs)
     for mma in (False, True) if op.block.contractions else (False,):
-        for tiles in _TileChoices(op, op.block, mma).all():
+        choices = _TileChoices(op, op.block, mma)
+        for tiles in choices.all():
             walks = _walks_loop(op.block, tiles)
             if not mma:
                 yield from _multiply_add_schedules(tiles, walks)
@@ -86,6 +87,11 @@ def candidate_schedules(op: KernelOp) -> Iterator[Schedule]:
                     )
                 continue
             yield from _tensor_core_schedules(tiles, walks)
+            if not walks and (padded := choices.with_rows(tiles)) is not None:
+                for warps, stages in _HELD_WEIGHTS_SECOND:
+                    yield Schedule(
+                        padded, mma=True, weights_first=False, num_warps=warps, num_stages=stages
+                    )
             if walks and has_packed_codes:
                 for warps, stages in _WALKED_CODED_LAUNCHES:
                     yield Schedule(tiles, mma=True, num_warps=warps, num_stages=stages)
@@ -365,6 +371,22 @@ class _TileChoices:
         if size <= MMA_COLUMNS and not side & self._largest_axes:
             return MMA_COLUMNS
         return MMA_MIN
+
+    def with_rows(self, tiles: Tiles) -> Tiles | None:
+        """Return tiles in which the columns of few queries are long enough to be rows instead.
+
+        None if no side is that short. With Triton 3.7 and newer, products of 8 columns are
+        asynchronous, and those of attention whose loop has one step are refused
+        (`Pipelining.check`). Products of 16 rows are neither.
+        """
+        padded = dict(tiles)
+        for side in self._sides:
+            axes = self._own_axes(side)
+            held = [a.name for a in axes if a.role is Role.TILE]
+            is_short = math.prod(tiles[a.name] for a in axes) == MMA_COLUMNS
+            if held and is_short and self._shortest(side) == MMA_COLUMNS:
+                padded[held[-1]] = tiles[held[-1]] * MMA_MIN // MMA_COLUMNS
+        return Tiles(padded) if padded != dict(tiles) else None
 
     def _fits(self, side: set[str], tiles: Mapping[str, int]) -> bool:
         """Return whether a side of several axes is neither too short nor too long."""

@@ -285,7 +285,8 @@ def _by_cost(costs: Mapping[Schedule, float]) -> list[tuple[Schedule, float]]:
     for _, group in itertools.groupby(ascending, key=itemgetter(1)):
         equal = list(group)
         if len(equal) > 1:
-            equal.sort(key=lambda item: tie_break(item[0]))
+            # columns that are padded to rows are multiplied, too
+            equal.sort(key=lambda item: (not item[0].weights_first, tie_break(item[0])))
         found += equal
     return found
 

@@ -14,7 +14,7 @@ from mirage_hf import errors
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.placement import place_kernels
-from mirage_hf.codegen.plan import plan_kernel
+from mirage_hf.codegen.plan import pipelining, plan_kernel
 from mirage_hf.codegen.schedule import Schedule, next_power_of_two
 from mirage_hf.codegen.triton_kernel import write_kernel
 from mirage_hf.errors import Rejected
@@ -458,6 +458,24 @@ def test_tuning_tries_rows_of_caches_before_and_after_the_wait():
     start = ScheduledCandidate(u, (looped, schedules[1]), 1.0)
     near = neighbours([start], [start], H200, space.schedules)
     assert not any(c.schedules[0].load_cached_early for c in near)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_every_triton_gets_attention_that_loads_a_whole_cache_early(newer, monkeypatch):
+    """Newer versions of Triton read 8 columns asynchronously, which such kernels cannot have.
+
+    Queries that are padded to 16 rows are read by other instructions.
+    """
+    monkeypatch.setattr(pipelining, "WGMMA_TAKES_8_COLUMNS", newer)
+    monkeypatch.setattr(space, "_known", {})  # what is listed depends on the version
+    sizes = {"b": 1, "heads": 8, "group": 4, "d": 64, "norm": True, "dtype": "bfloat16"}
+    u = next(c.ugraph for c in searched(LARGE).candidates if c.ugraph.num_kernels == 1)
+    (op,) = place_kernels(symbolic.for_program(u, attention(slots=256, **sizes)))
+    early = [s for s in space.schedules(op) if s.mma and s.load_cached_early]
+    queries = {(s.tiles["m"], s.weights_first) for s in early if s.tiles["r"] == 256}
+    assert queries == ({(16, False)} if newer else {(8, True), (16, False)})
+    # of equal estimates, those with fewer padded queries come first
+    assert early[0].weights_first is not newer
 
 
 @pytest.mark.parametrize(("warps", "loaded"), [(2, False), (8, True)])

@@ -92,7 +92,11 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(
     )
 
 
-def test_a_comparison_of_prompts_leaves_what_the_model_wrote() -> None:
+@pytest.mark.parametrize("most", [0, prefill_checks.MOST_ON_GPU])
+def test_a_comparison_of_prompts_leaves_what_the_model_wrote(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_checks, "MOST_ON_GPU", most)
     block = SimpleNamespace(
         lowest=None,
         rings=(None,),

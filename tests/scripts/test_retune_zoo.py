@@ -7,10 +7,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from mirage_hf.tune import tuner
+from mirage_hf.codegen.placement import PlacedOp, place_kernels
+from mirage_hf.codegen.plan import pipelining, plan_kernel
+from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.codegen.triton_kernel import write_kernel
+from mirage_hf.gpus import H200
+from mirage_hf.tune import space, tuner
 from mirage_hf.tune.candidates import MEASURED, TuneResult
 from mirage_hf.tune.measure import timing
 from mirage_hf.zoo.entry import ENTRY
@@ -97,6 +103,25 @@ def test_entries_of_a_pattern_get_new_schedules_and_no_others(zoo, measured, mon
     after = read_entry(zoo.parent / ATTENTION)
     assert after.search["layer_us"] == 40.0 and after.search["tried"] == 4
     assert after.kernel == after.generate().source
+
+
+def test_schedules_that_another_triton_would_write_in_another_way_are_not_tried():
+    entry = read_entry(refresh_zoo.ROOT / ATTENTION)
+    (op,) = place_kernels(entry.ugraph, entry.key.next_may_launch_early)
+    tried = set(retune_zoo.schedules_of(op, H200, entry.schedules[0])) - {entry.schedules[0]}
+    older, newer = (texts_with(is_newer, op) for is_newer in (False, True))
+    assert tried and all(s in older and older[s] == newer.get(s) for s in tried)
+    assert older.keys() - newer.keys()
+
+
+def texts_with(is_newer: bool, op: PlacedOp) -> dict[Schedule, str]:
+    """Return the text of each schedule on tensor cores that a version of Triton has."""
+    with (
+        mock.patch.object(pipelining, "WGMMA_TAKES_8_COLUMNS", is_newer),
+        mock.patch.object(space, "_known", {}),
+    ):
+        found = [s for s in space.schedules(op) if s.mma]
+        return {s: write_kernel(plan_kernel(op, s), "kernel").source for s in found}
 
 
 def test_a_pattern_that_no_entry_has_is_refused(zoo, measured, monkeypatch):
