@@ -116,12 +116,14 @@ def _walk(model: nn.Module) -> ModelFingerprint:
         for name, b in s["_buffers"].items()
         if b is not None and not _is_longrope_frequencies(name, s)
     ]
+    # Modules share configs, and to read an attribute of one calls Python.
+    shared = {id(config): config for _, state in with_numbers for config in [state.get("config")]}
     # Dictionaries of configs are kept if kernels' numbers were read from them. The id of a deleted
     # config may be used again.
     configs = {
-        id(vars(config)): vars(config)
-        for _, state in with_numbers
-        if hasattr(config := state.get("config"), "__dict__")
+        id(values): values
+        for config in shared.values()
+        if (values := getattr(config, "__dict__", None)) is not None  # None has none
     }
     facts = (
         tuple(map(id, modules)),
