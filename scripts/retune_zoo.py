@@ -9,7 +9,7 @@ run beside them. With --pattern, entries of this pattern get new schedules, and 
 beside them. An entry is written with its new schedules, text, times, machine and date.
 
 Newer versions of Triton need another text for some schedules, and would make their kernels again.
-Such schedules are not tried.
+Such schedules are not tried, unless an entry has one already.
 
 `scripts/refresh_zoo.py` is enough if the same schedules still generate the same code up to names.
 Run `scripts/build_cubins.py` afterwards, because cubins belong to a text. Then run

@@ -19,8 +19,8 @@ from mirage_hf.errors import MirageError
 #: (Llama-3.1-8B, H200).
 FEW_LAYERS = 16
 
-#: While two prefills are compared, the results of the first one stay on the GPU if they have at
-#: most so many bytes. Those of 16 prompts of 128 tokens have 268 MB (Llama-3.1-8B).
+#: The most bytes of a first prefill's results that stay on the GPU while a second one is compared
+#: with it. More are kept on the host. Those of 16 prompts of 128 tokens have 268 MB (Llama-3.1-8B).
 MOST_ON_GPU = 64 << 20
 
 

@@ -373,11 +373,12 @@ class _TileChoices:
         return MMA_MIN
 
     def with_rows(self, tiles: Tiles) -> Tiles | None:
-        """Return tiles in which the columns of few queries are long enough to be rows instead.
+        """Return the tiles with each side of 8 elements padded to 16, so that it can be rows.
 
-        None if no side is that short. With Triton 3.7 and newer, products of 8 columns are
-        asynchronous, and those of attention whose loop has one step are refused
-        (`Pipelining.check`). Products of 16 rows are neither.
+        None if no such side has an axis that is held whole, as the queries of attention are. With
+        Triton 3.7 and newer, products of 8 columns are asynchronous. Then those of attention whose
+        loop has one step are refused (`Pipelining.check`). Products of 16 rows are synchronous, so
+        they are allowed.
         """
         padded = dict(tiles)
         for side in self._sides:

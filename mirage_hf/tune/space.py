@@ -285,10 +285,14 @@ def _by_cost(costs: Mapping[Schedule, float]) -> list[tuple[Schedule, float]]:
     for _, group in itertools.groupby(ascending, key=itemgetter(1)):
         equal = list(group)
         if len(equal) > 1:
-            # columns that are padded to rows are multiplied, too
-            equal.sort(key=lambda item: (not item[0].weights_first, tie_break(item[0])))
+            equal.sort(key=lambda item: (_may_pad_rows(item[0]), tie_break(item[0])))
         found += equal
     return found
+
+
+def _may_pad_rows(s: Schedule) -> bool:
+    """Return whether queries may be padded to the rows of a product. It multiplies padding, too."""
+    return s.mma and not s.weights_first and s.num_stages == 1
 
 
 def tie_break(s: Schedule) -> str:

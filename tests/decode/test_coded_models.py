@@ -20,7 +20,7 @@ from mirage_hf.errors import OptimizeError
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.swap.coded_forward import decoding_program
-from scripts.coded_models import CPU_FORMATS, linears, with_codes
+from scripts.coded_models import CPU_FORMATS, coded_bytes, linears, with_codes
 from tests.helpers import gguf_reference
 from tests.helpers.thorough import THOROUGH
 
@@ -211,6 +211,16 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     assert model.mirage.report.decode["step: traced"] == len(sizes)
     mi.restore(model)
     assert list(snapshot(model)) == before
+
+
+def test_a_head_is_in_codes_only_if_it_is_asked_for() -> None:
+    with_head, without = coded("int8-and-head"), coded("int8")
+    assert isinstance(coded_weight(with_head.lm_head, torch.float32), CodedWeight)
+    assert not isinstance(coded_weight(without.lm_head, torch.float32), CodedWeight)
+    rows, columns = without.lm_head.weight.shape
+    # a byte in place of a float32, and for each row a scale and a zero point of one byte
+    saved = 3 * rows * columns - 5 * rows
+    assert coded_bytes(without) - coded_bytes(with_head) == saved
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4 nested", "hqq"])

@@ -93,8 +93,9 @@ def test_a_kernel_of_a_prompt_that_writes_nothing_is_found(
 
 
 @pytest.mark.parametrize("most", [0, prefill_checks.MOST_ON_GPU])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_comparison_of_prompts_leaves_what_the_model_wrote(
-    most: int, monkeypatch: pytest.MonkeyPatch
+    device: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_checks, "MOST_ON_GPU", most)
     block = SimpleNamespace(
@@ -102,9 +103,9 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote(
         rings=(None,),
         written={0},
         states={},
-        logits=torch.ones(1, 3),
-        keys={0: torch.ones(1, 1, 8, 2)},
-        values={0: torch.ones(1, 1, 8, 2)},
+        logits=torch.ones(1, 3, device=device),
+        keys={0: torch.ones(1, 1, 8, 2, device=device)},
+        values={0: torch.ones(1, 1, 8, 2, device=device)},
     )
     far, allowed = prefill_checks._difference(
         lambda: None,
