@@ -13,8 +13,8 @@ The formats:
                 with a float32 scale for each block
     hqq         HQQLinear with 4 bits: groups of 64 columns with zero points. A byte holds codes of
                 two rows.
-    int8-and-head, int4-tiles-and-head
-                int8 and int4-tiles with the head in codes, too, as `quantize_` of torchao does
+    int8-and-head
+                int8, and the head has codes, too, as torchao's `quantize_` makes it
     mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
                 power of two each. Only experts have codes. If `triton_kernels` is installed, they
                 are stored as it wants them for the GPU, and stock runs them. Otherwise they are in
@@ -102,17 +102,17 @@ def _int8(model: PreTrainedModel, head: bool = False) -> None:
     _by_torchao(model, Int8WeightOnlyConfig(), head)
 
 
-def _int4_tiles(model: PreTrainedModel, head: bool = False) -> None:
+def _int4_tiles(model: PreTrainedModel) -> None:
     from torchao.quantization import Int4WeightOnlyConfig
 
     config = Int4WeightOnlyConfig(
         group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
     )
-    _by_torchao(model, config, head)
+    _by_torchao(model, config)
 
 
-def _by_torchao(model: PreTrainedModel, config: Any, head: bool) -> None:
-    """Quantize the linears by torchao, and on request the head. `quantize_` alone does both."""
+def _by_torchao(model: PreTrainedModel, config: Any, head: bool = False) -> None:
+    """Quantize the linears by torchao, and the head if asked for."""
     from torchao.quantization import quantize_
 
     mine = {id(linear) for _, _, linear in linears(model)}
@@ -309,7 +309,6 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int4-zeros": partial(_int4, symmetric=False),
     "int4-tiles": _int4_tiles,
     "int8-and-head": partial(_int8, head=True),
-    "int4-tiles-and-head": partial(_int4_tiles, head=True),
     "fp8": _fp8,
     "nf4": _nf4,
     "hqq": _hqq,
@@ -318,7 +317,7 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
 
 #: The formats of linears that a CPU can make, and those of all linears.
 CPU_FORMATS = ("int4", "int4-zeros", "int8", "int8-and-head", "fp8", "nf4", "hqq")
-LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles", "int4-tiles-and-head")
+LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)

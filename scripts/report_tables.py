@@ -367,10 +367,7 @@ def adapters(results: Sequence[Result]) -> str:
 
 
 #: Weights of dense models in the table of weights in codes, by the name that bench_generate gives.
-CODED = (
-    *("int4", "int4-zeros", "int4-tiles", "int8", "fp8", "nf4", "hqq"),
-    *("int4-tiles-and-head", "int8-and-head"),
-)
+CODED = ("int4", "int4-zeros", "int4-tiles", "int8", "int8-and-head", "fp8", "nf4", "hqq")
 
 
 def weights_in_codes(results: Sequence[Result]) -> str:

@@ -117,7 +117,7 @@ def _walk(model: nn.Module) -> ModelFingerprint:
         if b is not None and not _is_longrope_frequencies(name, s)
     ]
     # Modules share configs, and to read an attribute of one calls Python.
-    shared = {id(config): config for _, state in with_numbers for config in [state.get("config")]}
+    shared = {id(config): config for config in (state.get("config") for _, state in with_numbers)}
     # Dictionaries of configs are kept if kernels' numbers were read from them. The id of a deleted
     # config may be used again.
     configs = {
