@@ -26,7 +26,7 @@ measured. Peers:
     ours       generate after mirage_hf.optimize()
     bare       with --lora: ours, for the same model without adapters
     plain      with --weights: ours, for the same model with bfloat16 weights
-    product    with --weights int4: static, with torch's own int4 product in each linear
+    product    with --weights: static, with torch's own product of int4, int8 or float8 in linears
     drafted    with --draft: ours, with steps that verify drafts
     assisted   with --draft: HF's generate with the same drafts, for batches of 1
 

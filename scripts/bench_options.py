@@ -17,7 +17,7 @@ from scripts.bench_peers import (
     PLAIN,
     PRODUCT,
 )
-from scripts.coded_models import FORMATS
+from scripts.coded_models import FORMATS, product_of
 from scripts.configs import config_of, names
 from scripts.survey_images import IMAGES
 
@@ -152,7 +152,7 @@ def why_wrong(args: argparse.Namespace) -> str:
         BATCHED,
         *([BARE] if args.lora else []),
         *([PLAIN] if args.weights else []),
-        *([PRODUCT] if args.weights == "int4" else []),
+        *([PRODUCT] if product_of(args.weights) else []),
         *([DRAFTED, ASSISTED] if args.draft else []),
     )
     unknown = set(args.peers) - set(known)

@@ -21,7 +21,7 @@ from mirage_hf.attention_interface import AttentionReport, attention_report
 from mirage_hf.errors import OptimizeWarning
 from mirage_hf.trace.experts.form import ExpertsForm, form_of
 from scripts.bench_prompts import Prompts, mask_of, text_vocab
-from scripts.coded_models import product_bytes, with_int4_products
+from scripts.coded_models import product_bytes, with_products
 from scripts.configs import random_model
 from scripts.scripted_drafts import assisted_by_script, drafting, with_errors
 
@@ -98,7 +98,7 @@ def set_up(
         return compiled_step(twin(model), prompts, args.new)
     if name == "liger":
         return Peer(generate_with(with_liger(model), prompts, args.new))
-    stock = with_int4_products(twin(bare)) if name == PRODUCT else twin(model)
+    stock = with_products(twin(bare), args.weights) if name == PRODUCT else twin(model)
     if name == ATTENTION:
         stock.set_attn_implementation("mirage")
     if name == BATCHED:

@@ -15,12 +15,15 @@ The formats:
                 two rows.
     int8-and-head
                 int8, and the head has codes, too, as torchao's `quantize_` makes it
+    fp8-and-head
+                fp8, and the head is an FP8Linear, too, as transformers makes it if
+                `modules_to_not_convert` is empty
     mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
                 power of two each. Only experts have codes. If `triton_kernels` is installed, they
                 are stored as it wants them for the GPU, and stock runs them. Otherwise they are in
                 its plain order.
 
-`with_int4_products` gives linears torch's own int4 product instead, as gpt-fast does.
+`with_products` gives linears torch's own product of a format instead.
 """
 
 from __future__ import annotations
@@ -42,20 +45,31 @@ from mirage_hf.formats.experts import CodedExperts, coded_experts
 from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.trace.experts.form import ExpertsForm, form_of, linear_of
 
+#: How names of formats end that give codes to the head, too.
+AND_HEAD = "-and-head"
+
 #: Columns of a group of int4 codes, and the side of a block of float8 codes.
 GROUP, BLOCK = 128, 128
 
 
-def linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def linears(
+    model: PreTrainedModel, head: bool = False
+) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield the linears of a model's layers: the parent, the name in it, and the linear.
 
-    The head is none of them. Most checkpoints leave it as it is.
+    Args:
+        model: The model.
+        head: Yield the head, too. Most checkpoints leave it as it is.
     """
-    head = model.get_output_embeddings()
+    last = model.get_output_embeddings()
     for parent in model.get_decoder().modules():
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head:
+            if type(child) is nn.Linear and child is not last:
                 yield parent, name, child
+    if head:
+        path = next(path for path, module in model.named_modules() if module is last)
+        parent, _, name = path.rpartition(".")
+        yield model.get_submodule(parent), name, last
 
 
 def with_codes(model: PreTrainedModel, kind: str) -> PreTrainedModel:
@@ -115,9 +129,7 @@ def _by_torchao(model: PreTrainedModel, config: Any, head: bool = False) -> None
     """Quantize the linears by torchao, and the head if asked for."""
     from torchao.quantization import quantize_
 
-    mine = {id(linear) for _, _, linear in linears(model)}
-    if head:
-        mine.add(id(model.get_output_embeddings()))
+    mine = {id(linear) for _, _, linear in linears(model, head)}
     quantize_(model, config, filter_fn=lambda m, _: id(m) in mine)
 
 
@@ -152,10 +164,10 @@ def _hqq(model: PreTrainedModel) -> None:
         setattr(parent, name, module.eval())
 
 
-def _fp8(model: PreTrainedModel) -> None:
+def _fp8(model: PreTrainedModel, head: bool = False) -> None:
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
-    for parent, name, linear in list(linears(model)):
+    for parent, name, linear in list(linears(model, head)):
         n, k = linear.weight.shape
         if n % BLOCK or k % BLOCK:
             continue
@@ -310,21 +322,29 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "int4-tiles": _int4_tiles,
     "int8-and-head": partial(_int8, head=True),
     "fp8": _fp8,
+    "fp8-and-head": partial(_fp8, head=True),
     "nf4": _nf4,
     "hqq": _hqq,
     "mxfp4": _mxfp4,
 }
 
 #: The formats of linears that a CPU can make, and those of all linears.
-CPU_FORMATS = ("int4", "int4-zeros", "int8", "int8-and-head", "fp8", "nf4", "hqq")
+CPU_FORMATS = (
+    *("int4", "int4-zeros", "int8", "int8-and-head"),
+    *("fp8", "fp8-and-head", "nf4", "hqq"),
+)
 LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles")
 
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)
 
 
-class Int4Product(nn.Module):
-    """A linear that runs torch's int4 product, with weights in the form that it wants."""
+class Product(nn.Module):
+    """A linear whose weights are codes in the form that a product of torch wants."""
+
+
+class Int4Product(Product):
+    """Torch's own int4 product, as gpt-fast runs it."""
 
     def __init__(self, weight: Tensor):
         """Quantize a weight (n, k) in groups of columns."""
@@ -346,17 +366,84 @@ class Int4Product(nn.Module):
         return y.unflatten(0, x.shape[:-1])
 
 
-def with_int4_products(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model's linears torch's own int4 product, in place."""
+class Int8Product(Product):
+    """A product with int8 that the compiler casts as it multiplies, as gpt-fast and torchao do."""
+
+    def __init__(self, weight: Tensor):
+        """Quantize a weight (n, k) with a scale for each row."""
+        super().__init__()
+        scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
+        self.register_buffer("codes", (weight.float() / scales).round().to(torch.int8))
+        self.register_buffer("scales", scales[:, 0].to(weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product of x (…, k)."""
+        return nn.functional.linear(x, self.codes.to(x.dtype)) * self.scales
+
+
+@torch.library.custom_op("mirage_hf_benchmarks::fp8_product", mutates_args=())
+def _fp8_product(x: Tensor, scales_of_x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    return torch._scaled_mm(x, codes.t(), scales_of_x, scales, out_dtype=torch.bfloat16)
+
+
+@_fp8_product.register_fake
+def _(x: Tensor, scales_of_x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(codes), dtype=torch.bfloat16)
+
+
+#: Rows of x that torch's product of float8 gets at least.
+LEAST_ROWS = 16
+
+
+class Fp8Product(Product):
+    """Torch's own product of float8 in blocks. It rounds x to float8, as `FP8Linear` does."""
+
+    def __init__(self, weight: Tensor):
+        """Quantize a weight (n, k) in blocks."""
+        super().__init__()
+        codes, scales = _in_blocks(weight)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product of x (…, k)."""
+        rows = x.flatten(0, -2)
+        # cuBLAS refuses one row and two
+        padded = nn.functional.pad(rows, (0, 0, 0, max(0, LEAST_ROWS - len(rows))))
+        groups = padded.float().unflatten(1, (-1, BLOCK))
+        scales = groups.abs().amax(-1).clamp_min(1e-6) / 448
+        codes = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)
+        # the product wants scales of x whose rows lie next to each other
+        y = _fp8_product(codes, scales.t().contiguous().t(), self.codes, self.scales.t())
+        return y[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+#: The products, by format.
+PRODUCTS: dict[str, type[Product]] = {
+    "int4": Int4Product,
+    "int8": Int8Product,
+    "fp8": Fp8Product,
+}
+
+
+def product_of(kind: str) -> type[Product] | None:
+    """Return torch's own product of a format. None if torch has none."""
+    return PRODUCTS.get(kind.removesuffix(AND_HEAD))
+
+
+def with_products(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """Give a model's linears torch's own product of a format, in place."""
+    product = product_of(kind)
+    assert product is not None, kind
     with torch.no_grad():
-        for parent, name, linear in list(linears(model)):
-            setattr(parent, name, Int4Product(linear.weight))
+        for parent, name, linear in list(linears(model, kind.endswith(AND_HEAD))):
+            setattr(parent, name, product(linear.weight))
     return model
 
 
 def product_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the weights that `with_int4_products` gave a model."""
-    products = [m for m in model.modules() if isinstance(m, Int4Product)]
+    """Return the bytes of the weights that `with_products` gave a model."""
+    products = [m for m in model.modules() if isinstance(m, Product)]
     return sum(b.nbytes for m in products for b in m.buffers())
 
 

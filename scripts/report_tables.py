@@ -367,11 +367,14 @@ def adapters(results: Sequence[Result]) -> str:
 
 
 #: Weights of dense models in the table of weights in codes, by the name that bench_generate gives.
-CODED = ("int4", "int4-zeros", "int4-tiles", "int8", "int8-and-head", "fp8", "nf4", "hqq")
+CODED = (
+    *("int4", "int4-zeros", "int4-tiles", "int8", "int8-and-head"),
+    *("fp8", "fp8-and-head", "nf4", "hqq"),
+)
 
 
 def weights_in_codes(results: Sequence[Result]) -> str:
-    """Models whose linears hold codes, beside the same models in bfloat16 and torch's product."""
+    """Models whose linears hold codes, beside the same models in bfloat16 and torch's products."""
     rows = []
     for result in results:
         weights = result.subject.rpartition(", ")[2]
@@ -391,7 +394,7 @@ def weights_in_codes(results: Sequence[Result]) -> str:
         ]
         numbers = ["–" if x is None else spread(x) for x in seen]
         rows.append([subject, f"{batch} : {context}", *numbers, _run(result)])
-    header = ["model", "batch : prompt", "floor", "static cache, torch's int4 product"]
+    header = ["model", "batch : prompt", "floor", "static cache, torch's own product"]
     header += ["ours, bfloat16", "ours", "our step", "our first token, ms", "run"]
     return table(header, rows)
 

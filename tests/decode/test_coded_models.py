@@ -32,6 +32,7 @@ LIBRARIES = {
     "int8": "torchao",
     "int8-and-head": "torchao",
     "fp8": "transformers",
+    "fp8-and-head": "transformers",
     "nf4": "bitsandbytes",
     "hqq": "hqq.core.quantize",
 }
@@ -52,7 +53,7 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        vocab_size=200,
+        vocab_size=256,
         max_position_embeddings=128,
         eos_token_id=None,
         pad_token_id=0,
@@ -213,14 +214,16 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     assert list(snapshot(model)) == before
 
 
-def test_a_head_is_in_codes_only_if_it_is_asked_for() -> None:
-    with_head, without = coded("int8-and-head"), coded("int8")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_head_is_in_codes_only_if_it_is_asked_for(kind: str) -> None:
+    with_head, without = coded(f"{kind}-and-head"), coded(kind)
     assert isinstance(coded_weight(with_head.lm_head, torch.float32), CodedWeight)
     assert not isinstance(coded_weight(without.lm_head, torch.float32), CodedWeight)
     rows, columns = without.lm_head.weight.shape
-    # a byte in place of a float32, and for each row a scale and a zero point of one byte
-    saved = 3 * rows * columns - 5 * rows
-    assert coded_bytes(without) - coded_bytes(with_head) == saved
+    # a byte in place of a float32. For each row, int8 has a scale and a zero point of one byte.
+    # float8 has a scale for each block of 128 by 128.
+    scales = 5 * rows if kind == "int8" else 4 * (rows // 128) * (columns // 128)
+    assert coded_bytes(without) - coded_bytes(with_head) == 3 * rows * columns - scales
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4 nested", "hqq"])
@@ -255,7 +258,7 @@ def test_a_copy_of_an_optimized_model_is_stock(kind: str) -> None:
     assert [type(m) for m in twin.modules()] == kinds
     assert not any("mirage" in key for m in twin.modules() for key in vars(m) if key != "mirage")
     # stock's products of "fp8" and of GGUF's blocks need kernels. Floats of 4 bits run in bfloat16
-    if kind not in ("fp8", *BLOCKS, *FLOATS):
+    if kind not in ("fp8", "fp8-and-head", *BLOCKS, *FLOATS):
         assert torch.equal(generated(twin, 1), generated(decoded_twin(model), 1))
     mi.restore(model)
 
