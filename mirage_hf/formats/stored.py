@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,17 @@ class Stored:
         dims, strides = zip(*pairs, strict=True)
         return Stored(dims, strides, dtype)
 
+    def in_part(self, dims: Sequence[int], parts: int) -> Stored:
+        """Return how this is stored for one of several equal parts of a weight's rows.
+
+        Args:
+            dims: What its dims broadcast to. All parts share it if its first dim is another.
+            parts: How many parts there are. They divide the first dim.
+        """
+        if len(self.dims) < len(dims) or self.dims[0] != dims[0]:
+            return self
+        return replace(self, dims=(dims[0] // parts, *self.dims[1:]))
+
 
 @dataclass(frozen=True)
 class Field:
@@ -42,6 +53,11 @@ class Field:
     count: int
     starts: Stored | None = None
 
+    def in_part(self, dims: Sequence[int], parts: int) -> Field:
+        """Return how this is stored for one of several equal parts. Arguments are `Stored`'s."""
+        starts = self.starts and self.starts.in_part(dims, parts)
+        return replace(self, stored=self.stored.in_part(dims, parts), starts=starts)
+
 
 @dataclass(frozen=True)
 class Bits:
@@ -54,6 +70,11 @@ class Bits:
 
     low: Stored | Field
     high: Field
+
+    def in_part(self, dims: Sequence[int], parts: int) -> Bits:
+        """Return how this is stored for one of several equal parts. Arguments are `Stored`'s."""
+        low, high = self.low.in_part(dims, parts), self.high.in_part(dims, parts)
+        return Bits(low, high)
 
     @property
     def places(self) -> int:

@@ -9,11 +9,17 @@ from torch import nn
 
 from mirage_hf.errors import CodegenError, OptimizeError, Rejected, SearchError, VerificationError
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
+from mirage_hf.formats.coding import in_parts
 from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline.resolver import Resolved
-from mirage_hf.swap.coded_forward import CodedBinding, decoding_program
+from mirage_hf.swap.coded_forward import (
+    DECODED_BYTES,
+    CodedBinding,
+    Decoding,
+    decoding_program,
+)
 from mirage_hf.swap.experts_forward import CodedExpertsBinding
 from mirage_hf.swap.ledger import Ledger
 from mirage_hf.swap.own_forward import FORWARD_KEY, Binding, bind_forward
@@ -35,7 +41,8 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         OptimizeError: A weight cannot be decoded, or its library computes other numbers. One
             linear of each coding is compared. Or codes cannot be put in the plain order and back.
     """
-    found: dict[Coding, Decoder] = {}
+    found: dict[Coding, Decoding] = {}
+    of_parts: dict[Coding, Decoder] = {}
     of_experts: dict[tuple[Coding, int], Decoder] = {}
     dtype = dtype_of(model)
     modules = [*model.named_modules()]
@@ -48,7 +55,10 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         coding = weight.coding
         is_first = coding not in found
         if is_first:
-            found[coding] = _decoder(path, decoding_program(coding), resolve)
+            part, parts = in_parts(coding, DECODED_BYTES)
+            if part not in of_parts:
+                of_parts[part] = _decoder(path, decoding_program(part), resolve)
+            found[coding] = Decoding(coding, part, parts, of_parts[part])
         binding = CodedBinding(weight=weight, decode=found[coding])
         difference = binding.difference(module) if is_first else None
         if difference is not None:

@@ -19,7 +19,9 @@ from mirage_hf.decode import explain_step
 from mirage_hf.errors import OptimizeError
 from mirage_hf.formats import CodedWeight, coded_weight
 from mirage_hf.graph.execute import run_kernel_graph
-from mirage_hf.swap.coded_forward import decoding_program
+from mirage_hf.swap import coded_modules
+from mirage_hf.swap.coded_forward import CodedBinding, decoding_program
+from mirage_hf.swap.own_forward import FORWARD_KEY
 from scripts.coded_models import CPU_FORMATS, coded_bytes, linears, with_codes
 from tests.helpers import gguf_reference
 from tests.helpers.thorough import THOROUGH
@@ -212,6 +214,20 @@ def test_steps_read_codes_and_give_the_tokens_of_decoded_weights(kind: str) -> N
     assert model.mirage.report.decode["step: traced"] == len(sizes)
     mi.restore(model)
     assert list(snapshot(model)) == before
+
+
+@pytest.mark.parametrize("kind", ["int4-zeros", "int8-and-head", "nf4"])
+def test_prompts_decode_large_weights_part_by_part(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_modules, "DECODED_BYTES", 1 << 17)  # weights have up to twice as many
+    model = coded(kind)
+    plain = decoded_twin(model)
+    mi.optimize(model)
+    bindings = [vars(m).get(FORWARD_KEY) for m in model.modules()]
+    assert {b.decode.parts for b in bindings if isinstance(b, CodedBinding)} == {1, 2}
+    assert torch.equal(generated(model, 1), generated(plain, 1))
+    mi.restore(model)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

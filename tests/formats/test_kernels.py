@@ -94,6 +94,10 @@ NAMES = tuple(codings(32, 64, 32, 32))
 #: weight has a divisor of its own.
 JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points", "NVFP4", "MXFP4", "Q4_K", "Q6_K")
 
+#: Kinds of which parts of a weight are decoded. In the first three, the rows of a tensor go on in
+#: other parts.
+PARTED = ("GPTQ zero points", "GPTQ act-order, zero points", "AWQ zero points", "fp8 blocks", "NF4")
+
 #: The rows of the programs that are interpreted, and whether RMSNorm comes first.
 ROWS = ((1, False), (2, True), (16, False))
 
@@ -122,6 +126,9 @@ def main() -> None:
             program = coded_modules.linear(coding, rows, norm)
             results[f"{name}, {rows} rows"] = coded_programs.errors_of(program, count(3, 1))
         results[f"{name}, decoded"] = coded_programs.errors_of(decoding_program(coding), 1)
+    for name in PARTED:
+        part = codings(64, 64, 32, 16)[name].part(2)
+        results[f"{name}, part"] = coded_programs.errors_of(decoding_program(part), 1)
     for name in ("int8 rows", "fp8 one scale"):
         coding = codings(32, 64, 32, 32, torch.bfloat16)[name]
         program = coded_modules.linear(coding, 16, False)
@@ -159,6 +166,14 @@ def test_bytes_become_factors_of_tensor_cores_in_bfloat16(interpreted, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_decoded_weights_are_as_close_to_float64_as_torch(interpreted, name):
     errors = interpreted[f"{name}, decoded"]
+    assert errors
+    for _, error, eager in errors:
+        assert error <= 1.25 * eager + 1e-3, (error, eager)
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_decoded_parts_are_as_close_to_float64_as_torch(interpreted, name):
+    errors = interpreted[f"{name}, part"]
     assert errors
     for _, error, eager in errors:
         assert error <= 1.25 * eager + 1e-3, (error, eager)
