@@ -99,7 +99,6 @@ def test_a_linear_of_parts_gives_what_the_whole_weight_gives(
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)
     with torch.no_grad():
         close(decoding.linear(x, weight, bias), expected)
-    # a call whose gradients are wanted multiplies by the whole weight
     x.requires_grad_()
     y = decoding.linear(x, weight, bias)
     close(y, expected)
