@@ -45,7 +45,7 @@ from mirage_hf.formats.experts import CodedExperts, coded_experts
 from mirage_hf.ops.dtypes import E2M1
 from mirage_hf.trace.experts.form import ExpertsForm, form_of, linear_of
 
-#: How names of formats end that give codes to the head, too.
+#: The suffix of formats whose head has codes, too.
 AND_HEAD = "-and-head"
 
 #: Columns of a group of int4 codes, and the side of a block of float8 codes.
@@ -129,8 +129,8 @@ def _by_torchao(model: PreTrainedModel, config: Any, head: bool = False) -> None
     """Quantize the linears by torchao, and the head if asked for."""
     from torchao.quantization import quantize_
 
-    mine = {id(linear) for _, _, linear in linears(model, head)}
-    quantize_(model, config, filter_fn=lambda m, _: id(m) in mine)
+    wanted = {id(linear) for _, _, linear in linears(model, head)}
+    quantize_(model, config, filter_fn=lambda m, _: id(m) in wanted)
 
 
 def _nf4(model: PreTrainedModel) -> None:
@@ -328,15 +328,12 @@ _FORMATS: dict[str, Callable[[PreTrainedModel], None]] = {
     "mxfp4": _mxfp4,
 }
 
-#: The formats of linears that a CPU can make, and those of all linears.
-CPU_FORMATS = (
-    *("int4", "int4-zeros", "int8", "int8-and-head"),
-    *("fp8", "fp8-and-head", "nf4", "hqq"),
-)
-LINEAR_FORMATS = (*CPU_FORMATS, "int4-tiles")
-
 #: The names of the formats.
 FORMATS = tuple(_FORMATS)
+
+#: Those of linears, and those that a CPU can make, too.
+LINEAR_FORMATS = tuple(kind for kind in FORMATS if kind != "mxfp4")
+CPU_FORMATS = tuple(kind for kind in LINEAR_FORMATS if kind != "int4-tiles")
 
 
 class Product(nn.Module):
@@ -367,7 +364,7 @@ class Int4Product(Product):
 
 
 class Int8Product(Product):
-    """A product with int8 that the compiler casts as it multiplies, as gpt-fast and torchao do."""
+    """A cast of int8 codes and a product, as gpt-fast and torchao do. A compiler may fuse both."""
 
     def __init__(self, weight: Tensor):
         """Quantize a weight (n, k) with a scale for each row."""
@@ -381,6 +378,7 @@ class Int8Product(Product):
         return nn.functional.linear(x, self.codes.to(x.dtype)) * self.scales
 
 
+# an op of its own, so that torch.compile keeps the strides of the scales
 @torch.library.custom_op("mirage_hf_benchmarks::fp8_product", mutates_args=())
 def _fp8_product(x: Tensor, scales_of_x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return torch._scaled_mm(x, codes.t(), scales_of_x, scales, out_dtype=torch.bfloat16)
@@ -391,7 +389,7 @@ def _(x: Tensor, scales_of_x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return x.new_empty(len(x), len(codes), dtype=torch.bfloat16)
 
 
-#: Rows of x that torch's product of float8 gets at least.
+#: Rows of x that torch's product of float8 gets at least. 16 ran, while one and two were refused.
 LEAST_ROWS = 16
 
 
@@ -408,7 +406,6 @@ class Fp8Product(Product):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product of x (…, k)."""
         rows = x.flatten(0, -2)
-        # cuBLAS refuses one row and two
         padded = nn.functional.pad(rows, (0, 0, 0, max(0, LEAST_ROWS - len(rows))))
         groups = padded.float().unflatten(1, (-1, BLOCK))
         scales = groups.abs().amax(-1).clamp_min(1e-6) / 448

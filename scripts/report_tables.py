@@ -368,8 +368,15 @@ def adapters(results: Sequence[Result]) -> str:
 
 #: Weights of dense models in the table of weights in codes, by the name that bench_generate gives.
 CODED = (
-    *("int4", "int4-zeros", "int4-tiles", "int8", "int8-and-head"),
-    *("fp8", "fp8-and-head", "nf4", "hqq"),
+    "int4",
+    "int4-zeros",
+    "int4-tiles",
+    "int8",
+    "int8-and-head",
+    "fp8",
+    "fp8-and-head",
+    "nf4",
+    "hqq",
 )
 
 
@@ -393,9 +400,16 @@ def weights_in_codes(results: Sequence[Result]) -> str:
             )
         ]
         numbers = ["–" if x is None else spread(x) for x in seen]
-        rows.append([subject, f"{batch} : {context}", *numbers, _run(result)])
-    header = ["model", "batch : prompt", "floor", "static cache, torch's own product"]
-    header += ["ours, bfloat16", "ours", "our step", "our first token, ms", "run"]
+        peaks = [
+            pick(results, subject, batch, context, peer, "peak_mib_over_weights", result.source)
+            for peer in ("ours", "static", "eager")
+        ]
+        ours, theirs = peaks[0], peaks[1] or peaks[2]
+        peak = number(ours) + (f" ({number(theirs)})" if theirs else "")
+        rows.append([subject, f"{batch} : {context}", *numbers, peak, _run(result)])
+    header = ["model", "batch : prompt", "floor", "static cache, product of torch"]
+    header += ["ours, bfloat16", "ours", "our step", "our first token, ms"]
+    header += ["our peak, MiB (HF's)", "run"]
     return table(header, rows)
 
 

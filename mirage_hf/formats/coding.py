@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mirage_hf.errors import GraphError
 from mirage_hf.formats.stored import Bits, Number, Stored, inputs_by_role, lowest_bits
 from mirage_hf.graph import coded
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
@@ -112,18 +110,22 @@ class Coding:
         """
         return write_joined([self], graph)
 
-    def part(self, parts: int) -> Coding:
-        """Return how one of so many equal parts of the rows is coded. They divide the first dim."""
-        dims = of_groups = self.codes_dims
-        if self.order:
-            of_groups = dims[: 1 - len(self.order.dims)]
-        parted: dict[str, Any] = {}
-        for field in fields(self):
-            value, name = getattr(self, field.name), field.name
-            if isinstance(value, Number) and name != "order":
-                own = of_groups if name in ("scales", "zeros") else dims
-                parted[name] = value.in_part(own, parts)
-        return replace(self, rows=self.rows // parts, **parted)
+    def part(self, length: int) -> Coding:
+        """Return the coding of so many elements along the first dim of the codes."""
+        dims = self.codes_dims
+        of_groups = dims[: len(dims) - len(self.order.dims) + 1] if self.order else dims
+        return replace(
+            self,
+            rows=self.rows // dims[0] * length,
+            codes=self.codes.in_part(dims, length),
+            scales=self.scales.in_part(of_groups, length),
+            zeros=self.zeros and self.zeros.in_part(of_groups, length),
+            shifts=self.shifts and self.shifts.in_part(dims, length),
+            divisors=self.divisors and self.divisors.in_part(dims, length),
+            factors=self.factors and self.factors.in_part(dims, length),
+            minima=self.minima and self.minima.in_part(dims, length),
+            minimum_factors=self.minimum_factors and self.minimum_factors.in_part(dims, length),
+        )
 
     def joins(self, other: Coding) -> bool:
         """Return whether the rows of another weight may follow those of this one in one tensor."""
@@ -268,67 +270,15 @@ def view_as(coding: Coding, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """
     return tuple(
         t.detach().as_strided((t.numel(),), (1,)).view(s.dtype).as_strided(s.dims, s.strides)
-        for t, s in zip(held, _storages(coding), strict=True)
+        for t, s in zip(held, storages(coding), strict=True)
     )
 
 
 @lru_cache(maxsize=256)
-def _storages(coding: Coding) -> tuple[coded.Storage, ...]:
+def storages(coding: Coding) -> tuple[coded.Storage, ...]:
     """Return how the inputs of a program that reads a weight are stored."""
     inputs, _ = coding.write(new_kernel_graph())
     return tuple(map(coded.storage, inputs))
-
-
-@lru_cache(maxsize=256)
-def in_parts(coding: Coding, most_bytes: int) -> tuple[Coding, int]:
-    """Divide the rows of a weight into the fewest equal parts that decode to at most so many bytes.
-
-    Each tensor of a part begins at a multiple of 16 bytes.
-
-    Returns:
-        How a part is coded, and how many there are. The whole weight, and 1, if it has no such
-        parts: rows may share words of codes, for example.
-    """
-    size, first = coding.rows * coding.columns * coding.dtype.itemsize, coding.codes_dims[0]
-    fewest = -(-size // most_bytes)
-    if fewest <= 1:
-        return coding, 1
-    for parts in range(fewest, first + 1):
-        if first % parts == 0 and coding.rows % parts == 0:
-            part = coding.part(parts)
-            if _can_be_parted(coding, part):
-                return part, parts
-    return coding, 1
-
-
-def _can_be_parted(whole: Coding, part: Coding) -> bool:
-    try:
-        pairs = [*zip(_storages(whole), _storages(part), strict=True)]
-    except GraphError:  # rows of several parts share words
-        return False
-    for a, b in pairs:
-        bytes_of_part = b.dims[0] * b.strides[0] * b.dtype.itemsize
-        is_divided = a.dims[1:] == b.dims[1:] and a.dims[0] * part.rows == b.dims[0] * whole.rows
-        if a != b and not (is_divided and a.strides == b.strides and bytes_of_part % 16 == 0):
-            return False
-    return True
-
-
-def part_of(
-    tensors: Sequence[Tensor], whole: Coding, part: Coding, number: int
-) -> tuple[Tensor, ...]:
-    """Return the tensors of one part of a weight: views of those of the whole weight.
-
-    Args:
-        tensors: Those of the whole weight.
-        whole: How it is coded.
-        part: How a part is coded, as `in_parts` gives it.
-        number: Which part, from 0 on.
-    """
-    return tuple(
-        t if a == b else t.narrow(0, number * b.dims[0], b.dims[0])
-        for t, a, b in zip(tensors, _storages(whole), _storages(part), strict=True)
-    )
 
 
 def as_dtype(graph: KernelGraph, x: DTensor, dtype: torch.dtype) -> DTensor:

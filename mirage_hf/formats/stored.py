@@ -26,16 +26,16 @@ class Stored:
         dims, strides = zip(*pairs, strict=True)
         return Stored(dims, strides, dtype)
 
-    def in_part(self, dims: Sequence[int], parts: int) -> Stored:
-        """Return how this is stored for one of several equal parts of a weight's rows.
+    def in_part(self, dims: Sequence[int], length: int) -> Stored:
+        """Return how this is stored for a part of a weight's rows.
 
         Args:
-            dims: What its dims broadcast to. All parts share it if its first dim is another.
-            parts: How many parts there are. They divide the first dim.
+            dims: The dims that it broadcasts to. If its first dim differs, all parts share it.
+            length: How many elements of the first dim the part has.
         """
         if len(self.dims) < len(dims) or self.dims[0] != dims[0]:
             return self
-        return replace(self, dims=(dims[0] // parts, *self.dims[1:]))
+        return replace(self, dims=(length, *self.dims[1:]))
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Field:
     count: int
     starts: Stored | None = None
 
-    def in_part(self, dims: Sequence[int], parts: int) -> Field:
-        """Return how this is stored for one of several equal parts. Arguments are `Stored`'s."""
-        starts = self.starts and self.starts.in_part(dims, parts)
-        return replace(self, stored=self.stored.in_part(dims, parts), starts=starts)
+    def in_part(self, dims: Sequence[int], length: int) -> Field:
+        """Return how this is stored for a part of a weight's rows. See `Stored.in_part`."""
+        starts = self.starts and self.starts.in_part(dims, length)
+        return replace(self, stored=self.stored.in_part(dims, length), starts=starts)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Bits:
     low: Stored | Field
     high: Field
 
-    def in_part(self, dims: Sequence[int], parts: int) -> Bits:
-        """Return how this is stored for one of several equal parts. Arguments are `Stored`'s."""
-        low, high = self.low.in_part(dims, parts), self.high.in_part(dims, parts)
+    def in_part(self, dims: Sequence[int], length: int) -> Bits:
+        """Return how this is stored for a part of a weight's rows. See `Stored.in_part`."""
+        low, high = self.low.in_part(dims, length), self.high.in_part(dims, length)
         return Bits(low, high)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from mirage_hf.formats import (
     memory_of,
     runs_codes,
 )
-from mirage_hf.formats.coding import as_dtype, part_of
+from mirage_hf.formats.coding import as_dtype
+from mirage_hf.formats.parts import RowPart, in_parts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.graph.kernel import KernelGraph, new_kernel_graph
 from mirage_hf.swap.own_forward import Binding, is_plain_call
@@ -43,7 +45,7 @@ _COMPARED_ROWS = 4
 PRODUCT_ROWS = 128
 
 #: The most bytes of a weight that are decoded at once. Heads and the linears of large models have
-#: more. In two parts, a linear of 112 MiB takes up to 6% longer for 1,024 rows (H200).
+#: more. Smaller parts take longer: 112 MiB in two parts took up to 6% longer for 1,024 rows (H200).
 DECODED_BYTES = 1 << 27
 
 #: Runs a program on its inputs.
@@ -72,30 +74,50 @@ def product_program(coding: Coding, dtype: torch.dtype, has_bias: bool) -> Kerne
 
 @dataclass(frozen=True)
 class Decoding:
-    """How weights of one coding are decoded: in equal parts of their rows.
+    """How weights of one coding are decoded.
 
     Attributes:
-        whole: How the weights are coded.
-        part: How a part is coded.
-        parts: How many parts there are.
-        run: Decodes a part.
+        parts: The parts of a weight, in order.
+        runs: What decodes each part.
     """
 
-    whole: Coding
-    part: Coding
-    parts: int
-    run: Decoder
+    parts: tuple[RowPart, ...]
+    runs: tuple[Decoder, ...]
+
+    @staticmethod
+    def by_torch(coding: Coding) -> Decoding:
+        """Decode weights by torch's ops."""
+        parts = in_parts(coding, DECODED_BYTES)
+        programs = [decoding_program(part.coding) for part in parts]
+        return Decoding(parts, tuple(partial(run_kernel_graph, program) for program in programs))
 
     def linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
-        """Return what a linear makes of `x`."""
-        if self.parts == 1:
-            return F.linear(x, self.run([*weight.tensors])[0].to(x.dtype), bias)
-        results = []
-        for number in range(self.parts):
-            tensors = part_of(weight.tensors, self.whole, self.part, number)
-            own = None if bias is None else bias.split(self.part.rows)[number]
-            results.append(F.linear(x, self.run([*tensors])[0].to(x.dtype), own))
-        return torch.cat(results, -1)
+        """Return what a linear makes of `x`. No two decoded parts are held at the same time."""
+        rows = [part.coding.rows for part in self.parts]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        if len(rows) == 1 or not is_plain_call(x):
+            results = [
+                F.linear(x, self._decoded(number, weight, x.dtype), own)
+                for number, own in enumerate(biases)
+            ]
+            return results[0] if len(rows) == 1 else torch.cat(results, -1)
+        y = x.new_empty(*x.shape[:-1], sum(rows))
+        given, results = x.reshape(-1, x.shape[-1]), y.view(-1, sum(rows)).split(rows, 1)
+        for number, (own, result) in enumerate(zip(biases, results, strict=True)):
+            _multiply(given, self._decoded(number, weight, x.dtype).t(), own, result)
+        return y
+
+    def _decoded(self, number: int, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+        """Return a part of a weight."""
+        return self.runs[number](self.parts[number].tensors(weight.tensors))[0].to(dtype)
+
+
+def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, result: Tensor) -> None:
+    """Write a product into a tensor."""
+    if bias is None:
+        torch.mm(x, w, out=result)
+    else:
+        torch.addmm(bias, x, w, out=result)
 
 
 @dataclass(frozen=True)
@@ -141,13 +163,13 @@ class CodedBinding(Binding):
 
     Attributes:
         weight: Its codes.
-        decode: Decodes it.
+        decoding: How it is decoded.
         product: Multiplies few rows without decoding the weight into memory. None if it is decoded
             for any number of rows.
     """
 
     weight: CodedWeight
-    decode: Decoding
+    decoding: Decoding
     product: RowsProduct | None = None
 
     def __post_init__(self) -> None:
@@ -169,11 +191,8 @@ class CodedBinding(Binding):
         is_as_made = _reading(self.weight) == self._made_for  # not if the model was cast or moved
         if self.product is not None and is_as_made and self.product.takes(x, self.weight, bias):
             return self.product(x, self.weight, bias)
-        if is_as_made:
-            return self.decode.linear(x, self.weight, bias)
-        program = decoding_program(self.weight.coding)
-        w = run_kernel_graph(program, list(self.weight.tensors))[0]
-        return F.linear(x, w.to(x.dtype), bias)
+        decoding = self.decoding if is_as_made else Decoding.by_torch(self.weight.coding)
+        return decoding.linear(x, self.weight, bias)
 
     def difference(self, module: nn.Module) -> float | None:
         """Return how far our result is from the library's, relative to its size, if it is too far.

@@ -9,8 +9,8 @@ from torch import nn
 
 from mirage_hf.errors import CodegenError, OptimizeError, Rejected, SearchError, VerificationError
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
-from mirage_hf.formats.coding import in_parts
 from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
+from mirage_hf.formats.parts import in_parts
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline.resolver import Resolved
@@ -42,7 +42,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
             linear of each coding is compared. Or codes cannot be put in the plain order and back.
     """
     found: dict[Coding, Decoding] = {}
-    of_parts: dict[Coding, Decoder] = {}
+    decoders: dict[Coding, Decoder] = {}
     of_experts: dict[tuple[Coding, int], Decoder] = {}
     dtype = dtype_of(model)
     modules = [*model.named_modules()]
@@ -55,11 +55,13 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         coding = weight.coding
         is_first = coding not in found
         if is_first:
-            part, parts = in_parts(coding, DECODED_BYTES)
-            if part not in of_parts:
-                of_parts[part] = _decoder(path, decoding_program(part), resolve)
-            found[coding] = Decoding(coding, part, parts, of_parts[part])
-        binding = CodedBinding(weight=weight, decode=found[coding])
+            parts = in_parts(coding, DECODED_BYTES)
+            for part in parts:
+                if part.coding not in decoders:
+                    program = decoding_program(part.coding)
+                    decoders[part.coding] = _decoder(path, program, resolve)
+            found[coding] = Decoding(parts, tuple(decoders[part.coding] for part in parts))
+        binding = CodedBinding(weight=weight, decoding=found[coding])
         difference = binding.difference(module) if is_first else None
         if difference is not None:
             raise OptimizeError(

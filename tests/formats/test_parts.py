@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mirage_hf.formats.coding import CodedWeight, Coding, in_parts, part_of
+from mirage_hf.formats import gguf, torchao_int4
+from mirage_hf.formats.coding import CodedWeight, Coding
+from mirage_hf.formats.parts import in_parts
 from mirage_hf.graph.execute import run_kernel_graph
 from mirage_hf.swap.coded_forward import Decoding, decoding_program
 from mirage_hf.tune.measure import random_inputs
@@ -20,6 +22,10 @@ ROWS, COLUMNS = 512, 256
 
 
 def coding_of(name: str) -> Coding:
+    if name == "tiles of other dims":
+        return torchao_int4.coding_of_tiles(ROWS, 512, 512, 128, torch.bfloat16)
+    if name == "several blocks of Q6_K":
+        return gguf.coding_of(14, ROWS, 512, torch.bfloat16)
     return codings(ROWS, COLUMNS, 64, 64)[name]
 
 
@@ -27,63 +33,90 @@ def run_by_torch(coding: Coding, tensors: list[Tensor]) -> Tensor:
     return run_kernel_graph(decoding_program(coding), tensors)[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("parts", [2, 4])
-def test_parts_decode_to_the_rows_of_the_whole_weight(name: str, parts: int) -> None:
-    coding = coding_of(name)
+def inputs_of(coding: Coding) -> list[Tensor]:
     tensors = random_inputs(decoding_program(coding), "cpu")
     if coding.order:
         tensors[-1].copy_(torch.randint(COLUMNS // 64, tensors[-1].shape))
+    return tensors
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tiles of other dims", "several blocks of Q6_K"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_parts_decode_to_the_rows_of_the_whole_weight(name: str, count: int) -> None:
+    coding = coding_of(name)
+    tensors = inputs_of(coding)
     size = coding.rows * coding.columns * coding.dtype.itemsize
-    part, found = in_parts(coding, size // parts)
+    parts = in_parts(coding, -(-size // count))
     if name == "HQQ int4":  # each byte holds codes of rows of both halves
-        assert (part, found) == (coding, 1)
+        assert [part.coding for part in parts] == [coding]
         return
-    assert (part.rows, found) == (coding.rows // parts, parts)
+    rows = [part.coding.rows for part in parts]
+    # three parts do not divide the rows, and their lengths may be rounded
+    assert len(rows) == count or (count == 3 and len(rows) == 4)
+    assert sum(rows) == coding.rows and len(set(rows[:-1])) == 1 and rows[-1] <= rows[0]
+    assert count == 3 or len(set(rows)) == 1
     whole = run_by_torch(coding, tensors)
-    for number, rows in enumerate(whole.split(part.rows)):
-        views = part_of(tensors, coding, part, number)
-        memory = [t.untyped_storage().data_ptr() for t in tensors]
+    memory = [t.untyped_storage().data_ptr() for t in tensors]
+    for part, wanted in zip(parts, whole.split(rows), strict=True):
+        views = part.tensors(tensors)
         assert [t.untyped_storage().data_ptr() for t in views] == memory
-        assert torch.equal(run_by_torch(part, [*views]), rows)
+        starts = [(v.data_ptr() - t.data_ptr()) % 16 for v, t in zip(views, tensors, strict=True)]
+        assert not any(starts)
+        assert torch.equal(run_by_torch(part.coding, views), wanted)
+
+
+def rows_of_parts(coding: Coding, most_bytes: int) -> list[int]:
+    return [part.coding.rows for part in in_parts(coding, most_bytes)]
+
+
+@pytest.mark.parametrize("rows", [32002, 32003, 128256, 128257, 128262, 151669, 49155])
+@pytest.mark.parametrize("name", ["int8 rows", "int4 groups", "NF4", "fp8 one scale"])
+def test_any_number_of_rows_is_cut_into_few_parts(name: str, rows: int) -> None:
+    coding, most = codings(rows, 4096, 64, 64, torch.bfloat16)[name], 1 << 27
+    found = rows_of_parts(coding, most)
+    assert sum(found) == rows and max(found) * 8192 <= most
+    assert len(found) <= -(-rows * 8192 // most) + 1
+
+
+def test_blocks_of_float8_are_not_cut() -> None:
+    coding = codings(128256, 4096, 64, 128, torch.bfloat16)["fp8 blocks"]
+    assert rows_of_parts(coding, 1 << 27) == [126 * 128] * 7 + [120 * 128]
+    assert rows_of_parts(coding, 1 << 19) == [128256]  # a block has 1 MiB
 
 
 def test_a_small_weight_is_one_part() -> None:
-    coding = coding_of("int8 rows")
-    assert in_parts(coding, ROWS * COLUMNS * 2) == (coding, 1)
+    assert rows_of_parts(coding_of("int8 rows"), ROWS * COLUMNS * 2) == [ROWS]
 
 
-def test_no_tensor_of_a_part_begins_between_multiples_of_16_bytes() -> None:
+def test_parts_begin_where_kernels_load_16_bytes() -> None:
     coding = codings(48, 256, 64, 16)["int8 rows"]  # its scales have 4 bytes
-    assert [in_parts(coding, 512 * rows)[1] for rows in (48, 24, 16, 12, 8, 4)] == [
-        1,
-        2,
-        3,
-        4,
-        6,
-        12,
-    ]
-    assert in_parts(coding, 512 * 3) == (coding, 1)
-    blocks = codings(48, 256, 64, 16)["fp8 blocks"]
-    assert in_parts(blocks, 512 * 16)[1] == 3
-    assert in_parts(blocks, 512 * 8) == (blocks, 1)
+    found = {rows: rows_of_parts(coding, 512 * rows) for rows in (48, 47, 24, 23, 10, 4, 3)}
+    assert found == {
+        48: [48],
+        47: [24, 24],
+        24: [24, 24],
+        23: [16, 16, 16],
+        10: [8] * 6,
+        4: [4] * 12,
+        3: [48],
+    }
 
 
-def weight_and_decoding(parts: int) -> tuple[CodedWeight, Decoding]:
+def weight_and_decoding(count: int) -> tuple[CodedWeight, Decoding]:
     """Return a weight and what decodes it. It fails if a part is decoded while another is held."""
     whole = codings(ROWS, COLUMNS, 64, 64, torch.float32)["int4 groups"]
-    weight = CodedWeight(whole, tuple(random_inputs(decoding_program(whole), "cpu")))
-    part, found = in_parts(whole, ROWS * COLUMNS * 4 // parts)
-    assert found == parts
+    weight = CodedWeight(whole, tuple(inputs_of(whole)))
+    parts = in_parts(whole, -(-ROWS // count) * COLUMNS * 4)
+    assert len(parts) == count
     held: list[weakref.ref[Tensor]] = []
 
-    def run(tensors: list[Tensor]) -> list[Tensor]:
+    def run(coding: Coding, tensors: list[Tensor]) -> list[Tensor]:
         assert torch.is_grad_enabled() or not any(ref() is not None for ref in held)
-        w = run_by_torch(part, tensors)
+        w = run_by_torch(coding, tensors)
         held.append(weakref.ref(w))
         return [w]
 
-    return weight, Decoding(whole, part, parts, run)
+    return weight, Decoding(parts, tuple(partial(run, part.coding) for part in parts))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -91,7 +124,7 @@ def weight_and_decoding(parts: int) -> tuple[CodedWeight, Decoding]:
 def test_a_linear_of_parts_gives_what_the_whole_weight_gives(
     shape: tuple[int, ...], has_bias: bool
 ) -> None:
-    weight, decoding = weight_and_decoding(4)
+    weight, decoding = weight_and_decoding(3)
     x = torch.randn(shape)
     bias = torch.randn(ROWS) if has_bias else None
     w = run_by_torch(weight.coding, [*weight.tensors])
@@ -108,6 +141,16 @@ def test_a_linear_of_parts_gives_what_the_whole_weight_gives(
 
 def test_autocast_gets_its_dtype() -> None:
     weight, decoding = weight_and_decoding(2)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = decoding.linear(torch.randn(3, COLUMNS), weight, None)
+    x, w = torch.randn(3, COLUMNS), run_by_torch(weight.coding, [*weight.tensors])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, expected = decoding.linear(x, weight, None), F.linear(x, w)
     assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_compiled_call_has_no_breaks() -> None:
+    weight, decoding = weight_and_decoding(3)
+    x = torch.randn(2, COLUMNS)
+    run = torch.compile(Decoding.by_torch(weight.coding).linear, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x, weight, None), decoding.linear(x, weight, None))
