@@ -372,7 +372,7 @@ CASES = {
 @cache
 def streamed(case: Case) -> tuple[UGraph, PlacedOp, Products]:
     """Return the first µGraph whose only kernel can stream its codes."""
-    options = SearchOptions(time_limit=20, max_width=1, max_kernels=1)
+    options = SearchOptions(time_limit=20)
     for c in search_and_verify(case.program, options, keep=12).candidates:
         ops = place_kernels(c.ugraph)
         if len(ops) == 1 and c.allows(False):
