@@ -16,8 +16,8 @@ The formats:
     int8-and-head
                 int8, and the head has codes, too, as torchao's `quantize_` makes it
     fp8-and-head
-                fp8, and the head is an FP8Linear, too, as transformers makes it if
-                `modules_to_not_convert` is empty
+                fp8, and the head is an FP8Linear, too. transformers makes it so if
+                `modules_to_not_convert` is empty.
     mxfp4       transformers' Mxfp4GptOssExperts of gpt-oss: 4-bit floats in groups of 32 with a
                 power of two each. Only experts have codes. If `triton_kernels` is installed, they
                 are stored as it wants them for the GPU, and stock runs them. Otherwise they are in
@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import library as torch_ops
 from transformers import PreTrainedModel
 
 from mirage_hf.formats import held_tensors
@@ -379,7 +380,7 @@ class Int8Product(Product):
 
 
 # an op of its own, so that torch.compile keeps the strides of the scales
-@torch.library.custom_op("mirage_hf_benchmarks::fp8_product", mutates_args=())
+@torch_ops.custom_op("mirage_hf_benchmarks::fp8_product", mutates_args=())
 def _fp8_product(x: Tensor, scales_of_x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return torch._scaled_mm(x, codes.t(), scales_of_x, scales, out_dtype=torch.bfloat16)
 

@@ -92,7 +92,10 @@ class Decoding:
         return Decoding(parts, tuple(partial(run_kernel_graph, program) for program in programs))
 
     def linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
-        """Return what a linear makes of `x`. No two decoded parts are held at the same time."""
+        """Return what a linear makes of `x`.
+
+        Only one decoded part is held at a time, unless gradients need all of them.
+        """
         rows = [part.coding.rows for part in self.parts]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         if len(rows) == 1 or not is_plain_call(x):

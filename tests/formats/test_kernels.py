@@ -97,8 +97,8 @@ NAMES = tuple(codings(32, 64, 32, 32))
 #: weight has a divisor of its own.
 JOINED = ("GPTQ", "GPTQ zero points", "AWQ", "AWQ zero points", "NVFP4", "MXFP4", "Q4_K", "Q6_K")
 
-#: Kinds of which a part of a weight is decoded. In all but the last, the rows of a tensor go on in
-#: other parts.
+#: Kinds of which a part of a weight is decoded. In all but the last, tensors of a part have gaps,
+#: where the rows of other parts lie.
 PARTED = ("GPTQ zero points", "GPTQ act-order, zero points", "AWQ zero points", "Q6_K")
 
 #: The rows of the programs that are interpreted, and whether RMSNorm comes first.
