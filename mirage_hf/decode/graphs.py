@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mirage_hf.cublas_workspaces import own_workspaces
 from mirage_hf.garbage import no_garbage_collection
 
-#: Runs on the side stream before a capture. Libraries that initialise themselves lazily (cuBLAS,
-#: Triton, autotuners) must not do so during a capture.
+#: Runs before a capture. Libraries that initialise themselves lazily (cuBLAS, Triton, autotuners)
+#: must not do so during a capture.
 WARM_UPS = 3
 
 # torch.cuda.graph synchronises the device on entry, which fails while another thread captures
@@ -54,6 +55,7 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Warm `run` up, capture it, and return the graph and the memory pool it lives in.
 
+    It is warmed up on the caller's stream, because cuBLAS would keep a workspace for another one.
     Graphs that share a pool must never be replayed at the same time: a pool belongs to one block.
 
     Args:
@@ -66,31 +68,22 @@ def capture(
         RuntimeError: `run` synchronises with the host. What `run` raises passes through.
     """
     with _one_capture, torch.cuda.device(device):
-        current = torch.cuda.current_stream(device)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                run()
-        current.wait_stream(side)
+        for _ in range(WARM_UPS):
+            run()
+        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         try:
-            # thread_local: what other threads do to the device does not break this capture
+            # thread_local: what other threads do to the device does not break this capture.
+            # Workspaces are not freed before torch.cuda.graph, which gives free memory back to the
+            # driver: another thread may be about to launch a product with its workspace.
             with (
                 no_garbage_collection(),
                 torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+                own_workspaces(),
+                NumbersFilledIn(),
             ):
-                # cuBLAS keeps a workspace for each stream, which torch frees when torch.compile
-                # records a graph. A graph of ours that still used it would fail in a later replay.
-                # So it is cleared here, and allocated during the capture in the graph's own pool.
-                # Then it is cleared again so that nothing else uses it. It is not cleared before
-                # the capture, where torch.cuda.graph gives free memory back to the driver. Another
-                # thread may then be about to launch a product with its workspace.
-                torch._C._cuda_clearCublasWorkspaces()
-                with NumbersFilledIn():
-                    run()
-                torch._C._cuda_clearCublasWorkspaces()
+                run()
         finally:
             # a capture that fails to end leaves torch on the side stream
             torch.cuda.set_stream(current)

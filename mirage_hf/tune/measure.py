@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ import torch
 from mirage_hf.codegen import compile as compiler
 from mirage_hf.codegen import triton
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.cublas_workspaces import own_workspaces
 from mirage_hf.garbage import no_garbage_collection
 from mirage_hf.graph.block import Axis, BlockGraph, BlockInput, BlockOp, BlockOutput, Role, Stage
 from mirage_hf.graph.bounds import bounds_of, extent
@@ -164,26 +164,6 @@ class Captured:
         return samples[2:]
 
 
-class _Streams(threading.local):
-    """The stream on which a thread captures, by device.
-
-    cuBLAS keeps 32 MB for each stream that it has run on, so there is only one.
-    """
-
-    def __init__(self) -> None:
-        self.by_device: dict[int, torch.cuda.Stream] = {}
-
-
-_streams = _Streams()
-
-
-def _stream(device: int) -> torch.cuda.Stream:
-    """Return the stream on which this thread captures on a device."""
-    if device not in _streams.by_device:
-        _streams.by_device[device] = torch.cuda.Stream(device)
-    return _streams.by_device[device]
-
-
 def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0) -> Captured:
     """Capture calls of `run` on each of `sets` in turn.
 
@@ -195,22 +175,21 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     """
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
+    graph = torch.cuda.CUDAGraph()
+    run(sets[0])
     torch.cuda.synchronize()  # the inputs may still be written on another stream
-    with torch.cuda.stream(stream):
-        run(sets[0])
-        torch.cuda.synchronize()
-        with no_garbage_collection():
-            # torch.cuda.graph() would also give memory back to the driver, which takes longer than
-            # measuring. "thread_local": what other threads do to the device breaks no capture.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
+    with torch.cuda.stream(torch.cuda.Stream()), no_garbage_collection():
+        # torch.cuda.graph() would also give memory back to the driver, which takes longer than
+        # measuring. "thread_local": what other threads do to the device breaks no capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            with own_workspaces():
                 start.record()
                 for n in range(calls):
                     run(sets[n % len(sets)])
                 end.record()
-            finally:
-                graph.capture_end()
+        finally:
+            graph.capture_end()
     return Captured(graph, calls, start, end, sets)
 
 
