@@ -12,6 +12,9 @@ from mirage_hf.tune import measure
 
 pytestmark = pytest.mark.gpu
 
+#: Bytes that a graph may hold besides a workspace.
+LITTLE = 1 << 20
+
 
 @pytest.mark.parametrize("which", ["tuner", "decoding"])
 def test_a_capture_needs_one_workspace(which: str) -> None:
@@ -29,12 +32,11 @@ def test_a_capture_needs_one_workspace(which: str) -> None:
     without = torch.cuda.memory_allocated()
     product()
     workspace = torch.cuda.memory_allocated() - without
-    assert workspace > 0
+    assert workspace > 4 * LITTLE
     torch.cuda.reset_peak_memory_stats()
-    held = captures[which]()
-    assert torch.cuda.max_memory_allocated() == without + workspace
-    assert torch.cuda.memory_allocated() == without
-    del held
+    captures[which]()
+    assert torch.cuda.max_memory_allocated() <= without + workspace + LITTLE
+    assert torch.cuda.memory_allocated() <= without + LITTLE
 
 
 @pytest.mark.parametrize("which", ["tuner", "decoding"])
@@ -45,11 +47,11 @@ def test_a_graph_outlives_the_workspaces_of_others(which: str) -> None:
     def product(*_: object) -> None:
         torch.mm(x, x, out=y)
 
-    graph = (
-        measure.capture(product, [()], 1).graph
-        if which == "tuner"
-        else graphs.capture(product, x.device, None)[0]
-    )
+    if which == "tuner":
+        captured = measure.capture(product, [()], 1)  # its graph records its events
+        graph = captured.graph
+    else:
+        graph, _ = graphs.capture(product, x.device, None)
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     wanted = x @ x

@@ -47,6 +47,7 @@ PRODUCT_ROWS = 128
 #: The most bytes of a weight that are decoded at once. Heads and the linears of large models have
 #: more. Smaller parts take longer: 112 MiB in two parts took up to 6% longer for 1,024 rows (H200).
 DECODED_BYTES = 1 << 27
+FINE_BYTES, FINE_ROWS = 1 << 26, 4096
 
 #: Runs a program on its inputs.
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -72,6 +73,12 @@ def product_program(coding: Coding, dtype: torch.dtype, has_bias: bool) -> Kerne
     return graph
 
 
+def decoded_parts(coding: Coding) -> tuple[RowPart, ...]:
+    """Return the parts in which a weight is decoded, in order."""
+    fine = in_parts(coding, FINE_BYTES)
+    return fine if fine[0].coding.rows >= FINE_ROWS else in_parts(coding, DECODED_BYTES)
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How weights of one coding are decoded.
@@ -87,7 +94,7 @@ class Decoding:
     @staticmethod
     def by_torch(coding: Coding) -> Decoding:
         """Decode weights by torch's ops."""
-        parts = in_parts(coding, DECODED_BYTES)
+        parts = decoded_parts(coding)
         programs = [decoding_program(part.coding) for part in parts]
         return Decoding(parts, tuple(partial(run_kernel_graph, program) for program in programs))
 
