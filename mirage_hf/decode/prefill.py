@@ -320,7 +320,7 @@ def capture_prefill(request: PrefillRequest, model_kernels: ModelKernels | None)
         RuntimeError: The prefill cannot be captured.
     """
     model, block, shape = request.model, request.block, request.shape
-    prompts, logits = BucketedPrompts.allocate(block, shape), block.logits.clone()
+    prompts, logits = BucketedPrompts.allocate(block, shape), block.logits.to("cpu", copy=True)
     try:
         if model_kernels is not None:
             prefill = kernel_run(model_kernels, block, prompts, shape)

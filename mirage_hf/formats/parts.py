@@ -17,6 +17,10 @@ from mirage_hf.graph.coded import Storage
 #: can load 16 bytes at once, as they do from the whole weight.
 _ALIGNED = 16
 
+#: A part has a multiple of so many rows, unless that is too many, or it is the last one. With parts
+#: of 4,779 and 4,780 rows, prefills took 1.4 to 3.5 times as long (H200).
+_TILE = 64
+
 
 @dataclass(frozen=True)
 class RowPart:
@@ -52,7 +56,10 @@ def in_parts(coding: Coding, most_bytes: int) -> tuple[RowPart, ...]:
     try:
         stored = storages(coding)
         step = max(_least_aligned(s, first) for s in stored)
-        most = most_bytes // bytes_of_one // step * step
+        tile = math.lcm(step, _TILE // math.gcd(_TILE, coding.rows // first))
+        most = most_bytes // bytes_of_one
+        step = tile if tile <= most else step
+        most = most // step * step
         if not most:
             return whole
         even = -(-first // -(-first // most))

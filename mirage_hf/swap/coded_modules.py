@@ -10,13 +10,14 @@ from torch import nn
 from mirage_hf.errors import CodegenError, OptimizeError, Rejected, SearchError, VerificationError
 from mirage_hf.formats import CodedWeight, Coding, coded_weight, decoding_hooks
 from mirage_hf.formats.experts import CodedExperts, coded_experts, replaced_forward
+from mirage_hf.formats.parts import in_parts
 from mirage_hf.graph.kernel import KernelGraph
 from mirage_hf.ops.dtypes import COMPUTE_DTYPES
 from mirage_hf.pipeline.resolver import Resolved
 from mirage_hf.swap.coded_forward import (
+    DECODED_BYTES,
     CodedBinding,
     Decoding,
-    decoded_parts,
     decoding_program,
 )
 from mirage_hf.swap.experts_forward import CodedExpertsBinding
@@ -54,7 +55,7 @@ def bind_coded_modules(model: nn.Module, ledger: Ledger, resolve: Callable[..., 
         coding = weight.coding
         is_first = coding not in found
         if is_first:
-            parts = decoded_parts(coding)
+            parts = in_parts(coding, DECODED_BYTES)
             for part in parts:
                 if part.coding not in decoders:
                     program = decoding_program(part.coding)

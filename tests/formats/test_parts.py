@@ -69,18 +69,19 @@ def rows_of_parts(coding: Coding, most_bytes: int) -> list[int]:
     return [part.coding.rows for part in in_parts(coding, most_bytes)]
 
 
-@pytest.mark.parametrize("rows", [32002, 32003, 128256, 128257, 128262, 151669, 49155])
+@pytest.mark.parametrize("rows", [14336, 32002, 32003, 128256, 128257, 128262, 151669, 49155])
 @pytest.mark.parametrize("name", ["int8 rows", "int4 groups", "NF4", "fp8 one scale"])
 def test_any_number_of_rows_is_cut_into_few_parts(name: str, rows: int) -> None:
-    coding, most = codings(rows, 4096, 64, 64, torch.bfloat16)[name], 1 << 27
+    coding, most = codings(rows, 4096, 64, 64, torch.bfloat16)[name], 1 << 26
     found = rows_of_parts(coding, most)
     assert sum(found) == rows and max(found) * 8192 <= most
     assert len(found) <= -(-rows * 8192 // most) + 1
+    assert not any(part % 64 for part in found[:-1])
 
 
 def test_blocks_of_float8_are_not_cut() -> None:
     coding = codings(128256, 4096, 64, 128, torch.bfloat16)["fp8 blocks"]
-    assert rows_of_parts(coding, 1 << 27) == [126 * 128] * 7 + [120 * 128]
+    assert rows_of_parts(coding, 1 << 26) == [63 * 128] * 15 + [57 * 128]
     assert rows_of_parts(coding, 1 << 19) == [128256]  # a block has 1 MiB
 
 
@@ -106,7 +107,7 @@ def weight_and_decoding(count: int) -> tuple[CodedWeight, Decoding]:
     """Return a weight and what decodes it. It fails if a part is decoded while another is held."""
     whole = codings(ROWS, COLUMNS, 64, 64, torch.float32)["int4 groups"]
     weight = CodedWeight(whole, tuple(inputs_of(whole)))
-    parts = in_parts(whole, -(-ROWS // count) * COLUMNS * 4)
+    parts = in_parts(whole, -(-ROWS // (64 * count)) * 64 * COLUMNS * 4)
     assert len(parts) == count
     held: list[weakref.ref[Tensor]] = []
 
