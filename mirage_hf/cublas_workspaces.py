@@ -12,9 +12,9 @@ import torch
 def own_workspaces() -> Iterator[None]:
     """Allocate the workspaces of products in this block, a capture, in the graph's own pool.
 
-    cuBLAS keeps a workspace of 32 MiB for each stream. torch frees them all when torch.compile
-    records a graph, and so does this block. A graph that still used one of them would fail in a
-    later replay. So they are freed when the block begins, and the products allocate others. These
+    torch keeps a workspace of cuBLAS for each thread and stream, of 32 MiB on Hopper. It frees all
+    of them when torch.compile records a graph. A graph that still used one of them would fail in a
+    later replay. So all are freed when this block begins, and its products allocate others. These
     are freed when it ends, so that nothing but the graph uses them.
     """
     torch._C._cuda_clearCublasWorkspaces()

@@ -55,7 +55,8 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Warm `run` up, capture it, and return the graph and the memory pool it lives in.
 
-    It is warmed up on the caller's stream, because cuBLAS would keep a workspace for another one.
+    It is warmed up on the caller's stream. For one more stream, torch would keep one more workspace
+    of cuBLAS.
     Graphs that share a pool must never be replayed at the same time: a pool belongs to one block.
 
     Args:

@@ -141,7 +141,7 @@ def _difference(
     """
     first()
     results, hidden = _results(block, tokens)
-    # on the host: those of 16 prompts of 128 tokens have 268 MB (Llama-3.1-8B)
+    # on the host, because 16 prompts of 128 tokens have results of 268 MB (Llama-3.1-8B)
     wanted = [x.to("cpu", copy=True) for x in results]
     try:
         for x in results:  # elements that are not written count as wrong

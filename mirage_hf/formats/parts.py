@@ -17,8 +17,9 @@ from mirage_hf.graph.coded import Storage
 #: can load 16 bytes at once, as they do from the whole weight.
 _ALIGNED = 16
 
-#: A part has a multiple of so many rows, unless that is too many, or it is the last one. With parts
-#: of 4,779 and 4,780 rows, prefills took 1.4 to 3.5 times as long (H200).
+#: Parts have a multiple of this many rows. The last one may have fewer. So may all parts if this
+#: many exceed the limit. With parts of 4,779 and 4,780 rows, prefills took 1.4 to 3.5 times as long
+#: as with whole weights (H200).
 _TILE = 64
 
 

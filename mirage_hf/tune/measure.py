@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -164,6 +165,26 @@ class Captured:
         return samples[2:]
 
 
+class _Streams(threading.local):
+    """The stream on which a thread captures, by device.
+
+    There is only one, because torch's streams come from a pool of 32. Other code may run on them.
+    """
+
+    def __init__(self) -> None:
+        self.by_device: dict[int, torch.cuda.Stream] = {}
+
+
+_streams = _Streams()
+
+
+def _stream(device: int) -> torch.cuda.Stream:
+    """Return the stream on which this thread captures on a device."""
+    if device not in _streams.by_device:
+        _streams.by_device[device] = torch.cuda.Stream(device)
+    return _streams.by_device[device]
+
+
 def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0) -> Captured:
     """Capture calls of `run` on each of `sets` in turn.
 
@@ -175,10 +196,11 @@ def capture(run: Callable[[Inputs], Any], sets: Sequence[Inputs], calls: int = 0
     """
     calls = calls or len(sets) * max(1, math.ceil(MIN_CALLS / len(sets)))
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-    graph = torch.cuda.CUDAGraph()
-    run(sets[0])
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     torch.cuda.synchronize()  # the inputs may still be written on another stream
-    with torch.cuda.stream(torch.cuda.Stream()), no_garbage_collection():
+    run(sets[0])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), no_garbage_collection():
         # torch.cuda.graph() would also give memory back to the driver, which takes longer than
         # measuring. "thread_local": what other threads do to the device breaks no capture.
         graph.capture_begin(capture_error_mode="thread_local")

@@ -100,12 +100,22 @@ def test_a_comparison_of_prompts_leaves_what_the_model_wrote(device: str) -> Non
         written={0},
         states={},
         logits=torch.ones(1, 3, device=device),
-        keys={0: torch.ones(1, 1, 8, 2, device=device)},
-        values={0: torch.ones(1, 1, 8, 2, device=device)},
+        keys={0: torch.ones(1, 1, 8, 1024, device=device)},
+        values={0: torch.ones(1, 1, 8, 1024, device=device)},
     )
+
+    def on_gpu() -> int:
+        return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+    before = on_gpu()
+
+    def second() -> None:
+        assert on_gpu() == before  # the results of the first are on the host
+        block.keys[0].fill_(2.0)
+
     far, allowed = prefill_checks._difference(
         lambda: None,
-        lambda: block.keys[0].fill_(2.0),
+        second,
         block,  # type: ignore[arg-type]
         4,
     )
