@@ -370,24 +370,27 @@ CASES = {
 }
 
 
+def as_streamed(ugraph: UGraph) -> tuple[UGraph, PlacedOp, Products] | None:
+    """Return a µGraph, its only kernel, and the products that stream their codes, or None."""
+    ops = place_kernels(ugraph)
+    if len(ops) != 1:
+        return None
+    try:
+        return ugraph, ops[0], streamed_products(ops[0])
+    except CodegenError:
+        return None
+
+
 @cache
 def streamed(case: Case) -> tuple[UGraph, PlacedOp, Products]:
-    """Return the first µGraph whose only kernel can stream its codes.
-
-    The best one is proven, then the best two, four, and so on. So most need no proof.
-    """
+    """Return the best accepted µGraph of a search whose only kernel can stream its codes."""
     ranked, _ = search(case.program, SearchOptions(time_limit=20))
-    examined = 1
-    while True:
-        for c in accept(ranked[:examined], keep=12).candidates:
-            ops = place_kernels(c.ugraph)
-            if len(ops) == 1 and c.allows(False):
-                try:
-                    return c.ugraph, ops[0], streamed_products(ops[0])
-                except CodegenError:
-                    continue
-        assert examined < len(ranked), f"no candidate of {case} can stream its codes"
-        examined *= 2
+    for r in ranked:
+        accepted = accept([r]).candidates if as_streamed(r.ugraph) else ()
+        for c in accepted:  # the µGraph, or another form of it
+            if c.allows(False) and (found := as_streamed(c.ugraph)):
+                return found
+    raise AssertionError(f"no candidate of {case} can stream its codes")
 
 
 def tiles_of(found: Products, tile: int) -> dict[str, int]:
