@@ -1,4 +1,4 @@
-"""cuBLAS keeps a workspace for each stream: captures need one at a time, and leave none behind."""
+"""torch keeps a workspace of cuBLAS for each stream. Captures need one, and leave none behind."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Warm `run` up, capture it, and return the graph and the memory pool it lives in.
 
-    It is warmed up on the caller's stream. For one more stream, torch would keep one more workspace
-    of cuBLAS.
-    Graphs that share a pool must never be replayed at the same time: a pool belongs to one block.
+    The warm-ups run on the caller's stream, because torch keeps a workspace of cuBLAS for each
+    stream. Graphs that share a pool must never be replayed at the same time: a pool belongs to one
+    block.
 
     Args:
         run: Reads and writes static tensors only, and may run any number of times without a lasting
