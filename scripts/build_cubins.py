@@ -5,9 +5,10 @@
 
 The file also has the hand-written kernels that begin and end a greedy step of the zoo's models.
 
-Run it after kernels of the zoo were added or their text changed. It needs the versions of Triton
-that the file was made with, or makes all cubins again. A file is out of date if a kernel of the zoo
-has no cubin, or a cubin has no kernel.
+Run it after kernels of the zoo were added or their text changed. Cubins are kept if they were made
+by the compilers that are here, or if their compiler is not here. CUDA kernels are compiled by
+NVRTC, which needs the packages cuda-bindings and nvidia-cuda-nvrtc. A file is out of date if a
+kernel of the zoo has no cubin, or a cubin has no kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 from unittest import mock
 
 import torch
@@ -30,9 +31,9 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from mirage_hf.codegen import ahead, compile, cubins
+from mirage_hf.codegen import ahead, compile, cubins, cuda_launching
 from mirage_hf.codegen.cubins import Cubin, CubinError
-from mirage_hf.codegen.generated_program import POINTER_TYPES
+from mirage_hf.codegen.generated_program import POINTER_TYPES, Launch
 from mirage_hf.codegen.kernel_launch import KernelLaunch
 from mirage_hf.decode import sampler
 from mirage_hf.decode.control import Control
@@ -52,12 +53,12 @@ SLOTS = (256, 4096)
 
 @dataclass(frozen=True)
 class KernelToCompile:
-    """A kernel that the zoo's file has a cubin for.
+    """A Triton kernel that the zoo's file has a cubin for.
 
     Attributes:
         name: What it is, for people.
         digest: What its cubin is found by.
-        compile: Compiles it with Triton.
+        compile: Compiles it.
         num_pointers: Its tensors.
     """
 
@@ -65,11 +66,38 @@ class KernelToCompile:
     digest: str
     compile: Any
     num_pointers: int
+    compilers: ClassVar[tuple[str, ...]] = ("triton", "ptxas")
 
     def compiled(self) -> tuple[Cubin, bytes]:
         """Return the record and the bytes of the cubin."""
         with without_line_numbers():
             return cubins.cubin_of(self.digest, self.compile(), self.num_pointers)
+
+
+@dataclass(frozen=True)
+class CudaKernelToCompile:
+    """A CUDA kernel that the zoo's file has a cubin for.
+
+    Attributes:
+        name: What it is, for people.
+        digest: What its cubin is found by.
+        launch: Its launch.
+        compile: Compiles it: gives the name of its function, and the bytes of the cubin.
+    """
+
+    name: str
+    digest: str
+    launch: Launch
+    compile: Callable[[], tuple[bytes, bytes]]
+    compilers: ClassVar[tuple[str, ...]] = ("nvrtc",)
+
+    def compiled(self) -> tuple[Cubin, bytes]:
+        """Return the record and the bytes of the cubin."""
+        mangled, image = self.compile()
+        return cubins.cuda_cubin_of(self.digest, mangled.decode(), image, self.launch), image
+
+
+ToCompile: TypeAlias = KernelToCompile | CudaKernelToCompile
 
 
 @contextmanager
@@ -80,19 +108,20 @@ def without_line_numbers() -> Iterator[None]:
         yield
 
 
-def of_entry(entry: Entry, sm: int) -> Iterator[KernelToCompile]:
-    """Yield the Triton kernels of an entry. NVRTC compiles CUDA kernels where they run."""
+def of_entry(entry: Entry, sm: int) -> Iterator[ToCompile]:
+    """Yield the kernels of an entry."""
     program = entry.generate()
-    for launch in (x for x in program.launches if not x.cuda):
-        types = [kind for _, kind in launch.signature]
-        digest = cubins.digest_of(
-            program.digest, launch.kernel, types, launch.num_warps, launch.num_stages, sm
-        )
-        kernel = getattr(compile.load(program.source, program.digest), launch.kernel)
-        name = f"{entry.folder} {launch.kernel}"
-        options = launch.signature, launch.num_warps, launch.num_stages, sm
-        compiling = partial(ahead.compile_kernel, kernel, *options)
-        yield KernelToCompile(name, digest, compiling, len(types))
+    module = compile.load(program.source, program.digest)
+    for launch in program.launches:
+        name, kernel = f"{entry.folder} {launch.kernel}", getattr(module, launch.kernel)
+        digest = cubins.digest_of_launch(program, launch, sm)
+        if launch.cuda:
+            compiling = partial(module.compiled_cuda, launch.kernel, kernel, sm)
+            yield CudaKernelToCompile(name, digest, launch, compiling)
+        else:
+            options = launch.signature, launch.num_warps, launch.num_stages, sm
+            compiling = partial(ahead.compile_kernel, kernel, *options)
+            yield KernelToCompile(name, digest, compiling, len(launch.signature))
 
 
 def of_launch(what: KernelLaunch, tensors: Sequence[Tensor], sm: int) -> KernelToCompile:
@@ -136,7 +165,7 @@ def of_model(name: str, batch: int, slots: int, sm: int) -> Iterator[KernelToCom
         yield of_launch(what, tensors, sm)
 
 
-def kernels(sm: int) -> list[KernelToCompile]:
+def kernels(sm: int) -> list[ToCompile]:
     """Return the kernels that the packaged zoo's file for a compute capability should have."""
     entries = (e for e in packaged_store().entries() if e.key.target == f"sm_{sm}")
     found = [kernel for entry in entries for kernel in of_entry(entry, sm)]
@@ -146,32 +175,52 @@ def kernels(sm: int) -> list[KernelToCompile]:
 
 
 def compilers() -> dict[str, str]:
-    """Return the versions of Triton and its assembler, which decide what a kernel becomes."""
+    """Return the versions of Triton, its assembler, and NVRTC if that is installed.
+
+    They decide what a kernel becomes.
+    """
     command = [knobs.nvidia.ptxas.path, "--version"]
     shown = subprocess.run(command, text=True, capture_output=True, check=True).stdout
     version = re.search(r"V(\d[\d.]*)", shown)
-    return {"triton": triton.__version__, "ptxas": version[1] if version else "unknown"}
+    found = {"triton": triton.__version__, "ptxas": version[1] if version else "unknown"}
+    try:
+        _, _, (major, minor) = cuda_launching.cuda_bindings()
+        found["nvrtc"] = f"{major}.{minor}"
+    except RuntimeError:
+        pass
+    return found
 
 
-def _kept(path: Path) -> dict[str, tuple[Cubin, bytes]]:
-    """Return the cubins of a file that were made by these compilers."""
+def are_alike(kernel: ToCompile, versions: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Return whether a kernel's compilers have the same versions in two lists of them."""
+    return all(versions.get(name) == others.get(name) for name in kernel.compilers)
+
+
+def _kept(
+    path: Path, wanted: Sequence[ToCompile], here: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, tuple[Cubin, bytes]]]:
+    """Return the compilers of a file, and its cubins that need not be made again."""
     try:
         found = cubins.read(path)
-        if dict(found.compilers) != compilers():
-            return {}
-        return {digest: (cubin, found.image(digest)) for digest, cubin in found.cubins.items()}
+        kept = {
+            kernel.digest: (found.cubins[kernel.digest], found.image(kernel.digest))
+            for kernel in wanted
+            if kernel.digest in found.cubins
+            and (are_alike(kernel, found.compilers, here) or not {*kernel.compilers} & {*here})
+        }
+        return dict(found.compilers), kept
     except CubinError as e:
         print(e)
-        return {}
+        return {}, {}
 
 
 def build(sm: int, anew: bool = False) -> str:
     """Write the file for a compute capability, and return a line about it."""
-    path, wanted = cubins.packaged_path(sm), kernels(sm)
-    kept = {} if anew else _kept(path)
+    path, wanted, here = cubins.packaged_path(sm), kernels(sm), compilers()
+    before, kept = ({}, {}) if anew else _kept(path, wanted, here)
     missing = [kernel for kernel in wanted if kernel.digest not in kept]
     made = {kernel.digest: kernel.compiled() for kernel in missing}
-    cubins.write(path, sm, compilers(), [{**kept, **made}[k.digest] for k in wanted])
+    cubins.write(path, sm, before | here, [{**kept, **made}[k.digest] for k in wanted])
     size = path.stat().st_size
     return f"{path.name}: {len(wanted)} kernels, {len(made)} compiled, {size:,} bytes"
 

@@ -1,8 +1,9 @@
 """Launch kernels as cubins through the driver, without the C functions that Triton builds.
 
-A kernel has a packaged cubin, or Triton compiles its source. The text of a kernel decides which
-packaged cubin it may have, wherever the text came from. Only the packaged zoo's cubins are read. If
-the driver refuses a cubin, Triton launches the kernel.
+A kernel has a packaged cubin, or its compiler runs: Triton's, or NVRTC for CUDA kernels. The text
+of a kernel decides which packaged cubin it may have, wherever the text came from. Only the packaged
+zoo's cubins are read. If the driver refuses the cubin of a Triton kernel, Triton launches the
+kernel. If it refuses the packaged cubin of a CUDA kernel, NVRTC compiles the kernel.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def install(module: ModuleType, source: str) -> None:
         module: The module, whose kernels are called through its function `launch`.
         source: The SHA-256 of its text.
     """
-    if hasattr(module, "launch") and not settings().interpret and torch.version.cuda is not None:
+    if settings().interpret or torch.version.cuda is None:
+        return
+    if hasattr(module, "launch"):
         module.launch = CubinLauncher(source, module.launch)  # type: ignore[attr-defined]
+    if hasattr(module, "compiled_cuda"):
+        CudaCubins(source, module.compiled_cuda, module.cuda_function).install(module)
 
 
 class CubinLauncher:
@@ -142,6 +147,61 @@ class CubinLauncher:
             return None
 
 
+class CudaCubins:
+    """What gives and loads the cubins of a generated file's CUDA kernels, packaged ones first.
+
+    Attributes:
+        source: The SHA-256 of the file's text.
+        by_nvrtc: The file's `compiled_cuda`.
+        load: The file's `cuda_function`, which calls `compiled_cuda`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        by_nvrtc: Callable[[str, str, int], tuple[bytes, bytes]],
+        load: Callable[[str, str, int, int], Any],
+    ):
+        self.source, self.by_nvrtc, self.load = source, by_nvrtc, load
+        #: Names of kernels whose packaged cubin the driver refuses.
+        self._refused: set[str] = set()
+
+    def install(self, module: ModuleType) -> None:
+        """Let the file use the methods of this object."""
+        module.compiled_cuda = self.compiled_cuda  # type: ignore[attr-defined]
+        module.cuda_function = self.cuda_function  # type: ignore[attr-defined]
+
+    def compiled_cuda(self, name: str, text: str, sm: int) -> tuple[bytes, bytes]:
+        """Return the mangled name and the cubin of a kernel. The arguments are the file's."""
+        return self._packaged(name, sm) or self.by_nvrtc(name, text, sm)
+
+    def cuda_function(self, name: str, text: str, device: int, shared: int) -> Any:
+        """Return a kernel, loaded on a GPU. The arguments are the file's."""
+        try:
+            return self.load(name, text, device, shared)
+        except RuntimeError as e:
+            major, minor = torch.cuda.get_device_capability(device)
+            if self._packaged(name, 10 * major + minor) is None:
+                raise
+            _log_once(str(e))
+        self._refused.add(name)
+        return self.load(name, text, device, shared)
+
+    def _packaged(self, name: str, sm: int) -> tuple[bytes, bytes] | None:
+        """Return the mangled name and the packaged cubin of a kernel, or None."""
+        found = cubins.packaged(sm)
+        if isinstance(found, CubinError) or name in self._refused:
+            return None
+        digest = cubins.cuda_digest_of(self.source, name, sm)
+        if digest not in found.cubins:
+            return None
+        try:
+            return found.cubins[digest].kernel.encode(), found.image(digest)
+        except CubinError as e:
+            _log_once(str(e))
+            return None
+
+
 def packaged(
     source: str,
     kernel: str,
@@ -212,15 +272,4 @@ def has_all(program: GeneratedProgram, sm: int) -> bool:
     found = cubins.packaged(sm)
     if isinstance(found, CubinError) or settings().interpret or obstacle(sm):
         return False
-    return all(
-        cubins.digest_of(
-            program.digest,
-            launch.kernel,
-            [kind for _, kind in launch.signature],
-            launch.num_warps,
-            launch.num_stages,
-            sm,
-        )
-        in found.cubins
-        for launch in program.launches
-    )
+    return all(cubins.digest_of_launch(program, x, sm) in found.cubins for x in program.launches)

@@ -25,6 +25,7 @@ from safetensors.numpy import save
 
 from mirage_hf import files
 from mirage_hf.codegen import ahead
+from mirage_hf.codegen.generated_program import GeneratedProgram, Launch
 from mirage_hf.errors import described
 from mirage_hf.graph import json_format
 
@@ -49,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 class CubinError(Exception):
-    """An error raised if a cubin is not used. Triton then launches its kernel."""
+    """An error raised if a cubin is not used. Its kernel is then compiled."""
 
 
 class TooLargeError(CubinError):
@@ -63,7 +64,7 @@ class Cubin:
     Attributes:
         digest: What it is found by, see `digest_of`.
         kernel: The name of the function.
-        num_pointers: Tensors that it takes. Triton's scratch pointers follow them.
+        num_pointers: Tensors that it takes. In Triton's kernels scratch pointers follow them.
         num_warps: Warps of a block.
         shared: Bytes of dynamic shared memory of a block.
         launch_pdl: Whether it waits for the previous kernel, so that it may start before.
@@ -114,6 +115,47 @@ def digest_of(
     """
     options = ahead.compile_options(num_warps, num_stages, sm)
     return json_format.digest([VERSION, source, kernel, list(types), options, sm])
+
+
+def digest_of_launch(program: GeneratedProgram, launch: Launch, sm: int) -> str:
+    """Return the digest that the cubin of a program's kernel is found by."""
+    if launch.cuda:
+        return cuda_digest_of(program.digest, launch.kernel, sm)
+    types = [kind for _, kind in launch.signature]
+    options = launch.num_warps, launch.num_stages, sm
+    return digest_of(program.digest, launch.kernel, types, *options)
+
+
+def cuda_digest_of(source: str, kernel: str, sm: int) -> str:
+    """Return the digest that the cubin of a CUDA kernel is found by.
+
+    Args:
+        source: The SHA-256 of the generated file, which has the options of the compiler.
+        kernel: The name of the kernel in it.
+        sm: The compute capability.
+    """
+    return json_format.digest([VERSION, source, kernel, "cuda", sm])
+
+
+def cuda_cubin_of(digest: str, mangled: str, image: bytes, launch: Launch) -> Cubin:
+    """Return the record of a CUDA kernel that NVRTC has compiled.
+
+    Args:
+        digest: What it will be found by.
+        mangled: The name of its function in the cubin.
+        image: The bytes of the cubin.
+        launch: The launch that it is compiled for.
+    """
+    return Cubin(
+        digest=digest,
+        kernel=mangled,
+        num_pointers=len(launch.signature),
+        num_warps=launch.num_warps,
+        shared=launch.shared,
+        launch_pdl=True,
+        size=len(image),
+        sha256=hashlib.sha256(image).hexdigest(),
+    )
 
 
 def cubin_of(digest: str, compiled: Any, num_pointers: int) -> tuple[Cubin, bytes]:

@@ -28,7 +28,7 @@ from mirage_hf.codegen.generated_program import POINTER_TYPES
 from mirage_hf.codegen.loaded_cubin import LoadedCubin
 from mirage_hf.decode.kernels import sampling
 from mirage_hf.zoo.store import Store, packaged_store
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.fake_driver import FakeDriver, Status
 from tests.helpers.ugraphs import rms_norm_linear
 
 IMAGE = b"\x7fELF image"
@@ -470,3 +470,75 @@ def test_the_package_brings_its_cubins():
     """Wheels take the folder of the zoo whole. `Store` sees no entry in the file."""
     path = cubins.packaged_path(90)
     assert path.parent == packaged_store().root and path.is_file()
+
+
+# -- CUDA kernels ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_module(gpu, monkeypatch, tmp_path):
+    """Return the file of a packaged CUDA kernel, its launch, and what NVRTC was asked for."""
+    programs = (e.generate() for e in packaged_store().entries() if "def compiled_cuda" in e.kernel)
+    program = next(p for p in programs if p.launches[0].cuda)
+    path = tmp_path / "kernel.py"
+    path.write_text(program.source)
+    module = ahead.import_text(program.source, str(path), "mirage_hf_test_of_cuda_cubins")
+    asked = []
+    monkeypatch.setattr(module, "cuda_bindings", lambda: (gpu.driver, None, (13, 0)))
+    monkeypatch.setattr(
+        module, "_compile_cuda", lambda *given: asked.append(given[1]) or (b"_Z3run", COMPILED)
+    )
+    return module, program, asked
+
+
+def load_first(module, program, source=None):
+    """Let a file use packaged cubins, and load its first kernel as its launcher does."""
+    cubin_launch.install(module, source or program.digest)
+    launch = program.launches[0]
+    text = getattr(module, launch.kernel)
+    return module.cuda_function(launch.kernel, text, 0, launch.shared)
+
+
+def test_a_packaged_cuda_kernel_is_loaded_and_not_compiled(gpu, cuda_module):
+    module, program, asked = cuda_module
+    found = cubins.packaged(90)
+    digest = cubins.digest_of_launch(program, program.launches[0], 90)
+    assert load_first(module, program) == (1, found.cubins[digest].kernel.encode())
+    assert gpu.driver.images == [found.image(digest)] and not asked
+    assert cubin_launch.has_all(program, 90)
+
+
+def test_a_cuda_kernel_that_the_driver_refuses_is_compiled(gpu, cuda_module, caplog):
+    module, program, asked = cuda_module
+    load, refused = gpu.driver.cuModuleLoadData, []
+
+    def refuse_first(image):
+        if not refused:
+            refused.append(image)
+            return (Status(200),)
+        return load(image)
+
+    gpu.driver.cuModuleLoadData = refuse_first
+    with caplog.at_level(logging.DEBUG, "mirage_hf"):
+        load_first(module, program)
+    assert gpu.driver.images == [COMPILED] and asked == [program.launches[0].kernel]
+    assert "CUDA_ERROR_200" in caplog.text
+
+
+def test_an_error_of_a_compiled_cuda_kernel_is_raised(gpu, cuda_module):
+    module, program, asked = cuda_module
+    gpu.driver.failing = "cuModuleLoadData", 200
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_200"):
+        load_first(module, program)
+    assert asked == [program.launches[0].kernel]
+
+
+@pytest.mark.parametrize("changed", ["another GPU", "another text", "no lzma"])
+def test_a_cuda_kernel_without_a_cubin_is_compiled(gpu, cuda_module, monkeypatch, changed):
+    module, program, asked = cuda_module
+    if changed == "another GPU":
+        gpu.capability = (10, 0)
+    elif changed == "no lzma":
+        monkeypatch.setattr(cubins, "lzma", None)
+    load_first(module, program, source="0" * 64 if changed == "another text" else None)
+    assert gpu.driver.images == [COMPILED] and asked == [program.launches[0].kernel]

@@ -92,6 +92,32 @@ def test_a_cubin_gives_what_triton_gives(pattern, which, by_triton):
         torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_cubin_of_a_cuda_kernel_gives_what_nvrtc_gives(monkeypatch):
+    """Bit for bit. A packaged kernel is not compiled."""
+    found = [e for e in packaged_store().entries() if "def compiled_cuda" in e.kernel]
+    entry = min(found, key=lambda e: len(e.kernel))
+    program = entry.generate()
+    module = compiler.load(program.source, program.digest)
+    packaged = module.compiled_cuda.__self__
+    inputs = random_inputs(entry.ugraph.program, DEVICE)
+
+    def outputs():
+        module._functions.clear()
+        return module.run(copied(inputs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packaged, "by_nvrtc", None)  # calling it would fail
+        got = outputs()
+    packaged._refused.update(launch.kernel for launch in program.launches)
+    try:
+        want = outputs()
+    finally:
+        packaged._refused.clear()
+        module._functions.clear()
+    for x, y in zip(want, got, strict=True):
+        torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
+
+
 def test_launching_takes_the_host_no_longer_than_triton(by_triton):
     """Steps are replayed, so this counts in first calls and captures only."""
     entry = next(e for e in packaged_store().entries() if e.pattern == "linear_residual")

@@ -22,7 +22,7 @@ SEEDS = 220
 LATER = 60
 
 #: Seeds of one test.
-CHUNK = 20
+CHUNK = 5
 
 
 def check(found: random_linears.Summary) -> None:

@@ -252,9 +252,10 @@ def int4_codes(words: torch.Tensor, per_word: dict[int, int]) -> torch.Tensor:
 
 def lookup(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
-    steps = torch.arange(1, len(values), dtype=x.dtype, device=x.device)
+    last = len(values) - 1
     known = torch.tensor(values, dtype=x.dtype, device=x.device)
-    return known[torch.bucketize(x.contiguous(), steps, right=True)]
+    index = x.nan_to_num(nan=last).clamp(0, last).to(torch.int32).clamp_(max=last)
+    return known.index_select(0, index.flatten()).view(x.shape)
 
 
 def run(inputs, out=None):
