@@ -40,6 +40,7 @@ from mirage_hf.match.matcher import match
 from mirage_hf.match.matches import Matches
 from mirage_hf.patterns import PATTERNS
 from mirage_hf.patterns.attention import for_long_caches
+from mirage_hf.patterns.prompt import PROMPT_NORM, PROMPT_ROTATION
 from mirage_hf.patterns.schema import PatternBlock
 from mirage_hf.pipeline import zoo_exchange
 from mirage_hf.pipeline.layer_choice import BlockToMake, make_entries
@@ -188,12 +189,10 @@ def build_with_codes(
 
 
 def measure_kernels_of_prompts(made: Store, finder: KernelFinder) -> None:
-    """Measure the kernels of linears for prompts that `optimize()` found too slow to measure.
-
-    Once they are in a zoo, `optimize()` need not search for them to find that out.
-    """
+    """Measure the kernels of norms and RoPE for prompts, which `optimize()` only compares."""
+    names = PROMPT_NORM.name, PROMPT_ROTATION.name
     for _, entry in list(made.verify()):
-        if isinstance(entry, Entry) and entry.pattern == "linear" and not entry.timings:
+        if isinstance(entry, Entry) and entry.pattern in names and not entry.timings:
             finder.measuring_few().resolve(entry.ugraph.program, pattern=entry.pattern)
 
 

@@ -26,6 +26,7 @@ from mirage_hf.swap.coded_forward import (
     CodedBinding,
     RowsProduct,
     Run,
+    has_reversed_columns,
     product_program,
 )
 from mirage_hf.swap.coded_modules import dtype_of
@@ -161,7 +162,7 @@ def _give_product(
     key = coding, has_bias
     if key not in found:
         found[key], best = None, math.inf
-        for finder in finders:
+        for finder in () if has_reversed_columns(coding) else finders:
             kernel = _kernel(product_program(coding, dtype, has_bias), "linear", finder)
             if kernel is None:
                 break

@@ -145,6 +145,19 @@ def test_the_faster_kernel_of_a_linear_is_used_if_it_beats_stock(
     assert (None if binding.product is None else binding.product.run) == chosen
 
 
+@pytest.mark.parametrize("kind", CODINGS)
+def test_no_kernel_is_searched_for_codes_in_reverse_order(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Any] = []
+    monkeypatch.setattr(prompt_kernels, "_kernel", lambda *given: searched.append(given))
+    weight = CodedWeight(CODINGS[kind](256, 256), (torch.zeros(1),))
+    binding = SimpleNamespace(weight=weight, product=None, run=lambda *_: None)
+    give: Any = prompt_kernels._give_product
+    give(nn.Identity(), binding, torch.bfloat16, ("untuned",), {})
+    assert binding.product is None and bool(searched) == (kind != "nf4")
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let `optimize` find kernels of prompts on a CPU. Gives the tokens of each call of them."""
