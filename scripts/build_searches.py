@@ -31,7 +31,7 @@ from mirage_hf.pipeline.layer_choice import make_outcome
 from mirage_hf.pipeline.request import Request
 from mirage_hf.pipeline.resolver import kernel_request
 from mirage_hf.pipeline.reuse import search_to_keep
-from mirage_hf.swap.coded_forward import decoding_program, product_program
+from mirage_hf.swap.coded_forward import decoding_program, has_reversed_columns, product_program
 from mirage_hf.zoo import known_search
 from scripts.build_zoo import ROOT, block_to_make, blocks_of, matched
 from scripts.coded_models import with_codes
@@ -131,8 +131,9 @@ def coded_requests(kind: str) -> Iterator[Request]:
             codings.setdefault(weight.coding)
     for coding in codings:
         yield kernel_request(decoding_program(coding), target=TARGET, pattern="decoding")
-        product = product_program(coding, torch.bfloat16, has_bias=False)
-        yield kernel_request(product, target=TARGET, pattern="linear")
+        if not has_reversed_columns(coding):
+            product = product_program(coding, torch.bfloat16, has_bias=False)
+            yield kernel_request(product, target=TARGET, pattern="linear")
 
 
 def _block_request(block: PatternBlock, rows: int) -> Request:
