@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, TypeAlias
 from unittest import mock
 
@@ -32,6 +33,7 @@ from torch import Tensor
 from triton import knobs
 
 from mirage_hf.codegen import ahead, compile, cubins, cuda_launching
+from mirage_hf.codegen.cubin_launch import CudaCubins
 from mirage_hf.codegen.cubins import Cubin, CubinError
 from mirage_hf.codegen.generated_program import POINTER_TYPES, Launch
 from mirage_hf.codegen.kernel_launch import KernelLaunch
@@ -116,12 +118,19 @@ def of_entry(entry: Entry, sm: int) -> Iterator[ToCompile]:
         name, kernel = f"{entry.folder} {launch.kernel}", getattr(module, launch.kernel)
         digest = cubins.digest_of_launch(program, launch, sm)
         if launch.cuda:
-            compiling = partial(module.compiled_cuda, launch.kernel, kernel, sm)
+            compiling = partial(nvrtc_of(module), launch.kernel, kernel, sm)
             yield CudaKernelToCompile(name, digest, launch, compiling)
         else:
             options = launch.signature, launch.num_warps, launch.num_stages, sm
             compiling = partial(ahead.compile_kernel, kernel, *options)
             yield KernelToCompile(name, digest, compiling, len(launch.signature))
+
+
+def nvrtc_of(module: ModuleType) -> Callable[[str, str, int], tuple[bytes, bytes]]:
+    """Return what compiles a generated file's CUDA kernels, without the packaged cubins."""
+    compiling = module.compiled_cuda
+    owner = getattr(compiling, "__self__", None)
+    return owner.by_nvrtc if isinstance(owner, CudaCubins) else compiling
 
 
 def of_launch(what: KernelLaunch, tensors: Sequence[Tensor], sm: int) -> KernelToCompile:

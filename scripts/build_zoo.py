@@ -33,7 +33,7 @@ import torch
 
 import mirage_hf
 from mirage_hf.decode import has_windows
-from mirage_hf.errors import Rejected
+from mirage_hf.errors import CodegenError, Rejected, SearchError, VerificationError, described
 from mirage_hf.layers.part import StepShape, block_at
 from mirage_hf.match.eligible import generating
 from mirage_hf.match.matcher import match
@@ -189,11 +189,18 @@ def build_with_codes(
 
 
 def measure_kernels_of_prompts(made: Store, finder: KernelFinder) -> None:
-    """Measure the kernels of norms and RoPE for prompts, which `optimize()` only compares."""
+    """Measure the kernels of norms and RoPE for prompts.
+
+    `optimize()` compares them with stock and does not tune them. A kernel that cannot be measured
+    stays as it is.
+    """
     names = PROMPT_NORM.name, PROMPT_ROTATION.name
     for _, entry in list(made.verify()):
         if isinstance(entry, Entry) and entry.pattern in names and not entry.timings:
-            finder.measuring_few().resolve(entry.ugraph.program, pattern=entry.pattern)
+            try:
+                finder.measuring_few().resolve(entry.ugraph.program, pattern=entry.pattern)
+            except (SearchError, VerificationError, CodegenError, torch.OutOfMemoryError) as e:
+                print(f"{entry.folder}: not measured: {described(e)}", flush=True)
 
 
 @contextmanager

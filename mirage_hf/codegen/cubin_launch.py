@@ -148,7 +148,7 @@ class CubinLauncher:
 
 
 class CudaCubins:
-    """What gives and loads the cubins of a generated file's CUDA kernels, packaged ones first.
+    """Gives and loads the cubins of a file's CUDA kernels, packaged ones first.
 
     Attributes:
         source: The SHA-256 of the file's text.
@@ -172,7 +172,7 @@ class CudaCubins:
         module.cuda_function = self.cuda_function  # type: ignore[attr-defined]
 
     def compiled_cuda(self, name: str, text: str, sm: int) -> tuple[bytes, bytes]:
-        """Return the mangled name and the cubin of a kernel. The arguments are the file's."""
+        """Return the mangled name and the cubin of a kernel, whose text is that of the file."""
         return self._packaged(name, sm) or self.by_nvrtc(name, text, sm)
 
     def cuda_function(self, name: str, text: str, device: int, shared: int) -> Any:
@@ -185,7 +185,11 @@ class CudaCubins:
                 raise
             _log_once(str(e))
         self._refused.add(name)
-        return self.load(name, text, device, shared)
+        try:
+            return self.load(name, text, device, shared)
+        except RuntimeError:
+            self._refused.discard(name)  # something else is wrong, such as too little memory
+            raise
 
     def _packaged(self, name: str, sm: int) -> tuple[bytes, bytes] | None:
         """Return the mangled name and the packaged cubin of a kernel, or None."""
@@ -268,7 +272,10 @@ def obstacle(sm: int) -> str:
 
 
 def has_all(program: GeneratedProgram, sm: int) -> bool:
-    """Return whether every kernel of a program has a packaged cubin, so that none is compiled."""
+    """Return whether every kernel of a program has a packaged cubin.
+
+    Then none is compiled, unless the driver refuses a cubin.
+    """
     found = cubins.packaged(sm)
     if isinstance(found, CubinError) or settings().interpret or obstacle(sm):
         return False

@@ -62,7 +62,7 @@ class Cubin:
     """What must be known of a cubin to launch it.
 
     Attributes:
-        digest: What it is found by, see `digest_of`.
+        digest: What it is found by, see `digest_of` and `cuda_digest_of`.
         kernel: The name of the function.
         num_pointers: Tensors that it takes. In Triton's kernels scratch pointers follow them.
         num_warps: Warps of a block.
@@ -139,6 +139,8 @@ def cuda_digest_of(source: str, kernel: str, sm: int) -> str:
 
 def cuda_cubin_of(digest: str, mangled: str, image: bytes, launch: Launch) -> Cubin:
     """Return the record of a CUDA kernel that NVRTC has compiled.
+
+    Launches read no more of it than the name. The rest is in the text of the kernel's file.
 
     Args:
         digest: What it will be found by.

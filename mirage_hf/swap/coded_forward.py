@@ -77,9 +77,8 @@ def product_program(coding: Coding, dtype: torch.dtype, has_bias: bool) -> Kerne
 def has_reversed_columns(coding: Coding) -> bool:
     """Return whether the codes of neighbouring columns lie in reverse order, as in bitsandbytes.
 
-    No kernel is searched for that multiplies with such codes on tensor cores. Of those that a
-    search finds for 128 rows, the ones of a single kernel take 0.4 to 7 ms on an H200 (NF4). To
-    decode the weight and to multiply by the library takes less.
+    For NF4 and 128 rows, the search finds no single kernel that multiplies them on tensor cores.
+    The others are slower than decoding the weight first (docs/decisions/025).
     """
     codes = coding.codes
     return isinstance(codes, Stored) and codes.strides[-1] < 0

@@ -28,6 +28,7 @@ from mirage_hf.codegen.generated_program import POINTER_TYPES
 from mirage_hf.codegen.loaded_cubin import LoadedCubin
 from mirage_hf.decode.kernels import sampling
 from mirage_hf.zoo.store import Store, packaged_store
+from scripts import build_cubins
 from tests.helpers.fake_driver import FakeDriver, Status
 from tests.helpers.ugraphs import rms_norm_linear
 
@@ -521,7 +522,9 @@ def test_a_cuda_kernel_that_the_driver_refuses_is_compiled(gpu, cuda_module, cap
     gpu.driver.cuModuleLoadData = refuse_first
     with caplog.at_level(logging.DEBUG, "mirage_hf"):
         load_first(module, program)
-    assert gpu.driver.images == [COMPILED] and asked == [program.launches[0].kernel]
+        launch = program.launches[0]
+        module.cuda_function(launch.kernel, getattr(module, launch.kernel), 1, launch.shared)
+    assert gpu.driver.images == [COMPILED] * 2 and asked == [launch.kernel] and len(refused) == 1
     assert "CUDA_ERROR_200" in caplog.text
 
 
@@ -531,6 +534,17 @@ def test_an_error_of_a_compiled_cuda_kernel_is_raised(gpu, cuda_module):
     with pytest.raises(RuntimeError, match="CUDA_ERROR_200"):
         load_first(module, program)
     assert asked == [program.launches[0].kernel]
+    gpu.driver.failing = "", 0
+    module.cuda_function(asked[0], getattr(module, asked[0]), 0, program.launches[0].shared)
+    assert gpu.driver.images != [COMPILED]  # nothing was wrong with the packaged cubin
+
+
+def test_files_of_cubins_are_built_by_nvrtc(cuda_module):
+    module, program, _ = cuda_module
+    own = module.compiled_cuda
+    assert build_cubins.nvrtc_of(module) is own
+    cubin_launch.install(module, program.digest)
+    assert module.compiled_cuda != own and build_cubins.nvrtc_of(module) is own
 
 
 @pytest.mark.parametrize("changed", ["another GPU", "another text", "no lzma"])

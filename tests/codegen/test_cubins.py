@@ -46,7 +46,7 @@ def one(packaged):
     return cubin, packaged.image(cubin.digest)
 
 
-def sample(wanted, packaged, kind=build_cubins.ToCompile):
+def sample(wanted, packaged, kind):
     """Return kernels of a kind whose compilers are here in the version of the packaged file."""
     here = build_cubins.compilers()
     found = [
@@ -80,8 +80,9 @@ def test_every_packaged_kernel_has_a_cubin_and_nothing_else_has(packaged, wanted
     assert {kernel.digest for kernel in wanted} == set(packaged.cubins)
 
 
-def test_cubins_are_what_the_generated_sources_compile_to(packaged, wanted):
-    for kernel in sample(wanted, packaged):
+@pytest.mark.parametrize("kind", [KernelToCompile, CudaKernel])
+def test_cubins_are_what_the_generated_sources_compile_to(packaged, wanted, kind):
+    for kernel in sample(wanted, packaged, kind):
         cubin, image = kernel.compiled()
         assert cubin == packaged.cubins[kernel.digest], kernel.name
         assert image == packaged.image(kernel.digest), kernel.name

@@ -92,9 +92,11 @@ def test_a_cubin_gives_what_triton_gives(pattern, which, by_triton):
         torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_cubin_of_a_cuda_kernel_gives_what_nvrtc_gives(monkeypatch):
+@pytest.mark.parametrize("has_clusters", [False, True])
+def test_the_cubin_of_a_cuda_kernel_gives_what_nvrtc_gives(has_clusters, monkeypatch):
     """Bit for bit. A packaged kernel is not compiled."""
     found = [e for e in packaged_store().entries() if "def compiled_cuda" in e.kernel]
+    found = [e for e in found if ("__cluster_dims__" in e.kernel) == has_clusters]
     entry = min(found, key=lambda e: len(e.kernel))
     program = entry.generate()
     module = compiler.load(program.source, program.digest)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mirage_hf.codegen.schedule import Schedule
+from mirage_hf.errors import CodegenError, Rejected
 from mirage_hf.graph.ugraph import library_ugraph
 from mirage_hf.zoo.entry import Entry
 from mirage_hf.zoo.key import key_of
@@ -108,6 +109,28 @@ def test_wrong_options_are_refused(monkeypatch, capsys, options, why):
     with pytest.raises(SystemExit):
         build_zoo.main()
     assert why in capsys.readouterr().err
+
+
+def test_unmeasured_kernels_of_norms_and_rope_are_measured(capsys):
+    """One that fails does not stop the others."""
+    unmeasured = [
+        replace(entry(us=None, rows=rows), pattern=pattern)
+        for rows, pattern in ((3, "prompt_norm"), (4, "linear"), (5, "prompt_rotation"))
+    ]
+    entries = [replace(entry(us=9.0, rows=6), pattern="prompt_norm"), *unmeasured]
+    asked = []
+
+    def resolve(program, pattern):
+        asked.append((program, pattern))
+        if pattern == "prompt_norm":
+            raise CodegenError("no code for it")
+
+    finder = SimpleNamespace(measuring_few=lambda: SimpleNamespace(resolve=resolve))
+    made = SimpleNamespace(verify=lambda: [(None, e) for e in [*entries, Rejected("damaged")]])
+    build_zoo.measure_kernels_of_prompts(made, finder)
+    norm, _, rotation = unmeasured
+    assert asked == [(e.ugraph.program, e.pattern) for e in (norm, rotation)]
+    assert f"{norm.folder}: not measured: CodegenError: no code for it" in capsys.readouterr().out
 
 
 def test_each_format_and_batch_size_is_a_job(monkeypatch, tmp_path):

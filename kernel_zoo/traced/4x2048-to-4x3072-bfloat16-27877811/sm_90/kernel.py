@@ -820,8 +820,9 @@ def rms_norm(
 def lookup(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return values[i], where i is x rounded down and clamped to the indices of `values`."""
     last = len(values) - 1
+    beyond = 2 * last + 1  # is not below `last`, however it is rounded
     known = torch.tensor(values, dtype=x.dtype, device=x.device)
-    index = x.nan_to_num(nan=last).clamp(0, last).to(torch.int32).clamp_(max=last)
+    index = x.nan_to_num(nan=beyond).clamp(0, beyond).to(torch.int32).clamp_(max=last)
     return known.index_select(0, index.flatten()).view(x.shape)
 
 
