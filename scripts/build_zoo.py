@@ -191,8 +191,8 @@ def build_with_codes(
 def measure_kernels_of_prompts(made: Store, finder: KernelFinder) -> None:
     """Measure the kernels of norms and RoPE for prompts.
 
-    `optimize()` compares them with stock and does not tune them. A kernel that cannot be measured
-    stays as it is.
+    `optimize()` compares them with stock and does not tune them. If a kernel cannot be measured,
+    the reason is printed, and its entry stays without times.
     """
     names = PROMPT_NORM.name, PROMPT_ROTATION.name
     for _, entry in list(made.verify()):
